@@ -28,10 +28,9 @@ def is_local(host: str) -> bool:
 
 def of_interface(name: str) -> str:
     """The first address of an interface, IPv4 before IPv6; a ValueError if it has none."""
-    addresses = _addresses(name)
-    if not addresses:
-        raise ValueError(f"the interface {name} has no address")
-    return addresses[0]
+    for address in _addresses(name):
+        return address
+    raise ValueError(f"the interface {name} has no address")
 
 
 def towards(host: str) -> str:
@@ -45,8 +44,7 @@ def towards(host: str) -> str:
 def of_default_route() -> str:
     """The source address of the default route, or of the only interface with an address.
 
-    Raises:
-        ValueError: no default route, and no or several interfaces have addresses; names them.
+    A ValueError without a default route names the interfaces, if not exactly one has an address.
     """
     for elsewhere in TEST_NET_HOSTS:
         with contextlib.suppress(OSError):
@@ -55,16 +53,17 @@ def of_default_route() -> str:
     if len(found) != 1:
         known = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
         raise ValueError(f"this machine has no default route, and the interfaces {known or 'none'}")
-    ((first, *_),) = found.values()
-    return first
+    return next(iter(found.values()))[0]
 
 
 def _addresses(interface: str) -> list[str]:
     """The interface's addresses that other machines can use, IPv4 first."""
     entries = psutil.net_if_addrs()[interface]
-    literals = [
-        e.address for kind in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == kind
-    ]
     # An address with a zone, as in fe80::1%eth0, means nothing on another machine.
-    found = [ipaddress.ip_address(text) for text in literals if "%" not in text]
+    found = [
+        ipaddress.ip_address(entry.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family == family and "%" not in entry.address
+    ]
     return [str(one) for one in found if not (one.is_loopback or one.is_link_local)]

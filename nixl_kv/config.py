@@ -4,27 +4,23 @@ An unknown key or a bad value raises a ConfigError that names the key, the value
 values. No other module reads options, and only the CLI also reads the environment.
 """
 
-# These rules are our own because pydantic does not shorten them: its messages leave out the key or
-# the value, and hosts, networks, shares and labels would remain functions. The same rules with
-# pydantic 2.14 took as many lines and 140 ms more CPU time per import, which each `nixl-kv`
-# command would pay.
-
 import ipaddress
 import re
 import socket
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
+from functools import partial
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from nixl_kv import addresses
 from nixl_kv.errors import ConfigError
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
 
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -50,25 +46,20 @@ HOW_TO_SHARE_A_KEY: Final = (
     "insecure to true and peers to the CIDRs of the other engines"
 )
 
-MAPPED_KEYS: Final = {"kv_lease_duration": "offer_ttl_s"}
-"""Keys of vLLM's own NixlConnector that mean the same as one of ours."""
-
-NEEDLESS_KEYS: Final = {
-    "num_threads": "one thread per rank runs all reads",
-    "engine_ttl": "an idle peer holds no connection, and its description is small",
-    "enforce_handshake_compat": "decode never reads a peer whose cache differs in meaning",
-    "backend_params": "NIXL's backends have the settings that measured best",
-    "bidirectional_kv_xfer": "prefill does not read decode's blocks",
-    "decoder_kv_blocks_ttl": "prefill does not read decode's blocks",
-    "kv_recompute_threshold": "prefill does not read decode's blocks",
-    "push_registration_timeout": "decode reads; prefill does not push",
+LEASE_KEY: Final = "kv_lease_duration"
+NO_PUSH: Final = "has no effect: prefill does not read decode's blocks"
+FOREIGN_KEYS: Final = {
+    LEASE_KEY: "counts as 'offer_ttl_s', unless that is set",
+    "num_threads": "has no effect: one thread per rank runs all reads",
+    "engine_ttl": "has no effect: an idle peer holds no connection, and its description is small",
+    "enforce_handshake_compat": "has no effect: decode never reads a cache that means other KV",
+    "backend_params": "has no effect: NIXL's backends have the settings that measured best",
+    "bidirectional_kv_xfer": NO_PUSH,
+    "decoder_kv_blocks_ttl": NO_PUSH,
+    "kv_recompute_threshold": NO_PUSH,
+    "push_registration_timeout": "has no effect: decode reads; prefill does not push",
 }
-"""Keys of vLLM's own NixlConnector that have no effect here, and why."""
-
-REMOVED_KEYS: Final = {
-    "warm": "decode connects to a prefill engine when the first request for it arrives"
-}
-"""Keys of earlier releases, and what the engine does instead."""
+"""Keys of vLLM's own NixlConnector, and what becomes of them."""
 
 
 @dataclass(frozen=True)
@@ -108,44 +99,27 @@ def _unmapped(address: Address) -> Address:
 class Rule:
     """Parses the value of one setting."""
 
-    allowed: str
-    """The allowed values, for error messages."""
-
-    parse: Callable[[Any], Any]
-    """Raises a ValueError for a bad value. The error's text, if any, goes after `allowed`."""
+    allowed: str  # the allowed values, for error messages
+    parse: Callable[[Any], Any]  # raises a ValueError for a bad value
 
     def __call__(self, name: str, value: object) -> Any:
         """Parse `value`, which the operator gave under `name`; raises a ConfigError."""
         try:
             return self.parse(value)
         except ValueError as error:
-            detail = f"; {error}" if str(error) else ""
-            raise ConfigError(f"{name} is {value!r}; allowed: {self.allowed}{detail}") from error
+            # msgspec's texts repeat `allowed`.
+            detail = "" if isinstance(error, msgspec.ValidationError) else str(error)
+            reason = f"; {detail}" if detail else ""
+            raise ConfigError(f"{name} is {value!r}; allowed: {self.allowed}{reason}") from error
 
 
-def _rule(allowed: str, is_allowed: Callable[[Any], bool]) -> Rule:
-    """A rule that returns each allowed value as it is."""
-
-    def parse(value: object) -> object:
-        if not is_allowed(value):
-            raise ValueError
-        return value
-
-    return Rule(allowed, parse)
+def _typed(allowed: str, kind: Any) -> Rule:
+    """The values of a type, as msgspec understands it: an integer is a float, a bool is not."""
+    return Rule(allowed, partial(msgspec.convert, type=kind))
 
 
-def _choice(*choices: str) -> Rule:
-    return _rule(" or ".join(map(repr, choices)), lambda value: value in choices)
-
-
-def _number(kind: type[int | float], low: float, high: float, what: str, note: str = "") -> Rule:
-    def parse(value: Any) -> float:
-        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # false for NaN
-            raise ValueError
-        return kind(value)
-
-    return Rule(f"a {what} from {low:g} to {high:g}{note}", parse)
+def _choice(literal: Any) -> Rule:
+    return _typed(" or ".join(map(repr, typing.get_args(literal))), literal)
 
 
 def _host(value: object) -> str:
@@ -168,33 +142,28 @@ def _host(value: object) -> str:
     return str(address)
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    strings = tuple(value) if isinstance(value, list | tuple) else ()
-    if not strings or not all(isinstance(one, str) and one for one in strings):
-        raise ValueError
-    return strings
-
-
-def _pacing(value: object) -> object:
-    return {True: ON, False: OFF}[value] if isinstance(value, bool) else PACING.parse(value)
+def _pacing(value: object) -> str:
+    if isinstance(value, bool):
+        return ON if value else OFF
+    return str(msgspec.convert(value, Pacing))
 
 
 def _networks(value: object) -> tuple[Network, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError
-    return tuple(map(_network, value))
+    return None if value is None else tuple(map(_network, msgspec.convert(value, Strings)))
 
 
-def _network(entry: object) -> Network:
-    if not isinstance(entry, str):  # ip_network takes integers and bytes too
-        raise ValueError(f"{entry!r} is not a string")  # noqa: TRY004 - refused like the others
+def _network(entry: str) -> Network:
     network = ipaddress.ip_network(entry)
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
         first = _unmapped(network.network_address)
         return ipaddress.ip_network(f"{first}/{network.prefixlen - MAPPED.prefixlen}")
     return network
+
+
+def _label(value: object) -> str:
+    if not (isinstance(value, str) and len(value) <= MAX_LABEL and value.isprintable()):
+        raise ValueError
+    return value
 
 
 def _share_of_loads(value: object) -> float:
@@ -207,30 +176,38 @@ def _share_of_loads(value: object) -> float:
     return float(match[1])
 
 
+Strings: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
+Pacing: TypeAlias = Literal["auto", "on", "off"]
+Path: TypeAlias = Literal["auto", "gather", "direct", "staged"]
+Layout: TypeAlias = Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+"""Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
+
 HOST: Final = Rule(
     f"{AUTO!r}, an IP address or a network interface of this machine, or a name that resolves to "
     "one; not a wildcard",
     _host,
 )
-PORT: Final = _number(int, 0, MAX_PORT, "whole number", " (0: any free port)")
-SECONDS: Final = _number(float, 0.1, 3600, "number of seconds")
-SHARE: Final = _number(float, 0.01, 1, "number")
-MEBIBYTES: Final = _number(int, 0, 1 << 16, "whole number of MiB")
-LAYOUT: Final = _choice(*LAYOUTS)
-POLICY: Final = _choice("recompute", "fail")
-PATH: Final = _choice("auto", "gather", "direct", "staged")
-SWITCH: Final = _rule("true or false", lambda value: isinstance(value, bool))
-PACING: Final = _choice(AUTO, ON, OFF)
-BACKENDS: Final = Rule("a list of names of NIXL backends, such as ['UCX']", _strings)
+PORT: Final = _typed(
+    "a whole number from 0 to 65535 (0: any free port)", Annotated[int, Meta(ge=0, le=MAX_PORT)]
+)
+SECONDS: Final = _typed(
+    "a number of seconds from 0.1 to 3600", Annotated[float, Meta(ge=0.1, le=3600)]
+)
+SHARE: Final = _typed("a number from 0.01 to 1", Annotated[float, Meta(ge=0.01, le=1)])
+MEBIBYTES: Final = _typed(
+    "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
+)
+SWITCH: Final = _typed("true or false", bool)
+PACING: Final = Rule(_choice(Pacing).allowed, _pacing)
+BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
-KEY_FILE: Final = _rule(
+KEY_FILE: Final = _typed(
     "the path of a file made by `nixl-kv keygen`, or null",
-    lambda value: value is None or (isinstance(value, str) and value != "" and "\0" not in value),
+    Annotated[str, Meta(pattern=r"\A[^\0]+\Z")] | None,
 )
 VERIFY: Final = Rule("'off', 'all', or 'sample:RATE' with RATE from 0 to 1", _share_of_loads)
-weights_label: Final = _rule(
-    f"up to {MAX_LABEL} printable characters, such as the trainer's step",
-    lambda value: isinstance(value, str) and len(value) <= MAX_LABEL and value.isprintable(),
+weights_label: Final = Rule(
+    f"up to {MAX_LABEL} printable characters, such as the trainer's step", _label
 )
 
 
@@ -238,16 +215,16 @@ weights_label: Final = _rule(
 class Config:
     """The settings of one engine. Names that end in `_s` are in seconds."""
 
-    # IP address at which other engines reach this one's control plane. Each process resolves names
-    # by itself, because ranks may run on several machines.
+    # Other engines reach this one's control plane there. Each process resolves names by itself,
+    # because ranks may run on several machines.
     host: Annotated[str, HOST] = "127.0.0.1"
     # TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r.
     port: Annotated[int, PORT] = 5600
     # The settings or variables that gave `host` and `port`, for error messages.
     host_name: str = field(default="host", repr=False, compare=False)
     port_name: str = field(default="", repr=False, compare=False)  # empty for the default
-    # First TCP port of the ranks' control planes; 0 takes free ones. Each rank adds its number
-    # among all ranks of the data-parallel group.
+    # First TCP port of the ranks' control planes; each rank of the data-parallel group adds its
+    # number.
     rank_port: Annotated[int, PORT] = 0
 
     # NIXL backends, in order of preference.
@@ -263,7 +240,7 @@ class Config:
     request_timeout_s: Annotated[float, SECONDS] = 30.0
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
-    layout: Annotated[str, LAYOUT] = "auto"
+    layout: Annotated[str, _choice(Layout)] = "auto"
 
     # File with the key that all engines share. Without any configured key, the engines of one user
     # on one machine share one that the first of them makes.
@@ -279,12 +256,12 @@ class Config:
 
     # Which prefill ranks decode reads in small pieces, so that they survive readers that die: those
     # that UCX may read over TCP ('auto'), all ('on'), or none ('off').
-    paced_reads: Annotated[str, Rule(PACING.allowed, _pacing)] = AUTO
+    paced_reads: Annotated[str, PACING] = AUTO
     # How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
     # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by
     # a rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long
     # or few, staged otherwise.
-    path: Annotated[str, PATH] = "auto"
+    path: Annotated[str, _choice(Path)] = "auto"
     # MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing.
     staging_mib: Annotated[int, MEBIBYTES] = 256
     # Share of the cache's blocks that unclaimed offers may hold.
@@ -297,7 +274,7 @@ class Config:
     # compute those requests.
     in_tree_decode: Annotated[bool, SWITCH] = True
     # Whether decode computes a request whose KV cannot be read, or ends it with an error.
-    on_load_failure: Annotated[str, POLICY] = "recompute"
+    on_load_failure: Annotated[str, _choice(Literal["recompute", "fail"])] = "recompute"
     # Share of the loads whose bytes decode compares with prefill's by a digest.
     verify: Annotated[float, VERIFY] = 0.0
 
@@ -336,15 +313,18 @@ class Config:
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
         """Build a Config from `kv_connector_extra_config`; some variables give defaults.
 
-        Raises:
-            ConfigError: for an unknown or removed key or a bad value, or if other machines could
-                reach an engine without a key.
+        A ConfigError names an unknown key or a bad value, or says that other machines could reach
+        an engine without a key.
         """
         known = cls.parsers()
-        _check_keys(extra, known)
+        for key in sorted(set(extra) - {*known, *FOREIGN_KEYS}):
+            raise ConfigError(
+                f"kv_connector_extra_config has the unknown key {key!r} (value {extra[key]!r}); "
+                f"allowed keys are {', '.join(known)}"
+            )
         given = _from_environment(environ)
-        mapped = {ours: theirs for theirs, ours in MAPPED_KEYS.items() if theirs in extra}
-        for key, name in (mapped | {key: key for key in extra if key in known}).items():
+        theirs = {"offer_ttl_s": LEASE_KEY} if LEASE_KEY in extra else {}
+        for key, name in (theirs | {key: key for key in extra if key in known}).items():
             given[key] = (f"kv_connector_extra_config[{name!r}]", extra[name])
         config = cls(
             key=environ.get(KEY_VARIABLE) or None,
@@ -360,31 +340,10 @@ class Config:
         return config
 
 
-def _check_keys(extra: Mapping[str, Any], known: Mapping[str, Rule]) -> None:
-    for key in sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS}):
-        if key in REMOVED_KEYS:
-            raise ConfigError(
-                f"kv_connector_extra_config[{key!r}] is {extra[key]!r}; this setting was removed: "
-                f"{REMOVED_KEYS[key]}. Delete the key"
-            )
-        raise ConfigError(
-            f"kv_connector_extra_config has the unknown key {key!r} (value {extra[key]!r}); "
-            f"allowed keys are {', '.join(known)}"
-        )
-
-
-def needless(extra: Mapping[str, Any]) -> list[str]:
-    """One warning for each key in `extra` that belongs to vLLM's own NixlConnector."""
-    lines = [
-        f"kv_connector_extra_config[{key!r}] counts as {MAPPED_KEYS[key]!r}"
-        for key in sorted(MAPPED_KEYS.keys() & extra)
-        if MAPPED_KEYS[key] not in extra
-    ]
-    lines += [
-        f"kv_connector_extra_config[{key!r}] has no effect: {NEEDLESS_KEYS[key]}"
-        for key in sorted(NEEDLESS_KEYS.keys() & extra)
-    ]
-    return lines
+def foreign_key_lines(extra: Mapping[str, Any]) -> list[str]:
+    """One line for each key in `extra` that belongs to vLLM's own NixlConnector."""
+    keys = sorted(FOREIGN_KEYS.keys() & extra)
+    return [f"kv_connector_extra_config[{key!r}] {FOREIGN_KEYS[key]}" for key in keys]
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:

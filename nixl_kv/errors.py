@@ -100,13 +100,11 @@ def run_guarded(step: Callable[[], object], error_message: str) -> bool:
 
 def printable(text: str, limit: int | None = None) -> str:
     """Escape line ends and control characters, and cut the result to `limit` characters."""
-    is_cut = limit is not None and len(text) > limit
-    text = text[:limit]
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    if limit is not None and (is_cut or len(text) > limit):
-        text = text[: limit - 3] + "..."
-    return text
+    shown = text[:limit]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    is_cut = limit is not None and max(len(text), len(shown)) > limit
+    return f"{shown[: limit - 3]}..." if limit is not None and is_cut else shown
 
 
 def _make_harmless(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from nixl_kv.errors import ConfigError
 
@@ -55,11 +55,7 @@ class Keys:
 
 
 def read_key_file(path: str | Path) -> Keys:
-    """Read a key file, or the target of a link: mounted secrets are links.
-
-    Raises:
-        ConfigError: the file cannot be read, or another user may know its content.
-    """
+    """Read a key file, or the target of a link (mounted secrets are links), or raise."""
     try:
         return Keys.derive(_read(path))
     except (OSError, ValueError) as error:
@@ -77,19 +73,13 @@ def parse_key(text: str, name: str) -> Keys:
 
 
 def write_key_file(path: str | Path) -> Keys:
-    """Make a key and write it to a new file that only this user can read.
-
-    Raises:
-        ConfigError: the path exists or cannot be written.
-    """
+    """Make a key and write it to a new file that only this user can read."""
     root = secrets.token_bytes(KEY_BYTES)
     try:
         _write_new(path, root)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot write a key to {str(path)!r}: {_reason(error)}; allowed: the path of a new "
-            "file"
-        ) from error
+        message = f"cannot write a key to {str(path)!r}: {_reason(error)}"
+        raise ConfigError(f"{message}; allowed: the path of a new file") from error
     return Keys.derive(root)
 
 
@@ -99,78 +89,64 @@ def write_key_file(path: str | Path) -> Keys:
 def make_user_key() -> tuple[Keys, Path]:
     """Read the shared key and return it with its path; the first process makes it.
 
-    Processes that start at the same moment get the same key.
-
-    Raises:
-        ConfigError: no directory is private, or the file is bad; names the path.
+    Processes that start at the same moment get the same key. A ConfigError says why the file is bad
+    or why no directory is private.
     """
-    with contextlib.ExitStack() as stack:
-        folders, refusals = _private_folders(stack, may_create=True)
-        found = _find(folders)
-        if found is not None:
-            return found
-        if not folders:
-            raise _no_user_key("; ".join(refusals))
-        path, folder = folders[0]
-        try:
-            _write_once(folder)
-            return Keys.derive(_read(USER_KEY, folder)), path
-        except (OSError, ValueError) as error:
-            raise _no_user_key(f"{path}: {_reason(error)}") from error
+    directories, refusals = _private_directories(may_create=True)
+    found = _find(directories)
+    if found is not None:
+        return found
+    if not directories:
+        raise _no_user_key("; ".join(refusals))
+    path = directories[0] / USER_KEY
+    try:
+        _write_once(path)
+        return Keys.derive(_read(path)), path
+    except (OSError, ValueError) as error:
+        raise _no_user_key(f"{path}: {_reason(error)}") from error
 
 
 def find_user_key() -> Keys | None:
-    """Read the shared key, if there is one.
-
-    Raises:
-        ConfigError: the file is bad; names the path.
-    """
-    with contextlib.ExitStack() as stack:
-        found = _find(_private_folders(stack, may_create=False)[0])
-    return None if found is None else found[0]
+    """Read the shared key, if there is one; a ConfigError says why the file is bad."""
+    found = _find(_private_directories(may_create=False)[0])
+    return found and found[0]
 
 
-_Folder: TypeAlias = tuple[Path, int]
-"""The path of the shared key in a directory, and a descriptor of the directory."""
-
-
-def _private_folders(
-    stack: contextlib.ExitStack, *, may_create: bool
-) -> tuple[list[_Folder], list[str]]:
+def _private_directories(*, may_create: bool) -> tuple[list[Path], list[str]]:
     """The directories that only this user can use, best first; and why others are not usable."""
     runtime, user = os.environ.get("XDG_RUNTIME_DIR", ""), os.geteuid()
-    directories = [Path(runtime)] if runtime.startswith("/") else []
+    candidates = [Path(runtime)] if runtime.startswith("/") else []
     fallback = Path(tempfile.gettempdir(), f"nixl_kv-{user}")
-    folders: list[_Folder] = []
+    found: list[Path] = []
     refusals: list[str] = []
-    for directory in (*directories, RUN_USER / str(user), fallback):
+    for directory in (*candidates, RUN_USER / str(user), fallback):
         try:
-            if directory == fallback and may_create and not folders:
+            if directory == fallback and may_create and not found:
                 with contextlib.suppress(FileExistsError):
                     directory.mkdir(mode=0o700)
-            folders.append((directory / USER_KEY, _open_private(directory, stack)))
+            _check_private(directory.lstat())
+            found.append(directory)
         except (OSError, ValueError) as error:  # noqa: PERF203 - three directories
             refusals.append(f"{directory}: {_reason(error)}")
-    return folders, refusals
+    return found, refusals
 
 
-def _open_private(directory: Path, stack: contextlib.ExitStack) -> int:
-    # All further calls are relative to the descriptor, so replacing the directory has no effect.
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    stack.callback(os.close, folder)
-    status = os.fstat(folder)
+def _check_private(status: os.stat_result) -> None:
+    # If another user replaces the directory after this check, the owner and mode of the key file
+    # still show whose key it is, and a new key is readable by this user only.
+    if not stat.S_ISDIR(status.st_mode):
+        raise ValueError("Not a directory")
     if status.st_uid != os.geteuid():
         raise ValueError(f"its owner is the user {status.st_uid}")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ValueError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; allowed: 0700")
-    return folder
 
 
-def _find(folders: list[_Folder]) -> tuple[Keys, Path] | None:
+def _find(directories: list[Path]) -> tuple[Keys, Path] | None:
     # Search all directories: a session may end, with its runtime directory, while its engine runs.
-    for path, folder in folders:
+    for path in (directory / USER_KEY for directory in directories):
         try:
-            return Keys.derive(_read(USER_KEY, folder)), path
+            return Keys.derive(_read(path)), path
         except FileNotFoundError:  # noqa: PERF203 - three directories
             continue
         except (OSError, ValueError) as error:
@@ -178,15 +154,15 @@ def _find(folders: list[_Folder]) -> tuple[Keys, Path] | None:
     return None
 
 
-def _write_once(folder: int) -> None:
+def _write_once(path: Path) -> None:
     # The link makes the whole key visible at once, and fails if another process was first.
-    draft = f".{USER_KEY}.{secrets.token_hex(8)}"
-    _write_new(draft, secrets.token_bytes(KEY_BYTES), folder)
+    draft = path.with_name(f".{USER_KEY}.{secrets.token_hex(8)}")
+    _write_new(draft, secrets.token_bytes(KEY_BYTES))
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(draft, USER_KEY, src_dir_fd=folder, dst_dir_fd=folder)
+            path.hardlink_to(draft)
     finally:
-        os.unlink(draft, dir_fd=folder)
+        draft.unlink()
 
 
 def _no_user_key(reason: str) -> ConfigError:
@@ -205,24 +181,23 @@ def _derive(root: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(digest_size=KEY_BYTES, key=root, person=purpose).digest()
 
 
-def _write_new(path: str | Path, root: bytes, folder: int | None = None) -> None:
-    """Write a key to a new file with mode 0600. `path` is relative to `folder`, if given."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
+def _write_new(path: str | Path, root: bytes) -> None:
+    """Write a key to a new file with mode 0600."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)  # the umask may have removed bits
         os.write(descriptor, root.hex().encode() + b"\n")
     except OSError:
-        os.unlink(path, dir_fd=folder)
+        Path(path).unlink()
         raise
     finally:
         os.close(descriptor)
 
 
-def _read(path: str | Path, folder: int | None = None) -> bytes:
-    """Read a key; a ValueError says why it cannot be trusted. `path` as in `_write_new`."""
+def _read(path: str | Path) -> bytes:
+    """Read a key; a ValueError says why it cannot be trusted."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         # Check the opened file, not the path: its mode and owner cannot change before the read.
         _check(os.fstat(descriptor))

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import needless
+from nixl_kv.config import foreign_key_lines
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import may_move, port_of
@@ -84,7 +84,7 @@ class Scheduler:
         transfer = vllm_config.kv_transfer_config
         self._engine_id = transfer.engine_id
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
-        for line in needless(transfer.kv_connector_extra_config):
+        for line in foreign_key_lines(transfer.kv_connector_extra_config):
             logger.info(line)
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")

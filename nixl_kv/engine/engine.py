@@ -38,8 +38,7 @@ from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
-from nixl_kv.transport.base import ControlPlane, Transport
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import ControlPlane, SlotPage, Transport
 from nixl_kv.verify.queue import open_digests
 
 logger = get_logger(__name__)

@@ -30,8 +30,7 @@ from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.paths import Feature, Packer
 from nixl_kv.reading.replace import Agents
-from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received, SlotPage
 from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)

@@ -20,8 +20,7 @@ from typing import Any, Final, TypeAlias
 from nixl_kv.errors import LimitedLog, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import block_ids
 from nixl_kv.transport import descriptors
-from nixl_kv.transport.base import Transport
-from nixl_kv.transport.slots import SlotPage, slot_rows
+from nixl_kv.transport.base import SlotPage, Transport, slot_rows
 
 logger = get_logger(__name__)
 

@@ -25,8 +25,7 @@ from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
-from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, Transport
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, SlotPage, Transport
 
 logger = get_logger(__name__)
 
@@ -410,15 +409,15 @@ class ReadAgent:
     def _warm_up_ops(self, rank: RemoteRank) -> Iterator[SampleOp]:
         """Read enough pieces to use all of the transport's connections to the rank."""
         source, scratch, layout = rank.source, self._scratch, self._layout
-        spread = self.transport.spread(source.name) if source is not None and scratch else 0
-        # Over TCP `spread` is 0, and the read of the slot makes the connection.
-        if source is not None and scratch is not None and spread:
+        count = self.transport.warm_up_pieces(source.name) if source is not None and scratch else 0
+        # Over TCP it is 0, and the read of the slot makes the connection.
+        if source is not None and scratch is not None and count:
             memory, rows = rank.description.layout.memory, sample_rows(rank.description.layout)
             here = rows.copy()
             here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
             there = self.transport.prepare(rows, memory, source.name)
             local = self.transport.prepare(here, layout.memory, None)
-            pieces = np.tile(np.arange(len(rows), dtype=np.int32), -(-spread // len(rows)))
+            pieces = np.tile(np.arange(len(rows), dtype=np.int32), -(-count // len(rows)))
             yield SampleOp(self.transport, self.transport.read(local, there, (pieces, pieces)))
         if self.free_entries:
             yield SlotOp(self, rank, 0)

@@ -24,8 +24,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.machine import MachineState
 from nixl_kv.reading.paths import Budget, DirectPath, PreparedRank, ReadPath, Source
-from nixl_kv.transport.base import ListHandle, PeerName, Transport
-from nixl_kv.transport.slots import slot_rows
+from nixl_kv.transport.base import ListHandle, PeerName, Transport, slot_rows
 
 SHOWN_MISMATCHES: Final = 4
 
@@ -399,7 +398,7 @@ class Ranks:
             plan=planned.plan,
             local=transport.prepare(planned.plan.local, self._peers.layout.memory, None),
             remote=transport.prepare(planned.plan.remote, remote.layout.memory, name),
-            is_tcp=transport.spread(name) == 0,
+            is_tcp=transport.warm_up_pieces(name) == 0,
             budget=self.budget,
         )
         slots = slot_rows(remote.slots.address, remote.slots.count)

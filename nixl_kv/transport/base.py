@@ -4,26 +4,29 @@ NIXL is the transport (`nixl.py`) and ZMQ the control plane (`zmq.py`). Everythi
 only these interfaces, so tests, the simulator and other engines can bring their own.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, Final, NewType, Protocol, TypeAlias
 
+import numpy as np
+
 from nixl_kv.geometry import plan
 from nixl_kv.geometry.layout import BlockIds, Memory, Span
-from nixl_kv.ids import Endpoint
+from nixl_kv.ids import GENERATION_BYTES, Endpoint, Generation
 
 Rows: TypeAlias = plan.Rows
 Indices: TypeAlias = BlockIds
 """Numbers of pieces: the pieces of all rows of a list are numbered in row order."""
 
 PeerName = NewType("PeerName", str)
-
-# Only the transport that made a handle can use it.
-ListHandle = Any
-ReadHandle = Any
+ListHandle: TypeAlias = Any  # only the transport that made a handle can use it
+ReadHandle: TypeAlias = Any
 
 # UCX's TCP segment size. UCX aborts a reader whose own segments are shorter than the sender's, so
 # this is one of the facts in which two engines must agree.
 SEGMENT_FACT: Final = "2m"
+
+PAGE_BYTES: Final = 4096
 
 
 class Transport(Protocol):
@@ -36,11 +39,8 @@ class Transport(Protocol):
     `close` has returned, whatever is released or dropped in between.
     """
 
-    def spread(self, peer: PeerName) -> int:
-        """How many separate pieces a read needs to use all connections to a peer.
-
-        0 if the transport opens further connections when it needs them.
-        """
+    def warm_up_pieces(self, peer: PeerName) -> int:
+        """How many pieces use all connections to a peer; 0 if these are made when needed."""
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Make memory readable into, and readable by peers that get the metadata afterwards."""
@@ -71,10 +71,8 @@ class Transport(Protocol):
     def poll(self, read: ReadHandle) -> bool:
         """Whether the read has completed.
 
-        Raises:
-            PeerLost: the read has ended, and failed.
-            TransportError: any other one says nothing about the end of the read, which may go on.
-                Do not poll it again.
+        PeerLost: the read has ended, and failed. Any other TransportError says nothing about the
+        end of the read, which may go on. Do not poll it again.
         """
 
     def stop(self, read: ReadHandle) -> bool:
@@ -92,10 +90,8 @@ class Transport(Protocol):
     def close(self) -> None:
         """End all reads and connections, which may take seconds.
 
-        Any thread may call it, if no other call is made meanwhile.
-
-        Raises:
-            TransportError: local memory may still be written to; call it again.
+        Any thread may call it, if no other call is made meanwhile. After a TransportError local
+        memory may still be written to; call it again.
         """
 
 
@@ -154,19 +150,12 @@ class ControlPlane(Protocol):
     """
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Listen on an IP literal, without brackets, and a port; 0 takes any free one.
-
-        Returns the port.
-
-        Raises:
-            TransportError: if the address is not of this machine or the port is in use.
-        """
+        """Listen on an IP literal, without brackets, and a port (0: any free one). Returns it."""
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
         """Queue a message for an endpoint, connecting if necessary; never waits.
 
-        Raises:
-            TransportError: if the endpoint is not an address, or its queue is full.
+        A TransportError says that the endpoint is not an address, or that its queue is full.
         """
 
     def reply(self, route: bytes, payload: bytes) -> None:
@@ -184,3 +173,49 @@ class ControlPlane(Protocol):
         """End the current `poll`; any thread may call it."""
 
     def close(self) -> None: ...
+
+
+class SlotPage:
+    """`count` fence slots of 16 bytes, all clear at first. Peers may read them at any time.
+
+    Prefill writes a random token into a slot while a grant is valid. Decode reads the slot after
+    the data: if the token is still there, prefill held the blocks the whole time.
+    """
+
+    def __init__(self, count: int) -> None:
+        size = count * GENERATION_BYTES
+        self._memory = np.zeros(size + PAGE_BYTES, dtype=np.uint8)
+        self.address = -(-self._memory.ctypes.data // PAGE_BYTES) * PAGE_BYTES
+        self.count = count
+
+    @property
+    def span(self) -> Span:
+        return Span(self.address, self.count * GENERATION_BYTES)
+
+    def rows(self) -> Rows:
+        return slot_rows(self.address, self.count)
+
+    def write(self, slot: int, generation: Generation) -> None:
+        if len(generation) != GENERATION_BYTES:
+            raise ValueError(f"{len(generation)} bytes; allowed: {GENERATION_BYTES}")
+        ctypes.memmove(self._at(slot), generation, GENERATION_BYTES)
+
+    def clear(self, slot: int) -> None:
+        """Make a grant invalid, before its blocks can be reused."""
+        self.write(slot, Generation(bytes(GENERATION_BYTES)))
+
+    def clear_all(self) -> None:
+        ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
+
+    def read(self, slot: int) -> Generation:
+        return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))
+
+    def _at(self, slot: int) -> int:
+        if not 0 <= slot < self.count:
+            raise IndexError(f"slot {slot}; allowed: 0 to {self.count - 1}")
+        return self.address + slot * GENERATION_BYTES
+
+
+def slot_rows(address: int, count: int) -> Rows:
+    """A list of one row, with one piece per slot."""
+    return np.array([[address, GENERATION_BYTES, 0, GENERATION_BYTES, count]], dtype=np.uint64)

@@ -6,7 +6,7 @@ import resource
 import socket
 import stat
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,13 +35,10 @@ def limit() -> int | None:
 
 
 def check_free(count: int = FREE_FOR_AGENT) -> None:
-    """Check that this process can open `count` more descriptors.
+    """Raise a TransportError if this process cannot open `count` more descriptors.
 
     UCX 1.23 must not run out of them while it opens a worker: the next call then hangs for ever, on
     a lock that the failed one has kept, and this process never makes another agent.
-
-    Raises:
-        TransportError: if fewer are free.
     """
     most = limit()
     if most is not None and (free := max(0, most - num_open())) < count:
@@ -52,11 +49,7 @@ def check_free(count: int = FREE_FOR_AGENT) -> None:
 
 
 def listening_sockets() -> dict[int, int]:
-    """The inode of each listening socket, by descriptor.
-
-    Raises:
-        OSError: if no descriptor is free to look with.
-    """
+    """The inode of each listening socket, by descriptor; an OSError if none is free for it."""
     found = {}
     for path in DESCRIPTORS.iterdir():
         number = int(path.name)
@@ -89,21 +82,17 @@ def past_stale_descriptors(create: Callable[[], object], error: type[Exception])
     descriptor's number in a table. It then refuses every socket that gets this number ("Element
     already exists"), and with it every new agent of the process. So if `create` raises `error`,
     take the lowest free number out of use for the life of the process, and try again.
-
-    Raises:
-        Exception: the last error of `create`; then all numbers are free again.
     """
-    taken: list[int] = []
-    while True:
-        try:
-            create()
-        except error:  # noqa: PERF203
-            if len(taken) < MAX_STALE:
+    with ExitStack() as taken:  # all numbers are free again after the last error
+        for attempt in range(MAX_STALE + 1):
+            try:
+                create()
+            except error:
                 with suppress(OSError):
-                    taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-                    continue
-            for number in taken:
-                os.close(number)
-            raise
-        else:
+                    if attempt < MAX_STALE:
+                        number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                        taken.callback(os.close, number)
+                        continue
+                raise
+            taken.pop_all()
             return

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.config import AUTO, OFF, Config
+from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
@@ -77,12 +77,9 @@ UCX_ENGINE_CONFIG: Final = (
 # Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available.
 ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
 
-# For an agent that reads over TCP only, or reads a slot only.
-STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
-STREAM_TRANSPORTS: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
-
-# Longest time of a read within this process, before the first peer.
-REHEARSAL_S: Final = 2.0
+# Longest time of the reads within this process, before the first peer. It is long because UCX 1.23
+# may abort the process if an agent is closed while it connects.
+REHEARSAL_S: Final = 10.0
 
 _PEER_ERRORS: Final = (
     bindings.nixlRemoteDisconnectError,
@@ -96,7 +93,6 @@ _ERRORS: Final = tuple(
 )
 
 Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
-_Native = TypeVar("_Native", api.nixl_prepped_dlist_handle, api.nixl_xfer_handle)
 
 
 @contextmanager
@@ -117,39 +113,28 @@ def _is_done(state: str) -> bool:
     return state == "DONE"
 
 
-def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
-    """Make the agent of a rank whose cache is in such memory.
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
 
-    Raises:
-        TransportError: if NIXL cannot create a backend.
-    """
+
+def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
+    """Make the agent of a rank; a TransportError if NIXL cannot create a backend."""
     options = dict(UCX_OPTIONS)
     settings, guard = _network(config, is_decode=is_decode)
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
     make = partial(NixlTransport, config.backends, guard=guard)
-    first = make(ucx_options=options, engine_config=settings)
-
-    def make_stream() -> Transport:
-        only_tcp = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
-        return make(ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
-
-    is_other = config.paced_reads == AUTO and config.backends[0] != UCX
-    # The only line that knows transport/tcp. Without it, return `first`.
-    return pace(first, make_stream, memory, OFF if is_other else config.paced_reads, settings)
+    # Without transport/tcp, return the first argument.
+    return pace(make(ucx_options=options, engine_config=settings), make, config, memory, settings)
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
-    """Make an agent that reads a page of slots as peers do, with as few threads as possible.
-
-    Raises:
-        TransportError: if NIXL cannot create a backend.
-    """
+    """Make an agent that reads a page of slots as peers do, with as few threads as possible."""
     settings, guard = _network(config, is_decode=is_decode)
-    return NixlTransport(
-        config.backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard
-    )
+    options = {"ucx_error_handling_mode": "peer"}
+    return NixlTransport(config.backends, ucx_options=options, engine_config=settings, guard=guard)
 
 
 def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
@@ -162,22 +147,18 @@ def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
     return UCX_ENGINE_CONFIG, partial(filtered_ucx_ports, allowed)
 
 
-class _Handle(Generic[_Native]):
+class _Handle:
     """A list or a read. NIXL's handle keeps its agent alive, so `close` takes it away."""
 
-    def __init__(self, native: _Native) -> None:
-        self.held: _Native | None = native
+    def __init__(self, native: object) -> None:
+        self.held: Any = native
         self.failure = ""  # of posting it; text only: a traceback would keep the agent alive
 
     @property
-    def native(self) -> _Native:
+    def native(self) -> Any:
         if self.held is None:
             raise TransportError("the NIXL agent is closed")
         return self.held
-
-
-_List: TypeAlias = _Handle[api.nixl_prepped_dlist_handle]
-_Read: TypeAlias = _Handle[api.nixl_xfer_handle]
 
 
 class NixlTransport:
@@ -193,35 +174,21 @@ class NixlTransport:
     ) -> None:
         """Create an agent with a new name, which takes about half a second.
 
-        Args:
-            backends: names of NIXL backends.
-            ucx_options: parameters of the UCX backend.
-            engine_config: UCX's own settings, `NAME=value,...` without the prefix UCX_.
-            guard: entered while UCX opens its ports.
-
-        Raises:
-            TransportError: if NIXL cannot create a backend.
+        `engine_config` has UCX's own settings, `NAME=value,...` without the prefix UCX_. `guard` is
+        entered while UCX opens its ports.
         """
         self.name = f"nixl-kv-{secrets.token_hex(8)}"
-        self._make_another = partial(
-            NixlTransport,
-            backends,
-            ucx_options=ucx_options,
-            engine_config=engine_config,
-            guard=guard,
-        )
+        settings: dict[str, Any] = {"ucx_options": ucx_options, "engine_config": engine_config}
+        self._make_another = partial(NixlTransport, backends, guard=guard, **settings)
         threads, batch = ucx_options.get("num_threads", 0), ucx_options.get("split_batch_size", 1)
-        self._spread = max(1, int(threads) * int(batch))
-        config = api.nixl_agent_config(
-            enable_prog_thread=False,
-            backends=[],
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-        )
+        self._warm_up_pieces = max(1, int(threads) * int(batch))
+        mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=mode)
         check_free()
         with _translated("creating the agent"):
             agent = api.nixl_agent(self.name, config)
             self._open_agent: api.nixl_agent | None = agent
-            self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
+            self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
             # Set when the destructor of the C++ object has run. The wrapper may go earlier.
             self._gone = gone = threading.Event()
             self._proof = weakref.ref(agent.agent, lambda _: gone.set())
@@ -242,25 +209,38 @@ class NixlTransport:
             raise TransportError(f"NIXL agent {self.name} is closed")
         return self._open_agent
 
-    def spread(self, peer: PeerName) -> int:
+    def warm_up_pieces(self, peer: PeerName) -> int:
         del peer  # this many wake all threads of the backend; each has a connection of its own
-        return self._spread
+        return self._warm_up_pieces
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         with _translated(f"registering {span.length} bytes of {memory}"):
             self._agent.register_memory([(span.address, span.length, device, "")], memory)
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Read from one temporary agent by another.
+        """Read the first half of the memory into the second, from one temporary agent by another.
 
         The first `add_remote_agent` of a process takes 12 ms more than a later one, and its first
         read, beside UCX's own threads, up to 100 ms.
         """
+        half = span.length // 2
+        there, here = (
+            np.array([[span.address + offset, half, device, half, 1]], dtype=np.uint64)
+            for offset in (0, half)
+        )
         try:
             with closing(self._make_another()) as reader, closing(self._make_another()) as other:
                 for agent in (reader, other):
                     agent.register(span, memory, device)
-                _read_once(reader, other, span, memory, device)
+                peer = reader.add_peer(other.metadata())
+                lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
+                until = time.monotonic() + REHEARSAL_S
+                for count in (self._warm_up_pieces, 1):  # over all connections, and in one piece
+                    pieces = np.zeros(count, dtype=np.int32)
+                    read = reader.read(*lists, (pieces, pieces))
+                    while not reader.poll(read):
+                        other.progress()
+                        _check_time(until)
         except TransportError as error:
             logger.info(
                 "the first peer will take up to 0.1 s longer, because the rehearsal failed: %s",
@@ -283,7 +263,7 @@ class NixlTransport:
         with _translated("dropping a peer"):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
+    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _Handle:
         # A strided list: microseconds for any number of blocks.
         with _translated(f"preparing {len(rows)} rows of {memory}"):
             native = self._agent.prep_xfer_dlist(
@@ -291,7 +271,7 @@ class NixlTransport:
             )
         return self._keep(native)
 
-    def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
+    def read(self, local: _Handle, remote: _Handle, indices: tuple[Indices, Indices]) -> _Handle:
         # NIXL merges neighbouring pieces of dense rows itself.
         with _translated(f"reading {len(indices[0])} pieces"):
             native = self._agent.make_prepped_xfer(
@@ -307,7 +287,7 @@ class NixlTransport:
             read.failure = str(error)
         return read
 
-    def poll(self, read: _Read) -> bool:
+    def poll(self, read: _Handle) -> bool:
         if read.failure:
             raise TransportError(read.failure)
         with _translated("reading"):
@@ -317,7 +297,7 @@ class NixlTransport:
             read.native.release()
         return True
 
-    def stop(self, read: _Read) -> bool:
+    def stop(self, read: _Handle) -> bool:
         del read
         return False  # all of it is in progress, and NIXL cannot abort
 
@@ -332,8 +312,7 @@ class NixlTransport:
     def close(self) -> None:
         """Destroy the agent, which takes 10 to 40 ms. Nothing else stops a read in progress.
 
-        Raises:
-            TransportError: if a handle or a traceback still refers to the C++ object.
+        A TransportError says that a handle or a traceback still refers to the C++ object.
         """
         for handle in list(self._handles):
             handle.held = None
@@ -343,27 +322,7 @@ class NixlTransport:
         if not self._gone.is_set():
             raise TransportError(f"NIXL agent {self.name} is still referenced")
 
-    def _keep(self, native: _Native) -> _Handle[_Native]:
+    def _keep(self, native: object) -> _Handle:
         handle = _Handle(native)
         self._handles.add(handle)
         return handle
-
-
-def _read_once(
-    reader: NixlTransport, other: NixlTransport, span: Span, memory: Memory, device: int
-) -> None:
-    """Read the first half of the memory into the second, over all connections and in one piece."""
-    length, until = span.length // 2, time.monotonic() + REHEARSAL_S
-    peer = reader.add_peer(other.metadata())
-    here, there = (
-        np.array([[address, length, device, length, 1]], dtype=np.uint64)
-        for address in (span.address + length, span.address)
-    )
-    lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
-    for count in (reader.spread(peer), 1):
-        pieces = np.zeros(count, dtype=np.int32)
-        read = reader.read(*lists, (pieces, pieces))
-        while not reader.poll(read):
-            if time.monotonic() > until:
-                raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
-            other.progress()

@@ -7,21 +7,22 @@ privilege.
 """
 
 import ctypes
-import errno
 import ipaddress
+import math
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Final
 
 import psutil
 
 from nixl_kv.config import LOOPBACK, AllowedHosts, Network
 from nixl_kv.errors import LimitedLog, get_logger
-from nixl_kv.transport.descriptors import DESCRIPTORS
+from nixl_kv.transport.descriptors import DESCRIPTORS, listening_sockets
 from nixl_kv.transport.descriptors import limit as num_descriptors
 
 logger = get_logger(__name__)
@@ -62,13 +63,11 @@ WHAT_TO_DO: Final = (
 class LimitedPort:
     """A listening socket that accepts a limited number of connections at a time.
 
-    ZMQ accepts connections from a duplicate of the socket and reports them here.
+    ZMQ accepts connections from a duplicate of the socket and reports them here. Each connection
+    costs a descriptor and up to 14 KiB, and ZMQ's thread spins without descriptors. ZMQ itself can
+    only unbind, which would also close established connections. Here the kernel drops SYNs while
+    there are too many connections. Clients repeat a SYN after a second.
     """
-
-    # Each connection costs a descriptor and up to 14 KiB, and ZMQ's thread spins without
-    # descriptors. ZMQ itself can only unbind, which would also close established connections. Here
-    # the kernel drops SYNs while there are too many connections. Clients repeat a SYN after a
-    # second, and established connections are not affected.
 
     def __init__(
         self,
@@ -77,64 +76,42 @@ class LimitedPort:
         limit: int | None = None,
         allowed: AllowedHosts = AllowedHosts(),  # noqa: B008 - immutable
     ) -> None:
-        """Listen on an IP literal.
+        """Listen on an IP literal, without brackets, and a port (0: any free one).
 
-        Args:
-            host: without brackets.
-            port: 0 to 65535; 0 takes any free one.
-            limit: connections at a time; None for as many as this process can afford.
-            allowed: other machines that may connect. This machine always may.
-
-        Raises:
-            OSError: if the address is not of this machine or the port is in use.
+        `limit` counts connections at a time (None: as many as this process can afford). Other
+        machines in `allowed` may connect; this machine always may.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
         self.port: int = self._socket.getsockname()[1]
-        if limit is None:
-            descriptors = num_descriptors() or MAX_CONNECTIONS * SHARE_OF_DESCRIPTORS
-            limit = min(MAX_CONNECTIONS, descriptors // SHARE_OF_DESCRIPTORS)
-        self._limit = limit
+        affordable = (num_descriptors() or math.inf) // SHARE_OF_DESCRIPTORS
+        self._limit = limit or min(MAX_CONNECTIONS, affordable)
         self._connections = 0
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
         self._filter = PASS
-        if not (allowed.are_all or allowed.are_local):
-            self._attach_filter(allowed, host)
-
-    def duplicate(self) -> int:
-        """Duplicate the listening socket's descriptor; the caller closes it."""
-        return os.dup(self._socket.fileno())
-
-    def on_accepted(self) -> None:
-        self._connections += 1
-        if self._connections >= self._limit and not self._is_shut:
-            self._shut()
-
-    def on_closed(self) -> None:
-        self._connections -= 1
-        # Reopen somewhat below the limit, so that the port does not toggle with each connection.
-        if self._is_shut and self._connections < self._limit - self._limit // 8:
-            self._open()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _attach_filter(self, allowed: AllowedHosts, host: str) -> None:
+        if allowed.are_all or allowed.are_local:
+            return
         code = program(with_this_machine(allowed, [host]).networks)
         try:
             attach(self._socket, code)
+            self._filter = code
         except OSError as error:
             logger.warning(
                 "the kernel cannot drop packets of hosts outside %s to port %d, or to UCX's ports: "
                 "%s. Any host on the network can connect: %s",
                 *(allowed, self.port, error, WHAT_TO_DO),
             )
-        else:
-            self._filter = code
 
-    def _shut(self) -> None:
+    def duplicate(self) -> int:
+        """A descriptor of the listening socket that the caller closes."""
+        return os.dup(self._socket.fileno())
+
+    def on_accepted(self) -> None:
+        self._connections += 1
+        if self._is_shut or self._connections < self._limit:
+            return
         self._is_shut = True
         try:
             attach(self._socket, DROP)
@@ -150,13 +127,16 @@ class LimitedPort:
                 *(self.port, self._connections, MAX_CONNECTIONS),
             )
 
-    def _open(self) -> None:
-        self._is_shut = False
-        try:
-            attach(self._socket, self._filter)
-        except OSError as error:
-            logger.debug("port %d was not shut: %s", self.port, error)
-        logger.debug("port %d accepts connections again", self.port)
+    def on_closed(self) -> None:
+        self._connections -= 1
+        # Reopen somewhat below the limit, so that the port does not toggle with each connection.
+        if self._is_shut and self._connections < self._limit - self._limit // 8:
+            self._is_shut = False
+            with suppress(OSError):  # then it was not shut either
+                attach(self._socket, self._filter)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 # --- filters
@@ -217,11 +197,7 @@ def _checks(networks: Iterable[Network], version: int) -> bytes:
 
 
 def attach(listening: socket.socket, code: bytes) -> None:
-    """Replace the socket's filter.
-
-    Raises:
-        OSError: if the kernel refuses it, as in some sandboxes.
-    """
+    """Replace the socket's filter; an OSError if the kernel refuses it, as in some sandboxes."""
     instructions = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("HL", len(code) // len(DROP), ctypes.addressof(instructions))
     listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
@@ -254,65 +230,58 @@ def filtered_ucx_ports(allowed: AllowedHosts) -> Iterator[None]:
     if allowed.are_all:
         yield
         return
-    before: Mapping[Any, Any] = {}
-    with suppress(OSError, psutil.Error):  # logged below
-        before = _listening()
+    before: dict[int, int] = {}
+    with suppress(OSError):  # logged below
+        before = listening_sockets()
     yield
     try:
-        new = [one for place, one in _listening().items() if place not in before]
-        _filter([one for one in new if _is_like_ucx(one.fd)], allowed)
+        now, watched = listening_sockets(), _watched_by_number()
+        _filter([n for n in now if now[n] != before.get(n) and n in watched], allowed)
     except (OSError, psutil.Error) as error:
         logger.warning("UCX's ports are unknown and have no filter: %s; %s", error, WHAT_TO_DO)
 
 
-def _filter(opened: Sequence[Any], allowed: AllowedHosts) -> None:
-    admitted = with_this_machine(allowed, (one.laddr.ip for one in opened))
-    # A connection inherits the filter of the socket that accepted it. So the filter passes all
-    # packets of an allowed host, not only SYNs.
-    code = program(admitted.networks)
-    names = ", ".join(f"{one.laddr.ip} port {one.laddr.port}" for one in opened)
-    for one in opened:
+def _filter(opened: Sequence[int], allowed: AllowedHosts) -> None:
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for number in opened:
+            with suppress(OSError):  # another thread has closed it
+                if os.get_inheritable(number):
+                    # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor
+                    # blocks.
+                    one = stack.enter_context(socket.socket(fileno=os.dup(number)))
+                    sockets += [one] if one.family != socket.AF_UNIX else []
+        places = [one.getsockname()[:2] for one in sockets]
+        admitted = with_this_machine(allowed, (host for host, _ in places))
+        names = ", ".join(f"{host} port {port}" for host, port in places)
+        # A connection inherits the filter of the socket that accepted it. So the filter passes all
+        # packets of an allowed host, not only SYNs.
+        code = program(admitted.networks)
         try:
-            # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor blocks.
-            with socket.socket(fileno=os.dup(one.fd)) as listening:
-                attach(listening, code)
-        except OSError as error:  # noqa: PERF203 - each for itself
-            if error.errno in (errno.EBADF, errno.ENOTSOCK):
-                continue  # another thread has closed it
+            for one in sockets:
+                attach(one, code)
+        except OSError as error:
             # The control plane's port has the same problem, and warns once for all ports.
             logger.info("UCX listens on %s without a filter: %s", names, error)
             return
     logger.info("UCX listens on %s; of other machines it hears only %s", names, allowed)
-    ports = {one.laddr.port for one in opened}
-    for one in psutil.Process().net_connections("tcp"):
-        if one.raddr and one.laddr.port in ports and not admitted.allows(one.raddr.ip):
-            logger.warning("%s connected to UCX's port, and is disconnected", one.raddr.ip)
-            with socket.socket(fileno=os.dup(one.fd)) as stranger:
+    ports = {port for _, port in places}
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and each.laddr.port in ports and not admitted.allows(each.raddr.ip):
+            logger.warning("%s connected to UCX's port, and is disconnected", each.raddr.ip)
+            with socket.socket(fileno=os.dup(each.fd)) as stranger:
                 stranger.shutdown(socket.SHUT_RDWR)
 
 
-def _listening() -> dict[Any, Any]:
-    """The listening sockets by their address."""
-    sockets = psutil.Process().net_connections("tcp")
-    return {one.laddr: one for one in sockets if one.status == psutil.CONN_LISTEN}
-
-
-def _is_like_ucx(descriptor: int) -> bool:
-    """See `filtered_ucx_ports`."""
-    try:
-        if not os.get_inheritable(descriptor):
-            return False
-    except OSError:  # another thread has closed it
-        return False
+def _watched_by_number() -> set[int]:
+    """The descriptors that an epoll watches under their own number."""
+    found: set[int] = set()
     for file in DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile
-            if str(file.readlink()) != "anon_inode:[eventpoll]":
-                continue
-            details = DESCRIPTORS.with_name("fdinfo") / file.name
-            # One line per watched descriptor: `tfd: 18 events: 19 data: 12`. The last two numbers
-            # are hexadecimal.
-            for line in details.read_text(encoding="ascii").splitlines():
-                name, number, _, _, _, data, *_ = (*line.split(), *[""] * 6)
-                if name == "tfd:" and int(number) == descriptor == int(data, 16) & ALL_ONES:
-                    return True
-    return False
+            if str(file.readlink()) == "anon_inode:[eventpoll]":
+                details = DESCRIPTORS.with_name("fdinfo") / file.name
+                # One line per watched descriptor; the last number is hexadecimal:
+                # `tfd:       18 events:       19 data:               12`.
+                lines = re.findall("tfd: +([0-9]+) .* data: +([0-9a-f]+)", details.read_text())
+                found |= {int(n) for n, data in lines if int(n) == int(data, 16) & ALL_ONES}
+    return found

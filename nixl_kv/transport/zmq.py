@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Final, TypeAlias
 
@@ -48,8 +48,6 @@ ZAP_DOMAIN: Final = b"nixl_kv"
 # Route, empty, version, number, domain, address, identity, mechanism; then credentials.
 ZAP_FRAMES: Final = 8
 
-LISTENER_MONITOR: Final = "inproc://listener"
-CALLER_MONITOR: Final = "inproc://caller"
 HANDSHAKE_FAILED: Final = "handshake failed"
 
 _TRIED_EVENTS: Final = (zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CONNECTED, zmq.EVENT_CLOSED)
@@ -84,7 +82,7 @@ class Gatekeeper:
         if self.client is None:
             is_known = mechanism == b"NULL" and not credentials
         else:
-            key = credentials[0] if len(credentials) == 1 else b""
+            key = b"".join(credentials)
             is_known = mechanism == b"CURVE" and hmac.compare_digest(key, self.client)
         is_asked_here = (version, domain) == (ZAP_VERSION, ZAP_DOMAIN)
         is_admitted = is_known and is_asked_here and self.allows(address.decode("ascii", "replace"))
@@ -117,14 +115,12 @@ class _Listener:
         has_key = self.gatekeeper.client is not None
         # Without a key, take frames as `zmq.Frame`s, which have the sender's address, not as bytes.
         for frames in _waiting(self.router, copy=has_key):
-            if len(frames) != 2:  # noqa: PLR2004 - route and payload; ignore other messages
-                continue
-            route, payload = frames
-            if has_key:
-                received.append(FromPeer(route, payload))
-            else:
-                stranger = str(payload.get("Peer-Address"))
-                received.append(FromPeer(route.bytes, payload.bytes, stranger))
+            match frames:  # ignore messages with more parts
+                case [route, payload] if has_key:
+                    received.append(FromPeer(route, payload))
+                case [route, payload]:
+                    stranger = str(payload.get("Peer-Address"))
+                    received.append(FromPeer(route.bytes, payload.bytes, stranger))
         return received
 
 
@@ -139,17 +135,17 @@ class _Link:
     active_at: float = 0.0
 
 
+@dataclass(eq=False)
 class _Caller:
     """The socket of all links to endpoints, and its monitor."""
 
-    def __init__(self, router: _Socket, monitor: _Socket, *, has_key: bool) -> None:
-        self.router = router
-        self.monitor = monitor
-        self.links: dict[Endpoint, _Link] = {}
-        self._by_route: dict[bytes, _Link] = {}
-        self._lost: list[_Link] = []  # reported after the messages that came before
-        self._has_key = has_key
-        self._num_links = 0
+    router: _Socket
+    monitor: _Socket
+    has_key: bool
+    links: dict[Endpoint, _Link] = field(default_factory=dict)
+    _by_route: dict[bytes, _Link] = field(default_factory=dict)
+    _lost: list[_Link] = field(default_factory=list)  # reported after earlier messages
+    _num_links: int = 0
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
         link = self.links.get(endpoint) or self._connect(endpoint)
@@ -204,7 +200,7 @@ class _Caller:
             elif link.is_tried and not link.failure:
                 link.failure = _LOST_EVENTS.get(event["event"], "connection lost")
                 if link.failure == HANDSHAKE_FAILED:
-                    other = "another key, or none" if self._has_key else "a key"
+                    other = "another key, or none" if self.has_key else "a key"
                     link.failure += f": perhaps it has {other}, or hangs"
                 self._lost.append(link)
 
@@ -215,35 +211,6 @@ def _waiting(socket: _Socket, *, copy: bool = True) -> Iterator[list[Any]]:
         if not socket.poll(0):
             return
         yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
-
-
-def _listener_options(bounds: Bounds, keys: Keys | None) -> _Options:
-    options: _Options = {
-        zmq.MAXMSGSIZE: bounds.message_bytes,
-        zmq.RCVHWM: bounds.requests,
-        zmq.SNDHWM: bounds.answers,
-        zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection that the gatekeeper was not asked about
-    }
-    if keys is not None:
-        options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: keys.server}
-    return options
-
-
-def _caller_options(keys: Keys | None) -> _Options:
-    options: _Options = {
-        zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
-        zmq.RCVHWM: HIGH_WATER,
-        zmq.SNDHWM: HIGH_WATER,
-        zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
-        zmq.RECONNECT_IVL: NEVER_MS,
-    }
-    if keys is not None:
-        options |= {
-            zmq.CURVE_SERVERKEY: _public(keys.server),
-            zmq.CURVE_PUBLICKEY: _public(keys.client),
-            zmq.CURVE_SECRETKEY: keys.client,
-        }
-    return options
 
 
 def _public(secret: bytes) -> bytes:
@@ -272,15 +239,13 @@ class ZmqControl:
     ) -> None:
         """Open no connection yet.
 
-        Args:
-            keys: with them, connections to and from processes with other keys or none fail.
-            allowed: hosts that may connect; None for any. The caller decides whom to connect to.
-            peer_timeout_s: how long the other end may be silent before a link counts as lost.
+        With keys, connections to and from processes with other keys or none fail. Hosts in
+        `allowed` may connect (None: any); the caller decides whom to connect to.
         """
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._keys = keys
-        client = None if keys is None else _public(keys.client)
         self._allowed = allowed or AllowedHosts()
+        client = None if keys is None else _public(keys.client)
         self._gatekeeper = Gatekeeper(client, self._allowed.allows)
         self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
@@ -294,15 +259,23 @@ class ZmqControl:
         return f"<ZmqControl: {port}, {len(self.links())} links>"
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        bounds = bounds or Bounds()
+        options: _Options = {
+            zmq.MAXMSGSIZE: bounds.message_bytes,
+            zmq.RCVHWM: bounds.requests,
+            zmq.SNDHWM: bounds.answers,
+            zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection without asking the gatekeeper
+        }
+        if self._keys is not None:
+            options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self._keys.server}
         with _translated(f"listening on {endpoint_at(host, port)}"):
             limited = LimitedPort(str(ip_address(host)), port, allowed=self._allowed)
             # Bind the gatekeeper first: ZMQ refuses connections that come before it.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
-            options = _listener_options(bounds or Bounds(), self._keys)
-            router = self._router(options, self._peer_timeout_s * LISTENER_PATIENCE)
             events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-            monitor = self._monitor(router, LISTENER_MONITOR, events)
+            timeout_s = self._peer_timeout_s * LISTENER_PATIENCE
+            router, monitor = self._router("listener", options, timeout_s, events)
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
         self._listener = _Listener(self._gatekeeper, router, questions, monitor, limited)
@@ -377,8 +350,13 @@ class ZmqControl:
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
-    def _router(self, options: _Options, timeout_s: float) -> _Socket:
-        """A socket for links to other processes, which may be silent for `timeout_s`."""
+    def _router(
+        self, name: str, options: _Options, timeout_s: float, events: int
+    ) -> tuple[_Socket, _Socket]:
+        """A socket for links to other processes, which may be silent for `timeout_s`; its monitor.
+
+        The monitor reports `events` of the links.
+        """
         common: _Options = {
             zmq.ROUTER_MANDATORY: 1,
             zmq.HEARTBEAT_IVL: round(timeout_s * 1000 / 4),
@@ -388,17 +366,27 @@ class ZmqControl:
             # process.
             zmq.ZAP_DOMAIN: ZAP_DOMAIN,
         }
-        return self._socket(zmq.ROUTER, common | options)
-
-    def _monitor(self, socket: _Socket, endpoint: str, events: int) -> _Socket:
-        """A socket that reports the connections of another one."""
-        socket.monitor(endpoint, events)
+        router = self._socket(zmq.ROUTER, common | options)
+        router.monitor(f"inproc://{name}", events)
         # No limit for its queue: ZMQ's thread would block at a full one, and all connections too.
         monitor = self._socket(zmq.PAIR, {zmq.RCVHWM: 0})
-        monitor.connect(endpoint)
-        return monitor
+        monitor.connect(f"inproc://{name}")
+        return router, monitor
 
     def _open_caller(self) -> _Caller:
-        router = self._router(_caller_options(self._keys), self._peer_timeout_s)
-        monitor = self._monitor(router, CALLER_MONITOR, sum((*_TRIED_EVENTS, *_LOST_EVENTS)))
-        return _Caller(router, monitor, has_key=self._keys is not None)
+        options: _Options = {
+            zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
+            zmq.RCVHWM: HIGH_WATER,
+            zmq.SNDHWM: HIGH_WATER,
+            zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+            zmq.RECONNECT_IVL: NEVER_MS,
+        }
+        if self._keys is not None:
+            options |= {
+                zmq.CURVE_SERVERKEY: _public(self._keys.server),
+                zmq.CURVE_PUBLICKEY: _public(self._keys.client),
+                zmq.CURVE_SECRETKEY: self._keys.client,
+            }
+        events = sum((*_TRIED_EVENTS, *_LOST_EVENTS))
+        router, monitor = self._router("caller", options, self._peer_timeout_s, events)
+        return _Caller(router, monitor, self._keys is not None)

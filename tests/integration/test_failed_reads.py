@@ -26,7 +26,7 @@ def plain() -> Transport:
 def paced() -> Transport:
     module = pytest.importorskip("nixl_kv.transport.tcp.paced", exc_type=ImportError)
     made: Transport = module.PacedTransport(
-        plain(), lambda _memory: plain(), module.always, ThreadPoolExecutor(1)
+        plain(), plain, lambda _metadata: True, ThreadPoolExecutor(1)
     )
     return made
 

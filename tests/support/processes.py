@@ -46,13 +46,12 @@ def paced_over_tcp() -> Transport:
         UCX_ENGINE_CONFIG,
         NixlTransport,
     )
-    from nixl_kv.transport.tcp.detect import always  # noqa: PLC0415 - a feature of its own
-    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415
+    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415 - a feature of its own
 
     def make() -> NixlTransport:
         return NixlTransport(engine_config=f"{UCX_ENGINE_CONFIG},{TCP}")
 
-    return PacedTransport(make(), make, always, ThreadPoolExecutor(1))
+    return PacedTransport(make(), make, lambda _: True, ThreadPoolExecutor(1))
 
 
 def prefill_blocks() -> Bytes:

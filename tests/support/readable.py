@@ -7,7 +7,7 @@ from lab.local.engine import MODEL
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.protocol.messages import Description, RankDescription, Slots
 from nixl_kv.reading.agent import register
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import SlotPage
 from support.records import description
 
 

@@ -34,7 +34,7 @@ import nixl_kv.connector, nixl_kv.connector.plugin
 assert opened() == before, opened()
 assert threading.active_count() == 1, threading.enumerate()
 loaded = {name.partition(".")[0] for name in sys.modules}
-assert not loaded & {"vllm", "torch", "nixl", "zmq", "numpy", "msgspec"}, loaded
+assert not loaded & {"vllm", "torch", "nixl", "zmq", "numpy"}, loaded
 """
 
 

@@ -34,29 +34,17 @@ PID_NAMESPACE: Final = "proc/self/ns/pid"
 RDMA_DEVICES: Final = "sys/class/infiniband"
 VERBS: Final = "dev/infiniband"
 
-# UCX's transports between processes of one host, by their names in UCX_TLS.
-SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
-SHARED_GPU: Final = frozenset({"cuda_ipc", "rocm_ipc"})
-RDMA: Final = frozenset(
-    {"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "gga_mlx5", "srd"}
-)
-ALIASES: Final[Mapping[str, frozenset[str]]] = {
-    "all": SHARED | SHARED_GPU | RDMA,
-    "sm": SHARED,
-    "shm": SHARED,
-    "mm": frozenset({"posix", "sysv", "xpmem"}),
-    "cuda": frozenset({"cuda_ipc"}),
-    "rocm": frozenset({"rocm_ipc"}),
-    "ib": RDMA,
-    "rc": frozenset({"rc_verbs", "rc_mlx5"}),
-    "rc_v": frozenset({"rc_verbs"}),
-    "rc_x": frozenset({"rc_mlx5"}),
-    "dc": frozenset({"dc_mlx5"}),
-    "dc_x": frozenset({"dc_mlx5"}),
-    "ud": frozenset({"ud_verbs", "ud_mlx5"}),
-    "ud_v": frozenset({"ud_verbs"}),
-    "ud_x": frozenset({"ud_mlx5"}),
+# UCX's transports for an agent that reads over TCP only.
+ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
+# Names in UCX_TLS of transports between processes of one host, between GPUs of one, and of RDMA.
+SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})
+CUDA_IPC: Final = frozenset({"all", "cuda", "cuda_ipc"})
+ROCM_IPC: Final = frozenset({"all", "rocm", "rocm_ipc"})
+RDMA: Final = frozenset({"all", "ib", "gga_mlx5", "srd"}) | {
+    kind + api for kind in ("rc", "dc", "ud") for api in ("", "_v", "_x", "_verbs", "_mlx5")
 }
+# These mean all of their kind; without another one, some of the kind are left.
+WHOLE: Final = frozenset({"all", "sm", "shm", "ib"}) | CUDA_IPC | ROCM_IPC
 
 
 @dataclass(frozen=True)
@@ -92,11 +80,8 @@ class Place:
 
 def ucx_settings(environ: Mapping[str, str], engine_config: str) -> dict[str, str]:
     """UCX's settings without their prefix; those of the agent override the environment."""
-    settings = {
-        name.removeprefix("UCX_"): value
-        for name, value in environ.items()
-        if name.startswith("UCX_")
-    }
+    prefix = "UCX_"
+    settings = {k.removeprefix(prefix): v for k, v in environ.items() if k.startswith(prefix)}
     pairs = (each.partition("=") for each in engine_config.split(",") if each)
     return settings | {name: value for name, _, value in pairs}
 
@@ -114,29 +99,20 @@ def make_rule(own: Place, settings: Mapping[str, str], memory: Memory) -> IsTcp:
     return is_tcp
 
 
-def always(_metadata: bytes) -> bool:
-    return True
-
-
-def never(_metadata: bytes) -> bool:
-    return False
-
-
 def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
     if memory == "DRAM":
         return _may_use(settings, SHARED)
+    uses = [_may_use(settings, kind) for kind in (CUDA_IPC, ROCM_IPC)]
     # `^cuda_ipc` leaves rocm_ipc, but only because this machine's GPUs are NVIDIA's.
-    if settings.get("TLS", "").startswith("^"):
-        return all(_may_use(settings, frozenset({each})) for each in SHARED_GPU)
-    return _may_use(settings, SHARED_GPU)
+    return all(uses) if settings.get("TLS", "").startswith("^") else any(uses)
 
 
 def _may_use(settings: Mapping[str, str], transports: frozenset[str]) -> bool:
     """Whether UCX_TLS permits one of these transports: `a,b` only those, `^a,b` all others."""
     setting = settings.get("TLS", "all")
-    names = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
-    named = frozenset[str]().union(*(ALIASES.get(name, frozenset({name})) for name in names))
-    return bool(transports - named if setting.startswith("^") else transports & named)
+    named = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
+    named &= transports
+    return named.isdisjoint(WHOLE) if setting.startswith("^") else bool(named)
 
 
 def _may_use_device(settings: Mapping[str, str], device: str) -> bool:

@@ -4,7 +4,7 @@ Over TCP UCX has no one-sided reads: the owner of the memory answers each read w
 reader dies while an answer waits for room in a connection, or while a second question waits there,
 UCX 1.23 aborts the *owner's* process (docs/protocol.md, Over TCP). So each connection carries one
 piece at a time, which fits into one TCP segment of UCX. To hide the round trip, a peer gets several
-connections, each from a NIXL agent of its own; `window.py` says how many.
+connections, each from a NIXL agent of its own; `Window` says how many.
 
 Reads that do not go over TCP pass through to the first agent unchanged.
 """
@@ -15,20 +15,35 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.config import OFF, ON
+from nixl_kv.config import AUTO, ON, Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
-from nixl_kv.transport.tcp.detect import IsTcp, Place, always, make_rule, never, ucx_settings
-from nixl_kv.transport.tcp.window import MAX_STREAMS, MIN_PIECE_BYTES, Begun, Window
+from nixl_kv.transport.tcp.detect import ONLY_TCP, IsTcp, Place, make_rule, ucx_settings
 
 logger = get_logger(__name__)
+
+MAX_PIECE_BYTES: Final = 1 << 20  # fits into one TCP segment of UCX (2 MiB) with room to spare
+MIN_PIECE_BYTES: Final = 64 << 10
+FIRST_PIECE_BYTES: Final = 256 << 10  # before anything was measured
+MAX_STREAMS: Final = 16
+MIN_STREAMS: Final = 2  # one piece travels while the next is requested
+# Keep more in flight than was measured: the measured rate cannot exceed the bytes in flight.
+GAIN: Final = 2.0
+# A piece has at least the bytes of this time: a shorter one costs the owner as much CPU time.
+SHORTEST_S: Final = 0.001
+PAUSE_SHARE: Final = 0.125
+LONGEST_PAUSE_S: Final = 0.0005
+REMEMBERED_S: Final = 30.0
+LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
 # How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
 # four descriptors.
@@ -36,11 +51,82 @@ UNUSED_S: Final = 60.0
 # How long `close` waits for an agent that connects or closes in the background.
 CONNECTED_S: Final = 2.0
 
+# Of an agent that reads over TCP only, without threads of its own.
+STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
+
 ONLY_PIECE: Final = block_ids([0])
 
 # Bytes that are contiguous on both sides: local address and device, remote address and device,
 # length.
 Run: TypeAlias = tuple[int, int, int, int, int]
+
+
+class _Best:
+    """The greatest value of the last seconds."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque()  # (time, value), values falling
+
+    def add(self, value: float, now: float) -> None:
+        while self._values and self._values[-1][1] <= value:
+            self._values.pop()
+        self._values.append((now, value))
+        while self._values[0][0] < now - REMEMBERED_S:
+            self._values.popleft()
+
+    @property
+    def value(self) -> float:
+        """0 before the first one."""
+        return self._values[0][1] if self._values else 0.0
+
+
+@dataclass
+class Window:
+    """How many bytes to keep in flight to a peer, from measurements of the last seconds.
+
+    A link holds rate * round trip bytes. To keep it busy, that many bytes have to be in flight, and
+    one piece more, which the link moves in the meantime. The rate is the best of the last seconds,
+    because a lower one had too little in flight or shared the link. The round trip is the shortest,
+    because a longer one waited in a queue. Times are in seconds of any clock.
+    """
+
+    arrived: int = 0  # bytes of all pieces together
+    length: float = 0.0  # average bytes of a piece; small runs make short pieces
+    rate: _Best = field(default_factory=_Best)  # bytes per second
+    speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
+
+    def end(
+        self, num_bytes: int, now: float, *, at: float, before: int, is_part: bool = True
+    ) -> None:
+        """Record a piece that was requested at `at`, when `before` bytes of others had arrived."""
+        self.arrived += num_bytes
+        if is_part:  # of a longer read
+            self.length += (num_bytes - self.length) * (LATEST_SHARE if self.length else 1.0)
+        seconds = max(now - at, 1e-6)
+        self.speed.add(1 / seconds, now)
+        self.rate.add((self.arrived - before) / seconds, now)
+
+    @property
+    def round_trip_s(self) -> float:
+        """Shortest time of a piece; 0 before anything was measured."""
+        return 1 / self.speed.value if self.speed.value else 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait between polls: one poll takes a system call per stream."""
+        return min(self.round_trip_s * PAUSE_SHARE, LONGEST_PAUSE_S)
+
+    @property
+    def piece_bytes(self) -> int:
+        held = self.rate.value * max(self.round_trip_s, SHORTEST_S)
+        return min(max(int(held) or FIRST_PIECE_BYTES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+
+    @property
+    def streams(self) -> int:
+        """How many pieces may be in flight, each in a stream of its own."""
+        held = GAIN * self.rate.value * self.round_trip_s
+        wanted = 1 + math.ceil(held / min(self.length or math.inf, self.piece_bytes))
+        return min(max(wanted, MIN_STREAMS), MAX_STREAMS)
 
 
 @dataclass(frozen=True)
@@ -85,25 +171,32 @@ class _Read:
         self.runs[0] = (here + limit, device, there + limit, their_device, length - limit)
         return here, device, there, their_device, limit
 
+    def stop(self) -> None:
+        """Request no more pieces."""
+        self.runs.clear()
+        if self in self.peer.queue:
+            self.peer.queue.remove(self)
 
-@dataclass
-class _Piece:
-    read: _Read
-    handle: ReadHandle
-    lists: tuple[ListHandle, ListHandle]  # NIXL needs them until the read ends
-    num_bytes: int
-    begun: Begun
+    def fail(self, error: TransportError) -> None:
+        """An error after which the read may go on outweighs one that ended it."""
+        if self.failure in (None, PeerLost):
+            self.failure = PeerLost if isinstance(error, PeerLost) else TransportError
+            self.reason = str(error)
+        self.stop()
 
 
 @dataclass
 class _Stream:
-    """One agent's connection to a peer."""
+    """One agent's connection to a peer, and the piece that travels over it."""
 
     agent: Transport
-    piece: _Piece | None = None
-    is_new: bool = True  # nothing was read over it yet
-    is_lost: bool = False  # its piece may go on for ever
+    read: _Read | None = None  # whose piece it is; None: idle
+    handle: ReadHandle = None
+    lists: tuple[ListHandle, ListHandle] | None = None  # NIXL needs them until the read ends
+    num_bytes: int = 0
+    arrived: int = 0  # bytes of all other pieces when this one was requested
     used_at: float = -math.inf
+    is_lost: bool = False  # the piece may go on for ever
 
 
 @dataclass(eq=False)
@@ -112,7 +205,7 @@ class _Peer:
 
     name: PeerName
     metadata: bytes
-    streams: list[_Stream]
+    streams: list[_Stream]  # the agents in their order
     window: Window = field(default_factory=Window)
     queue: deque[_Read] = field(default_factory=deque)
     max_streams: int = MAX_STREAMS
@@ -120,39 +213,38 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class _Connecting:
-    """A further connection to a peer that is made in the background."""
+class _Job:
+    """A further agent connects to a peer, or closes, in the background."""
 
-    peer: _Peer
-    agent: Transport | None  # None for a new one
-    # The agent, or None if it could not be made; and the reason if it is not connected.
-    made: "Future[tuple[Transport | None, str]]"
+    peer: _Peer | None  # None: it closes
+    agent: Transport | None  # None: connects a new one
+    result: "Future[Any]"  # Transport | str: the agent, or the reason without one
 
 
 def pace(
     first: Transport,
-    make_agent: Callable[[], Transport],
+    make: Callable[..., Transport],
+    config: Config,
     memory: Memory,
-    paced_reads: str,
     engine_config: str,
 ) -> "PacedTransport":
-    """Wrap a NIXL agent of a rank whose cache is in such memory.
-
-    `make_agent` makes further agents, which read over TCP only. `paced_reads` is the setting of
-    that name. The first agent has UCX's settings `engine_config`.
-    """
+    """Wrap a rank's first agent, which has UCX's settings `engine_config`; `make` makes others."""
     settings = ucx_settings(os.environ, engine_config)
     own = Place.find(settings)
-    is_tcp = {ON: always, OFF: never}.get(paced_reads) or make_rule(own, settings, memory)
+    is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
+    rule = make_rule(own, settings, memory)
+    is_tcp = rule if is_by_rule else (lambda _metadata: config.paced_reads == ON)
+    only_tcp = f"{engine_config},TLS={ONLY_TCP[memory]}"
+    make_agent = partial(make, ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
     background = ThreadPoolExecutor(1, "nixl-kv-streams")
     return PacedTransport(first, make_agent, is_tcp, background, facts=own.suffix())
 
 
 class PacedTransport:
-    """See `Transport` and the module's docstring.
+    """Reads some peers by several agents.
 
-    One background thread makes further connections, because each takes 15 ms, or 40 ms with a new
-    agent. No other thread uses that agent meanwhile.
+    One background thread makes and closes further connections, because each takes 15 ms, or 40 ms
+    with a new agent. No other thread uses that agent meanwhile.
     """
 
     def __init__(
@@ -165,33 +257,29 @@ class PacedTransport:
         facts: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with one agent.
+        """Start with the agent that peers read, and that reads peers without TCP.
 
-        Args:
-            first: the agent that peers read, and that reads peers without TCP.
-            make_agent: makes further agents, which read over TCP only.
-            is_tcp: decides which peers are read over TCP.
-            background: makes connections; shut down with this transport.
-            facts: appended to the metadata, for the peers' `is_tcp`.
-            clock: in seconds.
+        `make_agent` makes further agents, which read over TCP only. `is_tcp` decides which peers
+        they read; `facts` stand behind the metadata, for the peers' `is_tcp`. `background` makes
+        connections, and is shut down with this transport.
         """
+        self._first = first
         self._agents = [first]
         self._make_agent = make_agent
         self._is_tcp = is_tcp
         self._background = background
         self._facts = facts
-        self._connecting: _Connecting | None = None
-        self._closing: list[tuple[Transport, Future[None]]] = []
+        self._job: _Job | None = None
         self._clock = clock
         self._registered: list[tuple[Span, Memory, int]] = []
         self._peers: dict[PeerName, _Peer] = {}
 
     def __repr__(self) -> str:
         streams = ", ".join(f"{len(peer.streams)} to {name}" for name, peer in self._peers.items())
-        return f"<PacedTransport {self._agents[0]}: {streams or 'no TCP'}>"
+        return f"<PacedTransport {self._first}: {streams or 'no TCP'}>"
 
-    def spread(self, peer: PeerName) -> int:
-        return 0 if peer in self._peers else self._agents[0].spread(peer)
+    def warm_up_pieces(self, peer: PeerName) -> int:
+        return 0 if peer in self._peers else self._first.warm_up_pieces(peer)
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         for agent in self._agents:
@@ -199,34 +287,26 @@ class PacedTransport:
         self._registered.append((span, memory, device))
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        self._agents[0].rehearse(span, memory, device)
+        self._first.rehearse(span, memory, device)
 
     def metadata(self) -> bytes:
-        return self._agents[0].metadata() + self._facts
+        return self._first.metadata() + self._facts
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        name = self._agents[0].add_peer(metadata)
-        peer = self._peers.get(name)
-        if peer is not None:
-            if self._connecting is not None and self._connecting.peer is peer:
-                wait([self._connecting.made])
-                self._end_connecting()
-            peer.metadata = metadata
-            for stream in peer.streams[1:]:
-                stream.agent.add_peer(metadata)
-        elif self._is_tcp(metadata):
-            self._peers[name] = _Peer(name, metadata, [_Stream(self._agents[0])])
+        name = self._first.add_peer(metadata)
+        if name not in self._peers and self._is_tcp(metadata):
+            self._peers[name] = _Peer(name, metadata, [_Stream(self._first)])
         return name
 
     def drop_peer(self, peer: PeerName) -> None:
-        known = self._peers.pop(peer, None)
-        for stream in known.streams[1:] if known else ():
+        dropped = self._peers.pop(peer, None)
+        for stream in dropped.streams[1:] if dropped is not None else ():
             stream.agent.drop_peer(peer)
-        self._agents[0].drop_peer(peer)
+        self._first.drop_peer(peer)
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
         # The first agent checks the rows also where further agents will read them.
-        handle = self._agents[0].prepare(rows, memory, peer)
+        handle = self._first.prepare(rows, memory, peer)
         counts = rows[:, COUNT].astype(np.int64)
         first = (np.cumsum(counts) - counts).astype(np.int32)
         return _List(handle, peer, memory, np.array(rows, dtype=np.uint64), first)
@@ -236,26 +316,23 @@ class PacedTransport:
     ) -> _Read | ReadHandle:
         peer = self._peers.get(remote.peer) if remote.peer is not None else None
         if peer is None:
-            return self._agents[0].read(local.handle, remote.handle, indices)
+            return self._first.read(local.handle, remote.handle, indices)
         if not len(indices[0]) or len(indices[0]) != len(indices[1]):
             raise TransportError(f"{len(indices[0])} local and {len(indices[1])} remote pieces")
         read = _Read(peer, (local.memory, remote.memory), _runs((local, remote), indices))
-        if read.is_short:
-            peer.queue.appendleft(read)
-        else:
-            peer.queue.append(read)
+        (peer.queue.appendleft if read.is_short else peer.queue.append)(read)
         return read
 
     def poll(self, read: _Read | ReadHandle) -> bool:
         """Advance all reads of the same peer."""
         if not isinstance(read, _Read):
-            return self._agents[0].poll(read)
+            return self._first.poll(read)
         peer = read.peer
         if self._peers.get(peer.name) is not peer:
             raise PeerLost(f"peer {peer.name} was dropped during a read")
         now = self._clock()
         if now >= peer.poll_at:
-            self._end_connecting()
+            self._end_job()
             self._finish(peer)
             self._start(peer)
             peer.poll_at = now + peer.window.pause_s
@@ -266,52 +343,33 @@ class PacedTransport:
     def stop(self, read: _Read | ReadHandle) -> bool:
         if not isinstance(read, _Read) or not read.runs:
             return False
-        _start_no_more(read)
+        read.stop()
         return True
 
     def progress(self) -> None:
-        self._agents[0].progress()  # peers read no other agent
+        self._first.progress()  # peers read no other agent
 
     def tidy(self) -> bool:
-        # Close the last agents, as far as no peer has been read through them for a while.
-        for number, (agent, closed) in enumerate(self._closing):
-            if closed.done() and closed.exception() is not None:
-                self._closing[number] = agent, self._background.submit(agent.close)
-        self._closing = [each for each in self._closing if not _is_closed(each[1])]
-        if self._connecting is not None:
-            return True
-        now = self._clock()
-        while len(self._agents) > 1:
-            last = len(self._agents) - 1
+        """Close the last agent, if no peer has been read through it for a while."""
+        self._end_job()
+        if self._job is None and len(self._agents) > 1:
+            last, unused_at = len(self._agents) - 1, self._clock() - UNUSED_S
             streams = [p.streams[last] for p in self._peers.values() if last < len(p.streams)]
-            if any(one.piece is not None or one.used_at + UNUSED_S > now for one in streams):
-                return True
-            agent = self._agents.pop()
-            for peer in self._peers.values():
-                del peer.streams[last:]
-            self._closing.append((agent, self._background.submit(agent.close)))
-        return bool(self._closing)
+            if all(one.read is None and one.used_at <= unused_at for one in streams):
+                for peer in self._peers.values():
+                    del peer.streams[last:]
+                agent = self._agents[-1]
+                self._job = _Job(None, agent, self._background.submit(agent.close))
+        return self._job is not None or len(self._agents) > 1
 
     def close(self) -> None:
-        """Close all agents.
-
-        Raises:
-            TransportError: also if an agent still connects or closes after `CONNECTED_S`.
-        """
+        """Close all agents; a TransportError also if one connects or closes too long."""
         self._background.shutdown(wait=False)
-        if self._connecting is not None and self._connecting.made.cancel():
-            self._connecting = None
-        pending: list[Future[Any]] = [closed for _, closed in self._closing]
-        if self._connecting is not None:
-            pending.append(self._connecting.made)
-        if wait(pending, CONNECTED_S).not_done:
-            raise TransportError("an agent that reads over TCP still connects or closes")
-        self._end_connecting()
-        self._agents += [agent for agent, closed in self._closing if not _is_closed(closed)]
-        self._closing.clear()
-        for peer in self._peers.values():
-            for stream in peer.streams:
-                stream.piece = None
+        if self._job is not None and not self._job.result.cancel():
+            if wait([self._job.result], CONNECTED_S).not_done:
+                raise TransportError("an agent that reads over TCP still connects or closes")
+            self._end_job()
+        self._job = None
         while self._agents:
             self._agents[-1].close()
             self._agents.pop()
@@ -321,32 +379,36 @@ class PacedTransport:
     def _finish(self, peer: _Peer) -> None:
         """Record the pieces that have arrived or failed."""
         for stream in peer.streams:
-            piece = stream.piece
-            if piece is None or stream.is_lost or self._is_connecting(stream):
+            read = stream.read
+            if read is None or stream.is_lost or self._is_busy(stream):
                 continue
             try:
-                if not stream.agent.poll(piece.handle):
+                if not stream.agent.poll(stream.handle):
                     continue
-                is_part = not piece.read.is_short
-                peer.window.end(piece.begun, piece.num_bytes, self._clock(), is_part=is_part)
+                peer.window.end(
+                    *(stream.num_bytes, self._clock()),
+                    at=stream.used_at,
+                    before=stream.arrived,
+                    is_part=not read.is_short,
+                )
             except PeerLost as error:
-                _fail(piece.read, error)
+                read.fail(error)
             except TransportError as error:
                 stream.is_lost = True  # the piece may go on, so never use its stream again
-                _fail(piece.read, error)
+                read.fail(error)
                 continue
-            stream.piece, stream.is_new = None, False
-            piece.read.num_in_flight -= 1
+            stream.read = stream.handle = stream.lists = None
+            read.num_in_flight -= 1
 
     def _start(self, peer: _Peer) -> None:
         """Start as many pieces as the window allows, and at most one more connection."""
         while peer.queue:
             num_streams = min(peer.window.streams, peer.max_streams)
             used = peer.streams[:num_streams]
-            free = [each for each in used if each.piece is None and not each.is_lost]
+            free = [each for each in used if each.read is None]
             if not free and len(used) < num_streams:
                 self._connect(peer)
-            ready = next((each for each in free if not self._is_connecting(each)), None)
+            ready = next((each for each in free if not self._is_busy(each)), None)
             if ready is None:
                 return
             self._start_piece(peer, ready)
@@ -354,8 +416,9 @@ class PacedTransport:
     def _start_piece(self, peer: _Peer, stream: _Stream) -> None:
         read = peer.queue[0]
         # The first piece of a connection waits for the connection, so it is short.
-        limit = MIN_PIECE_BYTES if stream.is_new else peer.window.piece_bytes
-        here, device, there, their_device, length = read.cut_piece(limit)
+        is_new = stream.used_at == -math.inf
+        run = read.cut_piece(MIN_PIECE_BYTES if is_new else peer.window.piece_bytes)
+        here, device, there, their_device, length = run
         if not read.runs:
             peer.queue.popleft()
         try:
@@ -363,92 +426,72 @@ class PacedTransport:
                 stream.agent.prepare(_row(here, device, length), read.memory[0], None),
                 stream.agent.prepare(_row(there, their_device, length), read.memory[1], peer.name),
             )
-            begun = peer.window.begin(self._clock())
+            now = self._clock()
             handle = stream.agent.read(*lists, (ONLY_PIECE, ONLY_PIECE))
-            stream.used_at = begun.at
         except TransportError as error:  # nothing of this piece is in flight
-            _fail(read, PeerLost(str(error)))
+            read.fail(PeerLost(str(error)))
             return
-        stream.piece = _Piece(read, handle, lists, length, begun)
+        stream.read, stream.handle, stream.lists = read, handle, lists
+        stream.num_bytes, stream.arrived, stream.used_at = length, peer.window.arrived, now
         read.num_in_flight += 1
 
     # --- connections
 
-    def _is_connecting(self, stream: _Stream) -> bool:
+    def _is_busy(self, stream: _Stream) -> bool:
         """Whether its agent connects to a peer now: NIXL would make other calls wait for that."""
-        return self._connecting is not None and stream.agent is self._connecting.agent
+        return self._job is not None and stream.agent is self._job.agent
 
     def _connect(self, peer: _Peer) -> None:
-        """Begin to connect the next agent to a peer, unless another one connects now."""
-        if self._connecting is None:
+        """Begin to connect the next agent to a peer, unless the background thread is busy."""
+        if self._job is None:
             number = len(peer.streams)
             agent = self._agents[number] if number < len(self._agents) else None
-            made = self._background.submit(self._connect_agent, agent, peer.metadata)
-            self._connecting = _Connecting(peer, agent, made)
+            connected = self._background.submit(self._connect_agent, agent, peer.metadata)
+            self._job = _Job(peer, agent, connected)
 
-    def _connect_agent(
-        self, agent: Transport | None, metadata: bytes
-    ) -> tuple[Transport | None, str]:
-        """Runs in the background."""
+    def _connect_agent(self, agent: Transport | None, metadata: bytes) -> Transport | str:
+        """Runs in the background. Closes a new agent that it cannot connect."""
         try:
-            agent = agent or self._make_stream_agent()
-            agent.add_peer(metadata)
+            with ExitStack() as stack:
+                if agent is None:
+                    agent = self._make_agent()
+                    stack.callback(agent.close)
+                    for registered in self._registered:
+                        agent.register(*registered)
+                agent.add_peer(metadata)
+                stack.pop_all()
         except Exception as error:  # noqa: BLE001 - the text names its type
             # Any error costs this connection only: on the transfer thread it would fail all loads.
             # Keep its text alone: a traceback would keep the agent alive.
-            return agent, str(error) if isinstance(error, TransportError) else repr(error)
-        return agent, ""
-
-    def _end_connecting(self) -> None:
-        """Start to use a new connection, if it is complete."""
-        if self._connecting is None or not self._connecting.made.done():
-            return
-        connecting, self._connecting = self._connecting, None
-        peer, number = connecting.peer, len(connecting.peer.streams)
-        agent, refusal = connecting.made.result()
-        if agent is not None and connecting.agent is None:
-            self._agents.append(agent)
-        if self._peers.get(peer.name) is not peer:  # it was dropped meanwhile
-            if agent is not None and not refusal:
-                try:
-                    agent.drop_peer(peer.name)
-                except TransportError as error:  # it must not fail other reads
-                    logger.info("a connection to %s was not dropped: %s", peer.name, error)
-        elif agent is None or refusal:
-            logger.warning(
-                "%s keeps %d connections, because another failed: %s", peer.name, number, refusal
-            )
-            peer.max_streams = number
-        else:
-            peer.streams.append(_Stream(agent))
-
-    def _make_stream_agent(self) -> Transport:
-        agent = self._make_agent()
-        try:
-            for registered in self._registered:
-                agent.register(*registered)
-        except Exception:
-            agent.close()
-            raise
+            return str(error) if isinstance(error, TransportError) else repr(error)
         return agent
 
-
-def _is_closed(closed: "Future[None]") -> bool:
-    return closed.done() and not closed.cancelled() and closed.exception() is None
-
-
-def _fail(read: _Read, error: TransportError) -> None:
-    """Start no more of a read. An error after which it may go on outweighs one that ended it."""
-    if read.failure in (None, PeerLost):
-        read.failure = PeerLost if isinstance(error, PeerLost) else TransportError
-        read.reason = str(error)
-    _start_no_more(read)
-
-
-def _start_no_more(read: _Read) -> None:
-    read.runs.clear()
-    if read in read.peer.queue:
-        read.peer.queue.remove(read)
+    def _end_job(self) -> None:
+        """Use a new connection that is complete, or forget an agent that is closed."""
+        job = self._job
+        if job is None or not job.result.done():
+            return
+        self._job = None
+        peer = job.peer
+        if peer is None:  # an agent that cannot be closed stays, and `tidy` tries again
+            if job.result.exception() is None:
+                self._agents.pop()
+            return
+        agent: Transport | str = job.result.result()
+        number = len(peer.streams)
+        if isinstance(agent, str):
+            logger.warning(
+                "%s keeps %d connections, because another failed: %s", peer.name, number, agent
+            )
+            peer.max_streams = number
+            return
+        if job.agent is None:
+            self._agents.append(agent)
+        if self._peers.get(peer.name) is peer:
+            peer.streams.append(_Stream(agent))
+        else:  # it was dropped meanwhile; an error must not fail other reads
+            with suppress(TransportError):
+                agent.drop_peer(peer.name)
 
 
 def _row(address: int, device: int, length: int) -> Rows:

@@ -227,7 +227,7 @@ def main() -> None:
 class NoTransport:
     """A data plane that takes everything and moves nothing: reads end at once."""
 
-    def spread(self, _: object) -> int:
+    def warm_up_pieces(self, _: object) -> int:
         """There are no connections."""
         return 1
 

@@ -65,7 +65,7 @@ class MemoryTransport:
         self._spans: list[Span] = []
         fabric.transports[self.name] = self
 
-    def spread(self, peer: PeerName) -> int:
+    def warm_up_pieces(self, peer: PeerName) -> int:
         del peer
         return 1
 

@@ -18,8 +18,7 @@ from lab.sim.faults import Costs, Faults
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.errors import NixlKVError, PeerLost, TransportError
 from nixl_kv.ids import Generation
-from nixl_kv.transport.base import Indices, PeerName
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import Indices, PeerName, SlotPage
 
 EMPTY = Generation(bytes(16))
 

@@ -35,7 +35,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.protocol.messages import Description, RankDescription
 from nixl_kv.reading.peers import RemoteRank
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import SlotPage
 
 SECRET: Final = re.compile(r"[0-9a-f]{32}")
 CLOCK_AT_LEAST: Final = 500.0  # a number as large as this is a time

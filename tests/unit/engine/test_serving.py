@@ -12,8 +12,7 @@ from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.engine.serving import AGAIN_S, CHECK_S, LOOK_S, UNREADABLE, Serving
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.transport import descriptors
-from nixl_kv.transport.base import PeerName
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import PeerName, SlotPage
 from support.stepped import Background, Clock
 
 

@@ -14,7 +14,7 @@ from nixl_kv.engine import engine as engine_module
 from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import new_generation
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import SlotPage
 from support.polling import wait_until
 
 TIMEOUT_S = 30.0

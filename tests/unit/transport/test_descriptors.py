@@ -79,3 +79,20 @@ def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(descriptors, "DESCRIPTORS", Uncounted())
     monkeypatch.setattr(descriptors, "limit", lambda: 100)
     assert descriptors.num_open() == 100
+
+
+@pytest.mark.parametrize(("num_stale", "is_made"), [(0, True), (3, True), (8, True), (9, False)])
+def test_numbers_that_ucx_refuses_are_taken_out_of_use(num_stale: int, *, is_made: bool) -> None:
+    before, calls = descriptors.num_open(), iter(range(99))
+
+    def create() -> None:
+        if next(calls) < num_stale:
+            raise ValueError("Element already exists")
+
+    if not is_made:
+        with pytest.raises(ValueError, match="already exists"):
+            descriptors.past_stale_descriptors(create, ValueError)
+        assert descriptors.num_open() == before
+        return
+    descriptors.past_stale_descriptors(create, ValueError)
+    assert descriptors.num_open() == before + num_stale

@@ -11,7 +11,6 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -185,6 +184,11 @@ def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -
             keep(like_ucx(inheritable=False))  # asyncio's, uvicorn's
             keep(like_ucx(by_number=False))  # NCCL's, PyTorch's
             keep(socket.create_server(("127.0.0.1", 0)))  # ZMQ's
+            local = keep(socket.socket(socket.AF_UNIX))
+            local.bind(b"\0nixl_kv test_ports")
+            local.listen()
+            os.set_inheritable(local.fileno(), True)  # noqa: FBT003
+            keep(select.epoll()).register(local.fileno(), select.EPOLLIN)
             ucx = keep(like_ucx())
         assert attached == [ucx.getsockname()]
 
@@ -193,19 +197,18 @@ def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
     monkeypatch: pytest.MonkeyPatch, attached: list[tuple[str, int]]
 ) -> None:
     """As the agents that check a rank are, or those that are made at the same time."""
-    found = module._listening
+    found = module._watched_by_number
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
         with filtered_ucx_ports(ELSEWHERE):
             gone, ucx = keep(socket.create_server(("127.0.0.1", 0))), keep(like_ucx())
 
-            def listening() -> dict[Any, Any]:
-                sockets = found()
+            def watched() -> set[int]:
+                numbers = {*found(), gone.fileno()}
                 gone.close()
-                return dict(sorted(sockets.items(), key=lambda one: one[1].fd != gone_number))
+                return numbers
 
-            gone_number = gone.fileno()
-            monkeypatch.setattr(module, "_listening", listening)
+            monkeypatch.setattr(module, "_watched_by_number", watched)
         assert attached == [ucx.getsockname()]
 
 
@@ -338,7 +341,6 @@ def test_a_kernel_that_cannot_shut_a_port_is_no_error(
     for _ in range(20):
         port.on_closed()
     assert f"port {port.port} has 8 connections and cannot refuse more: " in caplog.text
-    assert f"port {port.port} was not shut: " in caplog.text
     assert is_open(port)
 
 

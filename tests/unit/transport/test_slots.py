@@ -7,7 +7,7 @@ import pytest
 
 from nixl_kv.geometry.layout import Span
 from nixl_kv.ids import Generation
-from nixl_kv.transport.slots import SlotPage, slot_rows
+from nixl_kv.transport.base import SlotPage, slot_rows
 
 CLEAR = bytes(16)
 

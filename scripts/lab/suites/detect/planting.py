@@ -303,9 +303,9 @@ class PlantingTransport:
         self._inner = inner
         self._planter = planter
 
-    def spread(self, peer: PeerName) -> int:
+    def warm_up_pieces(self, peer: PeerName) -> int:
         """Unchanged."""
-        return self._inner.spread(peer)
+        return self._inner.warm_up_pieces(peer)
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Unchanged."""

@@ -14,12 +14,20 @@ from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
-from nixl_kv.transport.tcp import paced, window
-from nixl_kv.transport.tcp.detect import IsTcp, always, never
+from nixl_kv.transport.tcp import paced
+from nixl_kv.transport.tcp.detect import IsTcp
 from nixl_kv.transport.tcp.paced import PacedTransport
 from support.stepped import Background
 
 SIZE = 4096
+
+
+def always(_metadata: bytes) -> bool:
+    return True
+
+
+def never(_metadata: bytes) -> bool:
+    return False
 
 
 class Watched(MemoryTransport):
@@ -112,13 +120,8 @@ class World:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, value in (
-        (window, "MAX_PIECE_BYTES", 16),
-        (window, "FIRST_PIECE_BYTES", 16),
-        (window, "MIN_PIECE_BYTES", 16),
-        (paced, "MIN_PIECE_BYTES", 16),
-    ):
-        monkeypatch.setattr(module, name, value)
+    for name in ("MAX_PIECE_BYTES", "FIRST_PIECE_BYTES", "MIN_PIECE_BYTES"):
+        monkeypatch.setattr(paced, name, 16)
 
 
 def ids(*numbers: int) -> BlockIds:
@@ -154,7 +157,7 @@ def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
     world.fabric.polls = 20
     local, remote = world.lists([(0, 16, 32, 128)])
     world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
-    assert 2 < len(world.agents) <= window.MAX_STREAMS
+    assert 2 < len(world.agents) <= paced.MAX_STREAMS
     assert all(agent.lengths for agent in world.agents)
     for start in range(0, SIZE, 32):
         assert np.array_equal(
@@ -243,6 +246,23 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
+def test_agents_that_read_nothing_for_a_minute_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.fabric.polls = 20
+    local, remote = world.lists([(0, 16, 32, 128)])
+    world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
+    assert len(world.agents) > 2
+    assert world.reader.tidy()
+    assert len(world.fabric.transports) == 1 + len(world.agents), "they were used a moment ago"
+    monkeypatch.setattr(paced, "UNUSED_S", 0.0)
+    world.fabric.closes_fail = True
+    assert all(world.reader.tidy() for _ in range(9)), "one that cannot be closed stays"
+    world.fabric.closes_fail = False
+    assert sum(world.reader.tidy() for _ in range(99)) >= len(world.agents) - 2
+    assert len(world.fabric.transports) == 2
+    world.finish(world.reader.read(local, remote, (ids(1, 3), ids(1, 3))))
+
+
 def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
 
@@ -286,13 +306,13 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     world.background.is_held = True
     local, remote = world.lists([(0, 16, 32, 100)])
     world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
-    assert world.reader._connecting is not None
-    connecting = world.reader._connecting.made
+    assert world.reader._job is not None
+    connecting = world.reader._job.result
     assert connecting.set_running_or_notify_cancel()
     for _ in range(2):
         with pytest.raises(TransportError, match="still connects or closes"):
             world.reader.close()
-    connecting.set_result((world.make_agent(), ""))
+    connecting.set_result(world.make_agent())
     world.reader.close()
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.transport.tcp.window import (
+from nixl_kv.transport.tcp.paced import (
     FIRST_PIECE_BYTES,
     LONGEST_PAUSE_S,
     MAX_PIECE_BYTES,
@@ -12,7 +12,6 @@ from nixl_kv.transport.tcp.window import (
     MIN_PIECE_BYTES,
     MIN_STREAMS,
     REMEMBERED_S,
-    Begun,
     Window,
 )
 
@@ -25,7 +24,7 @@ class Link:
         self.window = Window()
         self.now = 0.0
         self.free_at = 0.0
-        self.under_way: list[tuple[float, int, Begun]] = []
+        self.under_way: list[tuple[float, int, float, int]] = []
 
     def move(self, num_bytes: int, run: int | None = None) -> float:
         """Move so many bytes; in what time."""
@@ -35,10 +34,10 @@ class Link:
                 piece = min(left, self.window.piece_bytes, run or left)
                 left -= piece
                 self.free_at = max(self.free_at, self.now + self.round_trip_s) + piece / self.rate
-                self.under_way.append((self.free_at, piece, self.window.begin(self.now)))
+                self.under_way.append((self.free_at, piece, self.now, self.window.arrived))
             self.under_way.sort(key=lambda one: one[0])
-            self.now, piece, begun = self.under_way.pop(0)
-            self.window.end(begun, piece, self.now)
+            self.now, piece, at, before = self.under_way.pop(0)
+            self.window.end(piece, self.now, at=at, before=before)
         return self.now - begin
 
 
@@ -54,7 +53,7 @@ def test_a_link_is_filled_whatever_its_round_trip(rate: float, round_trip_s: flo
     link.move(int(rate / 2))
     seconds = link.move(int(rate))
     assert seconds == pytest.approx(1.0, rel=0.1)
-    assert link.window.rate == pytest.approx(rate, rel=0.1)
+    assert link.window.rate.value == pytest.approx(rate, rel=0.1)
 
 
 def test_a_short_link_has_few_streams_and_a_long_one_many() -> None:
@@ -89,10 +88,10 @@ def test_what_was_measured_long_ago_does_not_count() -> None:
     link.move(1 << 28)
     link.rate = 1.25e7
     link.move(1 << 20)
-    assert (link.window.rate or 0) > 1e9
+    assert link.window.rate.value > 1e9
     link.now += REMEMBERED_S
     link.move(1 << 20)
-    assert (link.window.rate or 0) < 2e7
+    assert link.window.rate.value < 2e7
 
 
 @given(
@@ -101,8 +100,8 @@ def test_what_was_measured_long_ago_does_not_count() -> None:
 def test_whatever_was_measured_it_stays_within_bounds(ends: list[tuple[int, float]]) -> None:
     window, now = Window(), 0.0
     for num_bytes, seconds in ends:
-        begun = window.begin(now)
+        at, before = now, window.arrived
         now += seconds
-        window.end(begun, num_bytes, now)
+        window.end(num_bytes, now, at=at, before=before)
         assert MIN_STREAMS <= window.streams <= MAX_STREAMS
         assert MIN_PIECE_BYTES <= window.piece_bytes <= MAX_PIECE_BYTES

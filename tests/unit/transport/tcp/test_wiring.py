@@ -5,29 +5,38 @@ from dataclasses import replace
 
 import pytest
 
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
-from nixl_kv.transport.tcp.detect import IsTcp, Place, always, make_rule, never, ucx_settings
+from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 
 @pytest.mark.parametrize(
-    ("paced_reads", "backend", "expected"),
+    ("paced_reads", "backend", "is_tcp_near", "is_tcp_far"),
     [
-        ("on", "UCX", always),
-        ("on", "LIBFABRIC", always),
-        ("off", "UCX", never),
-        ("auto", "LIBFABRIC", never),
-        ("auto", "UCX", None),
+        ("on", "UCX", True, True),
+        ("on", "LIBFABRIC", True, True),
+        ("off", "UCX", False, False),
+        ("auto", "LIBFABRIC", False, False),
+        ("auto", "UCX", False, True),
     ],
 )
 def test_paced_reads_overrides_the_rule(
-    paced_reads: str, backend: str, expected: IsTcp | None, monkeypatch: pytest.MonkeyPatch
+    paced_reads: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_tcp_near: bool,
+    is_tcp_far: bool,
 ) -> None:
-    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: None)
+    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: MemoryTransport(Fabric()))
+    near = Place.find({"TLS": "tcp,sm"})
+    far = replace(near, host="another")
     config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
-    is_tcp = nixl.nixl_transport(config, "DRAM")._is_tcp
-    assert (is_tcp if is_tcp in (always, never) else None) is expected
+    transport = nixl.nixl_transport(config, "DRAM")
+    assert transport._is_tcp(near.suffix()) is is_tcp_near
+    assert transport._is_tcp(far.suffix()) is is_tcp_far
 
 
 @pytest.mark.parametrize(("key", "only_loopback"), [(None, True), ("k", False)])
@@ -36,8 +45,9 @@ def test_further_agents_have_the_settings_of_the_first_and_tcp_only(
 ) -> None:
     made: list[list[str]] = []
 
-    def make(*_: object, engine_config: str, **__: object) -> None:
+    def make(*_: object, engine_config: str, **__: object) -> MemoryTransport:
         made.append(engine_config.split(","))
+        return MemoryTransport(Fabric())
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
     nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent()
