@@ -28,7 +28,6 @@ import numpy.typing as npt
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import (
     BlockIds,
-    BlockTable,
     CacheLayout,
     Group,
     Region,
@@ -335,15 +334,13 @@ class Plan:
     def _pieces(
         self, rows: PagedRows, tables: tuple[Sequence[Table], Sequence[Table]], tokens: range
     ) -> Pieces:
-        mine, theirs = (
-            BlockTable.of(tables[side][number], self.groups[side][number])
-            for side, number in enumerate(rows.groups)
-        )
-        size = mine.group.entry_size
+        mine, theirs = (tables[side][number] for side, number in enumerate(rows.groups))
+        groups = [self.groups[side][number] for side, number in enumerate(rows.groups)]
+        size = groups[0].entry_size
         first = max(tokens.start // size, mine.first)
         starts = rows.segment.starts(range(first * size, tokens.stop))
-        local = mine.piece_numbers(starts, rows.per_block[0])
-        remote = theirs.piece_numbers(starts, rows.per_block[1])
+        local = mine.piece_numbers(groups[0], starts, rows.per_block[0])
+        remote = theirs.piece_numbers(groups[1], starts, rows.per_block[1])
         present = local >= 0
         if not present.all():
             local, remote = local[present], remote[present]

@@ -42,7 +42,7 @@ TOO_MANY: Final = Failure(
 )
 
 NameSlices: TypeAlias = Callable[
-    [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
+    [Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
 """Names the slices that a load reads from one rank, to verify them.
 
@@ -261,7 +261,7 @@ class DecodeMachine:
             route = next(route for route in peer.routes if route.remote_rank == read.rank)
             layout = peer.description.ranks[read.rank].layout
             try:
-                read.slices = self._name_slices(load.peer, route, layout, start)
+                read.slices = self._name_slices(route, layout, start)
             except ValueError as error:
                 load.fail(Failure(FailureKind.INTERNAL, str(error)))
             actions += load.ask_digest(read, now)
