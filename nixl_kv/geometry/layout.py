@@ -366,6 +366,44 @@ class Table:
     def num_present(self) -> int:
         return int(np.count_nonzero(self.block_ids != ABSENT))
 
+    def piece_numbers(self, group: Group, tokens: range, per_block: int) -> BlockIds:
+        """For each token, the number of the piece that holds it; negative if its entry is absent.
+
+        Each block of the group has `per_block` pieces, numbered through all blocks of the cache.
+
+        Raises:
+            ValueError: for a token behind the table's end, or an id that the cache does not have.
+        """
+        ids = self._ids_of(tokens, group.entry_size)
+        if ids.size and not (ids.min() >= ABSENT and ids.max() < group.num_entries):
+            wrong = ids[(ids < ABSENT) | (ids >= group.num_entries)][0]
+            raise ValueError(f"block id {wrong}; allowed: 0 to {group.num_entries - 1}")
+        per_entry = group.blocks_per_entry * per_block
+        if per_entry == 1:
+            return ids
+        piece_size = group.slots_per_entry // per_entry
+        positions = group.stripe.position(np.arange(tokens.start, tokens.stop, tokens.step))
+        within = positions % group.slots_per_entry // piece_size
+        return ids * np.int32(per_entry) + within.astype(np.int32)
+
+    def _ids_of(self, tokens: range, entry_size: int) -> BlockIds:
+        ids = self.block_ids
+        if not tokens:
+            return ids[:0]
+        first, last = tokens[0] // entry_size - self.first, tokens[-1] // entry_size - self.first
+        if last >= len(ids):
+            raise ValueError(
+                f"block table has {self.first + len(ids)} entries; needed: {last + self.first + 1}"
+            )
+        if first >= 0 and tokens.step % entry_size == 0:
+            return ids[first : last + 1 : tokens.step // entry_size]
+        entries = np.arange(tokens.start, tokens.stop, tokens.step) // entry_size - self.first
+        if first < 0:  # an appended ABSENT stands for all entries before `self.first`
+            ids = np.append(ids, np.int32(ABSENT))
+            entries = np.maximum(entries, -1)
+        found: BlockIds = ids[entries]
+        return found
+
 
 @dataclass(frozen=True)
 class TokenSegment:
@@ -422,57 +460,3 @@ def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:
         sizes += [group.block_size, *widths]
         periods.append(math.lcm(group.block_size, *widths) * group.stripe.count)
     return math.gcd(*sizes), math.lcm(*periods)
-
-
-@dataclass(frozen=True)
-class BlockTable:
-    """A `Table` with its group: `ids[0]` is entry number `first`, those before it are absent."""
-
-    ids: BlockIds
-    group: Group
-    first: int = 0
-
-    @classmethod
-    def of(cls, table: Table, group: Group) -> "BlockTable":
-        return cls(table.block_ids, group, table.first)
-
-    def piece_numbers(self, tokens: range, per_block: int) -> BlockIds:
-        """For each token, the number of the piece that holds it; negative if its entry is absent.
-
-        Each block has `per_block` pieces, numbered through all blocks of the cache.
-
-        Raises:
-            ValueError: for a token behind the table's end, or an id that the cache does not have.
-        """
-        group = self.group
-        ids = self._ids_of(tokens)
-        if ids.size and not (ids.min() >= ABSENT and ids.max() < group.num_entries):
-            wrong = ids[(ids < ABSENT) | (ids >= group.num_entries)][0]
-            raise ValueError(f"block id {wrong}; allowed: 0 to {group.num_entries - 1}")
-        per_entry = group.blocks_per_entry * per_block
-        if per_entry == 1:
-            return ids
-        piece_size = group.slots_per_entry // per_entry
-        positions = group.stripe.position(np.arange(tokens.start, tokens.stop, tokens.step))
-        within = positions % group.slots_per_entry // piece_size
-        return ids * np.int32(per_entry) + within.astype(np.int32)
-
-    def _ids_of(self, tokens: range) -> BlockIds:
-        size = self.group.entry_size
-        if not tokens:
-            return self.ids[:0]
-        first, last = tokens[0] // size - self.first, tokens[-1] // size - self.first
-        if last >= len(self.ids):
-            raise ValueError(
-                f"block table has {self.first + len(self.ids)} entries; "
-                f"needed: {last + self.first + 1}"
-            )
-        if first >= 0 and tokens.step % size == 0:
-            return self.ids[first : last + 1 : tokens.step // size]
-        positions = np.arange(tokens.start, tokens.stop, tokens.step) // size - self.first
-        ids = self.ids
-        if first < 0:  # an appended ABSENT stands for all entries before `self.first`
-            ids = np.append(ids, np.int32(ABSENT))
-            positions = np.maximum(positions, -1)
-        found: BlockIds = ids[positions]
-        return found

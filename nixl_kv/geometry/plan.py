@@ -28,7 +28,6 @@ import numpy.typing as npt
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import (
     BlockIds,
-    BlockTable,
     CacheLayout,
     Group,
     Region,
@@ -64,10 +63,6 @@ class Runs:
     local: Ints
     remote: Ints
     length: Ints
-
-    def repeated(self, count: int, local_stride: int, remote_stride: int) -> "Runs":
-        steps = np.arange(count, dtype=np.int64)
-        return self.shifted(steps * local_stride, steps * remote_stride)
 
     def shifted(self, local: Ints, remote: Ints) -> "Runs":
         """The runs at each of m distances, given as arrays of shape (m,)."""
@@ -119,41 +114,25 @@ class Overlap:
         Raises:
             IncompatiblePeer: if a block has too many pieces.
         """
-        local, remote = self.sides
-        first, num_heads = self.heads[0], self.heads[1] - self.heads[0]
+        num_heads = self.heads[1] - self.heads[0]
         parts = sum(part.count for side in self.sides for part in side.parts)
         _check_num_pieces(parts * num_tokens * num_heads)
-        found = []
-        for strides, runs in self._common_pieces().items():
-            repetitions = [
-                (num_tokens, *strides),
-                (num_heads, local.head_stride, remote.head_stride),
-            ]
-            # The smaller stride comes first. A merge after each keeps the arrays small.
-            for repetition in sorted(repetitions, key=lambda each: each[1]):
-                runs = runs.repeated(*repetition).merged()  # noqa: PLW2901
-            local_start = local.head_offset(first) + slots[0] * strides[0]
-            remote_start = remote.head_offset(first) + slots[1] * strides[1]
-            found.append(Runs(runs.local + local_start, runs.remote + remote_start, runs.length))
-        return concatenate(found).merged()
-
-    def _common_pieces(self) -> dict[tuple[int, int], Runs]:
-        """The pieces of one head and token, cut where either side is cut, by both token strides."""
-        local, remote = map(_pieces, self.sides)
-        edges = np.union1d(local[0], remote[0])
+        pieces = [_pieces(side) for side in self.sides]
+        # A piece is cut where a piece of the other side begins.
+        edges = np.union1d(pieces[0][0], pieces[1][0])
         length = np.diff(edges, append=self.sides[0].content)
-        offsets, strides = [], []
-        for starts, side_offsets, side_strides in (local, remote):
-            number = np.searchsorted(starts, edges, side="right") - 1
-            offsets.append(side_offsets[number] + edges - starts[number])
-            strides.append(side_strides[number])
-        pairs = np.stack(strides, axis=1)
-        pieces = {}
-        for pair in np.unique(pairs, axis=0):
-            same = (pairs == pair).all(axis=1)
-            runs = Runs(offsets[0][same], offsets[1][same], length[same])
-            pieces[int(pair[0]), int(pair[1])] = runs.merged()
-        return pieces
+        starts = []
+        for (begins, offsets, strides), slot in zip(pieces, slots, strict=True):
+            number = np.searchsorted(begins, edges, side="right") - 1
+            tokens = np.arange(slot, slot + num_tokens)[:, None]
+            starts.append(offsets[number] + edges - begins[number] + tokens * strides[number])
+        runs = Runs(starts[0].ravel(), starts[1].ravel(), np.tile(length, num_tokens))
+        heads = [
+            side.head_offset(self.heads[0]) + np.arange(num_heads) * side.head_stride
+            for side in self.sides
+        ]
+        # Merging before the heads are added keeps the arrays small.
+        return runs.merged().shifted(*heads).merged()
 
 
 @dataclass(frozen=True)
@@ -163,6 +142,7 @@ class OverlapGroup:
     `bases` has, for each overlap, the base addresses of its layers: shape (2, layers).
     """
 
+    numbers: tuple[int, int]  # of the groups
     groups: tuple[Group, Group]
     block_strides: tuple[int, int]
     bases: dict[Overlap, Ints]
@@ -192,18 +172,32 @@ class OverlapGroup:
 
 
 def group_overlaps(
-    groups: tuple[Group, Group], pairs: Iterable[tuple[Region, Region, Heads]]
+    local: CacheLayout, remote: CacheLayout, share: Share | None = None
 ) -> list[OverlapGroup]:
-    """Group pairs of regions, each with the heads to read, by their block strides."""
-    by_strides: dict[tuple[int, int], dict[Overlap, list[tuple[int, int]]]] = {}
-    for local, remote, heads in pairs:
-        same_strides = by_strides.setdefault((local.block_stride, remote.block_stride), {})
-        mine, theirs = (replace(side, layer="", base=1) for side in (local, remote))
-        overlap = Overlap((mine, theirs), heads)
-        same_strides.setdefault(overlap, []).append((local.base, remote.base))
+    """Group the layers that both ranks have by their groups and block strides."""
+    found: dict[tuple[tuple[int, int], tuple[int, int]], dict[Overlap, list[tuple[int, int]]]] = {}
+    remote_regions = remote.regions
+    for layer, (number, mine) in local.regions.items():
+        if layer not in remote_regions:
+            continue
+        remote_number, theirs = remote_regions[layer]
+        if share is None:
+            heads = max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
+        else:
+            heads = share.get(layer, (0, 0))
+        if heads[0] < heads[1]:
+            key = (number, remote_number), (mine.block_stride, theirs.block_stride)
+            sides = replace(mine, layer="", base=1), replace(theirs, layer="", base=1)
+            bases = found.setdefault(key, {}).setdefault(Overlap(sides, heads), [])
+            bases.append((mine.base, theirs.base))
     return [
-        OverlapGroup(groups, strides, {key: np.array(bases).T for key, bases in overlaps.items()})
-        for strides, overlaps in by_strides.items()
+        OverlapGroup(
+            numbers,
+            (local.groups[numbers[0]], remote.groups[numbers[1]]),
+            strides,
+            {overlap: np.array(bases).T for overlap, bases in overlaps.items()},
+        )
+        for (numbers, strides), overlaps in found.items()
     ]
 
 
@@ -335,15 +329,13 @@ class Plan:
     def _pieces(
         self, rows: PagedRows, tables: tuple[Sequence[Table], Sequence[Table]], tokens: range
     ) -> Pieces:
-        mine, theirs = (
-            BlockTable.of(tables[side][number], self.groups[side][number])
-            for side, number in enumerate(rows.groups)
-        )
-        size = mine.group.entry_size
+        mine, theirs = (tables[side][number] for side, number in enumerate(rows.groups))
+        groups = [self.groups[side][number] for side, number in enumerate(rows.groups)]
+        size = groups[0].entry_size
         first = max(tokens.start // size, mine.first)
         starts = rows.segment.starts(range(first * size, tokens.stop))
-        local = mine.piece_numbers(starts, rows.per_block[0])
-        remote = theirs.piece_numbers(starts, rows.per_block[1])
+        local = mine.piece_numbers(groups[0], starts, rows.per_block[0])
+        remote = theirs.piece_numbers(groups[1], starts, rows.per_block[1])
         present = local >= 0
         if not present.all():
             local, remote = local[present], remote[present]
@@ -369,33 +361,11 @@ def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) ->
     """
     lists = _RowList(local.device), _RowList(remote.device)
     paged_rows = tuple(
-        _place(overlaps, numbers, segment, per_block, lists)
-        for numbers, pairs in _common_layers(local, remote, share)
-        for overlaps in group_overlaps((local.groups[numbers[0]], remote.groups[numbers[1]]), pairs)
+        _place(overlaps, segment, per_block, lists)
+        for overlaps in group_overlaps(local, remote, share)
         for segment, per_block in _segments(overlaps)
     )
     return Plan(lists[0].rows(), lists[1].rows(), paged_rows, (local.groups, remote.groups))
-
-
-def _common_layers(
-    local: CacheLayout, remote: CacheLayout, share: Share | None
-) -> Iterator[tuple[tuple[int, int], list[tuple[Region, Region, Heads]]]]:
-    """For each pair of groups with common layers: the pairs of regions, and the heads to read."""
-    remote_regions = remote.regions
-    for number, group in enumerate(local.groups):
-        by_group: dict[int, list[tuple[Region, Region, Heads]]] = {}
-        for mine in group.regions:
-            if mine.layer not in remote_regions:
-                continue
-            remote_number, theirs = remote_regions[mine.layer]
-            if share is None:
-                heads = max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
-            else:
-                heads = share.get(mine.layer, (0, 0))
-            if heads[0] < heads[1]:
-                by_group.setdefault(remote_number, []).append((mine, theirs, heads))
-        for remote_number, pairs in by_group.items():
-            yield (number, remote_number), pairs
 
 
 def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int, int]]]:
@@ -413,7 +383,6 @@ def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int,
 
 def _place(
     overlaps: OverlapGroup,
-    groups: tuple[int, int],
     segment: TokenSegment,
     per_block: tuple[int, int],
     lists: "tuple[_RowList, _RowList]",
@@ -429,7 +398,7 @@ def _place(
         lists[1].place(runs.remote, runs.length, strides[1], counts[1]),
     )
     num_dense = int(np.count_nonzero(dense))
-    return PagedRows(groups, segment, per_block, first, int(runs.length.sum()), num_dense)
+    return PagedRows(overlaps.numbers, segment, per_block, first, int(runs.length.sum()), num_dense)
 
 
 @dataclass

@@ -38,7 +38,7 @@ TOO_MANY: Final = Failure(
 
 _Claims: TypeAlias = Sequence[Claim]
 NameSlices: TypeAlias = Callable[
-    [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
+    [Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
 """Names the slices that a load reads from one rank; a ValueError if the block tables do not fit."""
 
@@ -211,7 +211,7 @@ class DecodeMachine:
                 load.fail(CANNOT_VERIFY)
                 continue
             try:
-                read.slices = self._name_slices(load.peer, read.route, read.layout, load.start)
+                read.slices = self._name_slices(read.route, read.layout, load.start)
             except ValueError as error:
                 load.fail(Failure(FailureKind.INTERNAL, str(error)))
             actions += load.ask_digest(read, now)

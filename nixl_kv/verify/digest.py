@@ -30,7 +30,7 @@ digests GPU memory.
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -47,9 +47,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = Any
 """A numpy array or a torch tensor."""
 
-MemoryView: TypeAlias = Callable[[int, int], Bytes]
-"""A function of address and length that returns a view of that memory."""
-
 Steps: TypeAlias = Generator[None, None, "Digest"]
 
 WORD: Final = 4
@@ -65,9 +62,9 @@ _MIX: Final = tuple(
 Splittable Pseudorandom Number Generators, 2014), in Stafford's variant 13."""
 
 
-def numbers_of(secret: str, num_words: int) -> tuple[np.int64, np.int64, Ints]:
-    """Offset, step and multipliers of one request. Longer content has the same ones and more."""
-    stream = hashlib.shake_256(secret.encode()).digest(8 * (2 + num_words))
+def numbers_of(secret: str, content: int) -> tuple[np.int64, np.int64, Ints]:
+    """Offset, step and multipliers for `content` bytes. More bytes have the same ones and more."""
+    stream = hashlib.shake_256(secret.encode()).digest(8 * (2 - -content // WORD))
     numbers = np.frombuffer(stream, dtype="<i8").astype(np.int64) | np.int64(1)
     return numbers[0], numbers[1], numbers[2:]
 
@@ -92,15 +89,6 @@ def num_columns(end: int) -> int:
     return -(-end // column_tokens(end))
 
 
-def num_words(content: int) -> int:
-    return -(-content // WORD)
-
-
-def weights_of(rows: Array) -> Array:
-    """How often a row's terms count in the columns."""
-    return 2 * rows + 1
-
-
 def mix(numbers: Array) -> Array:
     """A bijection of 64-bit numbers in which each bit of the result depends on all bits."""
     for shift, mask, factor in _MIX:
@@ -114,57 +102,50 @@ def terms(words: Array, multipliers: Array, offsets: Array) -> Array:
     return mix((words * multipliers).sum(-1) + offsets)
 
 
-def sums(words: Array, multipliers: Array, offsets: Array, weights: Array) -> tuple[Array, Array]:
+def sums(words: Array, multipliers: Array, offsets: Array, rows: Array) -> tuple[Array, Array]:
     """Sum the terms of some rows and tokens.
 
     Args:
         words: shape (rows, tokens, words), unsigned values of any integer type.
         multipliers: shape (words,).
         offsets: shape (tokens,): `offset + step * token`.
-        weights: shape (rows,), see `weights_of`.
+        rows: shape (rows,), the numbers of the rows.
 
     Returns:
         A sum for each row, and a weighted sum for each token.
     """
     each = terms(words, multipliers, offsets)
-    return each.sum(1), (each * weights[:, None]).sum(0)
-
-
-def digest_steps(secret: str, slices: Sequence[LocalSlice], memory: MemoryView) -> Steps:
-    """Digest slices in host memory, about `STEP_BYTES` in each step."""
-    end = last_end(slices)
-    tokens_per_column = column_tokens(end)
-    numbers = {
-        content: numbers_of(secret, num_words(content))
-        for content in {local.place.part.content for local in slices}
-    }
-    rows = np.zeros(sum(local.place.num_heads for local in slices), np.int64)
-    columns = np.zeros(num_columns(end), np.int64)
-    row = done = 0
-    for local in slices:
-        own = np.arange(row, row + local.place.num_heads)
-        offset, step, multipliers = numbers[local.place.part.content]
-        for tokens, content in _content(local, memory):
-            offsets = tokens * step + offset
-            by_row, by_token = sums(_words(content), multipliers, offsets, weights_of(own))
-            rows[own] += by_row
-            np.add.at(columns, tokens // tokens_per_column, by_token)
-            done += content.size
-            if done >= STEP_BYTES:
-                done = 0
-                yield
-        row += local.place.num_heads
-    return Digest(rows.view(np.uint64), columns.view(np.uint64))
+    return each.sum(1), (each * (2 * rows + 1)[:, None]).sum(0)
 
 
 class Digester:
-    """Digests memory of this process; subclasses digest other memory."""
+    """Digests memory of this process, about `STEP_BYTES` in a step; subclasses, other memory."""
 
     pause_s: float = 0.0  # between two steps; 0 where each step is work
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
         """Digest slices; the steps return the digest. The call or a step raises a DigestError."""
-        return digest_steps(secret, local_slices, _memory_view)
+        end = last_end(local_slices)
+        tokens_per_column = column_tokens(end)
+        longest = max(local.part.content for local in local_slices)
+        offset, step, multipliers = numbers_of(secret, longest)
+        rows = np.zeros(sum(local.num_heads for local in local_slices), np.int64)
+        columns = np.zeros(num_columns(end), np.int64)
+        row = done = 0
+        for local in local_slices:
+            own = np.arange(row, row + local.num_heads)
+            row += local.num_heads
+            for tokens, content in _content(local):
+                words = _words(content)
+                offsets = tokens * step + offset
+                by_row, by_token = sums(words, multipliers[: words.shape[-1]], offsets, own)
+                rows[own] += by_row
+                np.add.at(columns, tokens // tokens_per_column, by_token)
+                done += content.size
+                if done >= STEP_BYTES:
+                    done = 0
+                    yield
+        return Digest(rows.view(np.uint64), columns.view(np.uint64))
 
     def close(self) -> None:
         """Return when nothing reads the cache any longer; may be called again."""
@@ -186,13 +167,13 @@ def describe_difference(local: Digest, remote: Digest, slices: Sequence[LocalSli
     columns = np.flatnonzero(local.columns != remote.columns)
     if not len(rows) and not len(columns):
         return None
-    heads = [(name, one) for one in slices for name in one.place.names]
+    heads = [(name, one) for one in slices for name in one.names]
     name, first = heads[rows[0]] if len(rows) else ("no single head", slices[0])
     more = f" and {len(rows) - 1} more heads" if len(rows) > 1 else ""
     if not len(columns):
         return f"{name}{more} in no single place"
     end = last_end(slices)
-    tokens, size = column_tokens(end), first.place.group.entry_size
+    tokens, size = column_tokens(end), first.group.entry_size
     begin = max(first.begin, int(columns[0]) * tokens)
     last = min(end, (int(columns[-1]) + 1) * tokens) - 1
     return (
@@ -202,32 +183,29 @@ def describe_difference(local: Digest, remote: Digest, slices: Sequence[LocalSli
     )
 
 
-def _content(local: LocalSlice, memory: MemoryView) -> Iterator[tuple[Ints, Bytes]]:
+def _content(local: LocalSlice) -> Iterator[tuple[Ints, Bytes]]:
     """Batches of token numbers and their content, shape (heads, tokens, bytes)."""
-    place, positions = local.place, local.positions
-    size, content = place.group.block_size, place.part.content
-    blocks = _view_blocks(local, memory)
-    batch = max(1, STEP_BYTES // (place.num_heads * size * content))
+    positions, size, content = local.positions, local.group.block_size, local.part.content
+    blocks = _view_blocks(local)
+    batch = max(1, STEP_BYTES // (local.num_heads * size * content))
     for first in range(0, len(local.ids), batch):
         ids = local.ids[first : first + batch]
         start = local.first_position + first * size
         begin, end = max(start, positions.start), min(start + len(ids) * size, positions.stop)
-        copied = blocks[:, ids].view(np.uint8).reshape(place.num_heads, -1, content)
+        copied = blocks[:, ids].view(np.uint8).reshape(local.num_heads, -1, content)
         tokens, is_kept = local.tokens(np.arange(begin, end))
         batched = copied[:, begin - start : end - start]
         yield (tokens, batched) if is_kept.all() else (tokens[is_kept], batched[:, is_kept])
 
 
-def _view_blocks(local: LocalSlice, memory: MemoryView) -> npt.NDArray[np.generic]:
-    """All blocks of the place, shape (heads, blocks, tokens, pieces, units of a piece)."""
-    place = local.place
-    part, group, region = place.part, place.group, place.region
-    shape = (place.num_heads, group.num_blocks, group.block_size, part.count, part.length)
-    strides = (region.head_stride, region.block_stride, place.token_stride, part.stride, 1)
+def _view_blocks(local: LocalSlice) -> npt.NDArray[np.generic]:
+    """All blocks of the cache, shape (heads, blocks, tokens, pieces, units of a piece)."""
+    part, group, region = local.part, local.group, local.region
+    shape = (local.num_heads, group.num_blocks, group.block_size, part.count, part.length)
+    strides = (region.head_stride, region.block_stride, local.token_stride, part.stride, 1)
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    view = np.lib.stride_tricks.as_strided(
-        memory(place.base, size), shape, strides, writeable=False
-    )
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(local.base))
+    view = np.lib.stride_tricks.as_strided(memory, shape, strides, writeable=False)
     unit = next(unit for unit in (8, 4, 2, 1) if part.length % unit == 0)
     return view.view(f"u{unit}")  # numpy copies long units faster
 
@@ -238,7 +216,3 @@ def _words(content: Bytes) -> npt.NDArray[np.uint32]:
     if padding:
         content = np.pad(content, [(0, 0)] * (content.ndim - 1) + [(0, padding)])
     return np.ascontiguousarray(content).view("<u4")
-
-
-def _memory_view(address: int, length: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -25,7 +26,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.gpu import on, translated
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, Ints, Steps
-from nixl_kv.verify.slices import LocalSlice
+from nixl_kv.verify.slices import LocalSlice, alike
 
 logger = get_logger(__name__)
 
@@ -57,8 +58,8 @@ def gathered_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`digest.sums` of the integers of `memory` at base + place + unit.
 
-    `numbers` are the multipliers, offsets and weights. Shapes: bases (rows,), places (tokens,),
-    units (units of a head's token,).
+    `numbers` are the multipliers, the offsets and the numbers of the rows. Shapes: bases (rows,),
+    places (tokens,), units (units of a head's token,).
     """
     at = (bases[:, None] + places)[:, :, None] + units
     mask = (1 << 8 * memory.element_size()) - 1
@@ -90,42 +91,44 @@ class TorchDigester:
 
     def digest(self, secret: str, slices: Sequence[LocalSlice]) -> Digest:
         end = digest.last_end(slices)
-        num_rows = sum(local.place.num_heads for local in slices)
+        num_rows = sum(local.num_heads for local in slices)
         rows, columns = (
             self._put(np.zeros(size, np.int64)) for size in (num_rows, digest.num_columns(end))
         )
-        for batch in _batches(slices):
-            self._add(secret, batch, rows, columns, column=digest.column_tokens(end))
+        for batch in alike(slices):
+            if len(batch[0][1].positions):
+                self._add(secret, batch, rows, columns, column=digest.column_tokens(end))
         return Digest(*(sums.cpu().numpy().view(np.uint64) for sums in (rows, columns)))
 
     def _add(
         self,
         secret: str,
-        batch: "_Batch",
+        batch: Sequence[tuple[int, LocalSlice]],
         rows: torch.Tensor,
         columns: torch.Tensor,
         *,
         column: int,
     ) -> None:
-        """Add the sums of a batch. `column` is the number of tokens of a column."""
+        """Add the sums of `alike` slices. `column` is the number of tokens of a column."""
         first = batch[0][1]
-        place, part, positions = first.place, first.place.part, first.positions
-        numbers = np.concatenate([row + np.arange(one.place.num_heads) for row, one in batch])
-        bases = np.concatenate([one.place.head_bases for _, one in batch]) - self._address
-        own = np.arange(positions.start, positions.stop)
+        part, block_stride = first.part, first.region.block_stride
+        heads = [(row, one, np.arange(one.num_heads)) for row, one in batch]
+        numbers = np.concatenate([row + each for row, _, each in heads])
+        bases = np.concatenate([one.base + each * one.region.head_stride for _, one, each in heads])
+        bases -= self._address
+        own = np.array(first.positions)
         tokens, is_kept = first.tokens(own)
         own, tokens = own[is_kept], tokens[is_kept]
-        block, within = np.divmod(own - first.first_position, place.group.block_size)
-        block_stride = place.region.block_stride
-        places = first.ids[block].astype(np.int64) * block_stride + within * place.token_stride
-        strides = [part.length, part.stride, block_stride, place.token_stride]
+        block, within = np.divmod(own - first.first_position, first.group.block_size)
+        places = first.ids[block].astype(np.int64) * block_stride + within * first.token_stride
+        strides = [part.length, part.stride, block_stride, first.token_stride]
         divisor = int(np.gcd.reduce(np.concatenate([bases, strides])))
         unit = next(unit for unit in DTYPES if divisor % unit == 0)
         pieces = np.arange(part.count)[:, None] * part.stride
         units = (pieces + np.arange(0, part.length, unit)).ravel()
         # A word's product is the sum of its units' products, each with the shifted multiplier.
         word, shift = np.divmod(np.arange(0, part.content, unit), digest.WORD)
-        offset, step, multipliers = digest.numbers_of(secret, digest.num_words(part.content))
+        offset, step, multipliers = digest.numbers_of(secret, part.content)
         factors = multipliers[word] << (8 * shift)
 
         # torch.compile would make another version for shorter integers, or for a size of 1, which a
@@ -133,42 +136,23 @@ class TorchDigester:
         is_usual = unit == digest.WORD and min(len(bases), len(places), len(units)) > 1
         is_usual = is_usual and len(units) <= MAX_UNITS // 16
         compiled = self._compiled if is_usual else None
-        program = compiled or gathered_sums
         by_unit = [self._put(one) for one in (units // unit, factors)]
-        by_row = [self._put(one) for one in (bases // unit, digest.weights_of(numbers), numbers)]
+        by_row = [self._put(one) for one in (bases // unit, numbers)]
         by_token = [
             self._put(one) for one in (places // unit, tokens * step + offset, tokens // column)
         ]
         for r, t in _chunks(len(bases), len(places), len(units), is_compiled=compiled is not None):
             # Without copies, torch.compile would make versions for views that begin elsewhere.
-            base, weight, row_at = (one[r].clone() for one in by_row)
-            place_at, offsets, column_at = (one[t].clone() for one in by_token)
-            row_sums, token_sums = program(
-                self._memory[unit], base, place_at, *by_unit, offsets, weight
+            base, row = (one[r].clone() for one in by_row)
+            place, offsets, column_at = (one[t].clone() for one in by_token)
+            row_sums, token_sums = (compiled or gathered_sums)(
+                self._memory[unit], base, place, *by_unit, offsets, row
             )
-            rows.index_add_(0, row_at, row_sums)
+            rows.index_add_(0, row, row_sums)
             columns.index_add_(0, column_at, token_sums)
 
     def _put(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._memory[1].device)
-
-
-_Batch: TypeAlias = list[tuple[int, LocalSlice]]
-"""Slices, each behind the number of its first row."""
-
-
-def _batches(slices: Sequence[LocalSlice]) -> Iterator[_Batch]:
-    """Slices that have the same tokens in the same blocks and strides."""
-    alike: dict[tuple[object, ...], _Batch] = {}
-    row = 0
-    for local in slices:
-        place, part = local.place, local.place.part
-        strides = place.region.block_stride, place.token_stride
-        shape = part.length, part.count, part.stride
-        kind = (place.table_number, local.begin, local.end, place.other, *strides, *shape)
-        alike.setdefault(kind, []).append((row, local))
-        row += place.num_heads
-    return (batch for batch in alike.values() if len(batch[0][1].positions))
 
 
 def _chunks(
@@ -186,18 +170,6 @@ def _split(total: int, most: int) -> list[slice]:
     count = -(-total // most)
     edges = [total * number // count for number in range(count)]
     return [slice(*pair) for pair in itertools.pairwise([*edges, total])]
-
-
-class _Memory:
-    """GPU memory as torch takes it from other libraries."""
-
-    def __init__(self, address: int, length: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (length,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 class GpuDigester(Digester):
@@ -235,22 +207,16 @@ class GpuDigester(Digester):
             return self._digester.digest(secret, local_slices)
 
     def _open(self, layout: CacheLayout) -> None:
-        with (
-            translated(DigestError, "opening the cache for digests"),
-            torch.cuda.device(self._device),
-        ):
+        doing = "opening the cache for digests"
+        with translated(DigestError, doing), torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with on(self._stream):
-                address, memory = self._map(layout)
-                self._digester = TorchDigester(memory, address)
-        num_units = max(
-            (part.content // 4 for g in layout.groups for r in g.regions for part in r.parts),
-            default=2,
-        )
+                self._digester = TorchDigester(*self._map(layout))
+        contents = [part.content for g in layout.groups for r in g.regions for part in r.parts]
         began = time.monotonic()
         try:
             with on(self._stream):
-                self._digester.compile(max(2, min(num_units, 128)))
+                self._digester.compile(min(max(8, *contents) // 4, 128))
         except Exception as error:  # noqa: BLE001 - compilers raise many kinds
             logger.warning(
                 "digests run without torch.compile, several times slower: %s: %s",
@@ -260,9 +226,11 @@ class GpuDigester(Digester):
         else:
             logger.info("compiled the digest in %.1f s", time.monotonic() - began)
 
-    def _map(self, layout: CacheLayout) -> tuple[int, torch.Tensor]:
+    def _map(self, layout: CacheLayout) -> tuple[torch.Tensor, int]:
         # One tensor from the first span to the last one. Digests never read between the spans.
         begin = min(span.address for span in layout.spans) // 4 * 4
         end = max(span.address + span.length for span in layout.spans)
-        memory: Any = _Memory(begin, -(-(end - begin) // 4) * 4)
-        return begin, torch.as_tensor(memory, device=self._device)
+        shape = (-(-(end - begin) // 4) * 4,)
+        described = {"data": (begin, False), "shape": shape, "typestr": "|u1", "version": 3}
+        memory: Any = SimpleNamespace(__cuda_array_interface__=described)
+        return torch.as_tensor(memory, device=self._device), begin

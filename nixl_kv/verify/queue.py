@@ -11,8 +11,9 @@ The engine calls `open_digests` and nothing else of this folder.
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,26 +21,16 @@ from nixl_kv.errors import ConfigError, DigestError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.verify.digest import U64, Digest, Digester, Steps, describe_difference
-from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
+from nixl_kv.verify.digest import Digest, Digester, Steps, describe_difference
+from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
 
 logger = get_logger(__name__)
 
-EMPTY: Final = Digest(np.empty(0, np.uint64), np.empty(0, np.uint64))
-
-
-class NoDigester(Digester):
-    """Refuses every digest."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
-        del secret, local_slices
-        raise DigestError(self._reason)
-
-
 _Requester: TypeAlias = tuple[object, ...]
+
+_Subject: TypeAlias = tuple[str, int, tuple[KVSlice, ...], tuple[Table, ...]]
+"""Secret, end, slices and block tables. The secret is the claim: it is random, and only both sides
+know it."""
 
 
 @dataclass(eq=False)
@@ -47,10 +38,11 @@ class _Job:
     """A digest under way, or of a load that cannot compare it yet."""
 
     actions: dict[_Requester, events.DigestAction]  # that wait for the digest
+    subject: _Subject
     slices: Sequence[LocalSlice]
     steps: Steps
     started_at: float | None = None
-    digest: Digest = EMPTY
+    digest: Digest = field(init=False)
 
 
 class DigestQueue:
@@ -64,9 +56,8 @@ class DigestQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Counts digests, their bytes and their seconds in `counts`."""
-        self.name_slices = SliceNamer(layout)
+        self.name_slices = partial(name_slices, layout)
         self._layout = layout
-        self._finder = SliceFinder(layout)
         self._digester = digester
         self._clock = clock
         self._jobs: deque[_Job] = deque()
@@ -84,7 +75,7 @@ class DigestQueue:
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
         """Queue a digest or a comparison. Returns an event if it has ended at once."""
         # A reader has one digest per claim at a time: asking again must not keep this rank busy.
-        requester = _requester(action)
+        requester, subject = _keys(action)
         if requester in self._landed:
             if _awaits_reply(action):
                 return None
@@ -94,19 +85,17 @@ class DigestQueue:
                 if _awaits_reply(job.actions[requester]):
                     job.actions[requester] = action
                 return None
-        # The readers of the same heads share a digest.
-        secret, end, wanted, tables = subject = _subject(action)
         for job in self._jobs:
-            if any(_subject(other) == subject for other in job.actions.values()):
+            if job.subject == subject:  # the readers of the same heads share a digest
                 job.actions[requester] = action
                 return None
+        secret, end, wanted, tables = subject
         try:
-            found = block_tables(self._layout, tables)
-            local_slices = self._finder.find(wanted, found, end=end)
-            steps = self._digester(secret, local_slices)
-        except (DigestError, ValueError) as error:
+            local_slices = find_slices(self._layout, wanted, tables, end=end)
+        except ValueError as error:
             return _refused(action, str(error))
-        self._jobs.append(_Job({requester: action}, local_slices, steps))
+        steps = self._digester(secret, local_slices)
+        self._jobs.append(_Job({requester: action}, subject, local_slices, steps))
         return None
 
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
@@ -114,9 +103,8 @@ class DigestQueue:
 
         Returns an event for each digest or comparison that has ended.
         """
-        for requester, landed in list(self._landed.items()):
-            if not is_wanted(landed.actions[requester]):
-                del self._landed[requester]
+        landed = self._landed.items()
+        self._landed = {key: job for key, job in landed if is_wanted(job.actions[key])}
         if not self._jobs:
             return []
         job = self._jobs[0]
@@ -159,30 +147,33 @@ def open_digests(
     *,
     is_prefill: bool,
     verifies: bool,
-) -> DigestQueue:
-    """Open the digests of a rank; a ConfigError if it `verifies` and cannot digest KV.
+) -> DigestQueue | None:
+    """Open the digests of a rank; None if it has none to compute, or cannot.
 
     On a GPU this compiles the program, which takes seconds: on each prefill rank, because any
     reader may ask, and on a decode rank that `verifies`.
+
+    Raises:
+        ConfigError: the rank `verifies` and cannot digest KV.
     """
+    if layout.memory == "VRAM" and not is_prefill and not verifies:
+        return None
     try:
-        digester = open_digester(layout, is_used=is_prefill or verifies)
+        digester = open_digester(layout)
     except (ImportError, DigestError) as error:
         if verifies:
             raise ConfigError(
                 f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
             ) from error
         logger.warning("loads that read from this rank cannot be verified: %s", error)
-        digester = NoDigester(str(error))
+        return None
     return DigestQueue(layout, digester, counts, clock)
 
 
-def open_digester(layout: CacheLayout, *, is_used: bool) -> Digester:
+def open_digester(layout: CacheLayout) -> Digester:
     """A digester for the memory that holds the cache; an ImportError or DigestError without one."""
     if layout.memory == "DRAM":
         return Digester()
-    if not is_used:
-        return NoDigester("verify is off on this rank")
     from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - torch: GPUs only
 
     return GpuDigester(layout)
@@ -192,32 +183,25 @@ def _awaits_reply(action: events.DigestAction) -> bool:
     return isinstance(action, events.CompareDigest) and not action.rows
 
 
-def _requester(action: events.DigestAction) -> _Requester:
+def _keys(action: events.DigestAction) -> tuple[_Requester, _Subject]:
     if isinstance(action, events.MakeDigest):
-        return action.digest_request.reader, action.digest_request.claim
-    return action.load.request, action.rank, action.claim
-
-
-def _subject(
-    action: events.DigestAction,
-) -> tuple[str, int, tuple[KVSlice, ...], tuple[Table, ...]]:
-    """Secret, end, slices and block tables of a digest.
-
-    The secret is the claim: it is random, and only both sides know it.
-    """
-    if isinstance(action, events.CompareDigest):
-        return action.claim, action.load.end, action.slices, action.load.tables
-    request = action.digest_request
-    return request.claim, request.end, request.slices, action.tables
+        request = action.digest_request
+        subject = request.claim, request.end, request.slices, action.tables
+        return (request.reader, request.claim), subject
+    load, claim = action.load, action.claim
+    return (load.request, action.rank, claim), (claim, load.end, action.slices, load.tables)
 
 
 def _finished(action: events.DigestAction, job: _Job) -> events.DigestEvent:
-    made = job.digest
     if isinstance(action, events.MakeDigest):
-        rows, columns = _to_bytes(made.rows), _to_bytes(made.columns)
+        rows, columns = job.digest.rows.tobytes(), job.digest.columns.tobytes()
         return events.DigestMade(action.route, action.digest_request, rows, columns)
-    remote = Digest(_from_bytes(action.rows), _from_bytes(action.columns))
-    difference = describe_difference(made, remote, job.slices)
+    # An incomplete last sum is cut off, so the digests differ in length.
+    remote = [
+        np.frombuffer(sums[: len(sums) // 8 * 8], np.uint64)
+        for sums in (action.rows, action.columns)
+    ]
+    difference = describe_difference(job.digest, Digest(*remote), job.slices)
     return events.DigestCompared(action.load.request, action.rank, action.claim, difference)
 
 
@@ -227,12 +211,3 @@ def _refused(action: events.DigestAction, reason: str) -> events.DigestEvent | N
     if not action.rows:
         return None  # the arrival of prefill's digest tries again
     return events.DigestCompared(action.load.request, action.rank, action.claim, refusal=reason)
-
-
-def _to_bytes(sums: U64) -> bytes:
-    return sums.astype("<u8", copy=False).tobytes()
-
-
-def _from_bytes(payload: bytes) -> U64:
-    # An incomplete last sum is cut off, so the digests differ in length.
-    return np.frombuffer(payload[: len(payload) // 8 * 8], dtype="<u8").astype(np.uint64)

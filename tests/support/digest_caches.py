@@ -8,17 +8,17 @@ import numpy as np
 
 from nixl_kv.geometry.layout import (
     ALL_TOKENS,
-    BlockTable,
     CacheLayout,
     Group,
     Part,
     Region,
     Span,
     Stripe,
+    Table,
 )
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.verify.digest import Digest, Steps, digest_steps
-from nixl_kv.verify.slices import LocalSlice, SliceFinder
+from nixl_kv.verify.digest import Digest, Digester, Steps
+from nixl_kv.verify.slices import LocalSlice, find_slices
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SECRET = "ab" * 16
@@ -96,17 +96,16 @@ def hybrid_layout(base: int, *, gpu: bool = False) -> CacheLayout:
 
 def hybrid_slices(layout: CacheLayout, end: int) -> list[LocalSlice]:
     """All KV up to a token, and the states before it."""
-    kv, states = layout.groups
     tables = [
-        BlockTable(np.array([5, 0, 7, 3, 1, 2, 6, 4], np.int32), kv),
-        BlockTable(np.array([end % STATE_BLOCKS], np.int32), states, end - 1),
+        Table.of([5, 0, 7, 3, 1, 2, 6, 4]),
+        Table.of([end % STATE_BLOCKS], end - 1),
     ]
     wanted = [
         KVSlice(region.layer, 0, region.num_heads, begin)
         for group, begin in zip(layout.groups, (0, end - 1), strict=True)
         for region in group.regions
     ]
-    return SliceFinder(layout).find(wanted, tables, end=end)
+    return find_slices(layout, wanted, tables, end=end)
 
 
 def slices_of(
@@ -119,12 +118,12 @@ def slices_of(
 ) -> list[LocalSlice]:
     """Tokens of all layers, in blocks at random."""
     (group,) = layout.groups
-    ids = np.random.default_rng(1).permutation(group.num_blocks).astype(np.int32)
+    table = Table.of(np.random.default_rng(1).permutation(group.num_blocks))
     stripes = tuple(one for one in (group.stripe, other) if one != ALL_TOKENS)
     wanted = [
         KVSlice(region.layer, *(heads or region.heads), begin, stripes) for region in group.regions
     ]
-    return SliceFinder(layout).find(wanted, [BlockTable(ids, group)], end=end)
+    return find_slices(layout, wanted, [table], end=end)
 
 
 def with_opaque_layer(layout: CacheLayout) -> CacheLayout:
@@ -152,7 +151,7 @@ def window(address: int, length: int) -> np.ndarray:
 
 def reference(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
     """The digest by numpy, of memory of this process."""
-    return finished(digest_steps(secret, slices, window))
+    return finished(Digester()(secret, slices))
 
 
 def is_equal(one: Digest, other: Digest) -> bool:

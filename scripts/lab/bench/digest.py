@@ -21,17 +21,16 @@ from lab.local.caches import layout_at
 from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from lab.results import Figures, Results
 from nixl_kv.geometry.layout import CacheLayout, Table
-from nixl_kv.geometry.match import Route, holdings
+from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import plan
-from nixl_kv.ids import EngineId, Incarnation, Rank, RequestId, endpoint_at
-from nixl_kv.protocol.events import PeerKey, StartLoad
+from nixl_kv.ids import Rank, RequestId
+from nixl_kv.protocol.events import StartLoad
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.verify.queue import open_digester
-from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
+from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
 
 WARM_UP: Final = 2
 SECRET: Final = "ab" * 16
-PEER: Final = PeerKey(EngineId("prefill"), Incarnation("0" * 32), endpoint_at("127.0.0.1", 1))
 
 
 class Prompt:
@@ -49,12 +48,10 @@ class Prompt:
         )
         self._plan = plan(self._layout, layout_at(layout, remote.address))
         self._read = remote.prepare(self._plan.local, self._plan.remote)
-        self._digester = open_digester(self._layout, is_used=True)
-        held = holdings(self._layout).items()
-        self._route = Route(Rank(0), (Rank(0),), {layer: one.heads for layer, one in held})
+        self._digester = open_digester(self._layout)
+        share = {region.layer: region.heads for region in group.regions}
+        self._route = Route(Rank(0), (Rank(0),), share)
         self._load = StartLoad(RequestId("bench"), 0, num_tokens, (self._local,), verify=True)
-        self._namer = SliceNamer(self._layout)
-        self._finder = SliceFinder(self._layout)
 
     @property
     def num_bytes(self) -> int:
@@ -83,9 +80,8 @@ class Prompt:
         return time.perf_counter() - begin
 
     def _slices(self) -> list[LocalSlice]:
-        slices = self._namer(PEER, self._route, self._layout, self._load)
-        tables = block_tables(self._layout, self._load.tables)
-        return self._finder.find(slices, tables, end=self._num_tokens)
+        slices = name_slices(self._layout, self._route, self._layout, self._load)
+        return find_slices(self._layout, slices, self._load.tables, end=self._num_tokens)
 
 
 def measure(

@@ -40,9 +40,8 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digest
-from nixl_kv.verify.slices import SliceFinder, block_tables
+from nixl_kv.verify.digest import Digest, Digester
+from nixl_kv.verify.slices import find_slices
 
 Conversation = Sequence[tuple[int, messages.Message]]
 
@@ -222,14 +221,13 @@ def _description(*ranks: CacheMemory) -> messages.Description:
 
 def _digest_of_zeros() -> dict[str, Any]:
     """What a prefill rank replies whose memory is all zeros."""
-    layout = CacheMemory().layout()
-    tables = block_tables(layout, (TABLE, TABLE))
-    local_slices = SliceFinder(layout).find(SLICES, tables, end=TOKENS)
+    memory = np.zeros(CacheMemory().shape, np.uint8)
+    layout = CacheMemory(memory.ctypes.data).layout()
+    local_slices = find_slices(layout, SLICES, (TABLE,) * len(layout.groups), end=TOKENS)
     results: list[Digest] = []
 
     def steps() -> Iterator[None]:
-        zeros = digest.digest_steps(CLAIM, local_slices, lambda _, n: np.zeros(n, np.uint8))
-        results.append((yield from zeros))
+        results.append((yield from Digester()(CLAIM, local_slices)))
 
     list(steps())
     return {"rows": results[0].rows.tobytes(), "columns": results[0].columns.tobytes()}

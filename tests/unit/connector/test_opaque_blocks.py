@@ -8,9 +8,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nixl_kv.connector import kv_layout
-from nixl_kv.geometry.layout import BlockTable, CacheLayout, Group, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.verify.slices import SliceFinder
+from nixl_kv.verify.slices import find_slices
 from support.digest_caches import reference
 from support.recorded_vllm import torch
 
@@ -35,8 +35,7 @@ def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
     span = Span(cache.data_ptr(), cache.nbytes)
     group = Group(tokens, 1, 1, (region,))
     layout = CacheLayout((group,), "DRAM", 0, (span,))
-    table = BlockTable(np.zeros(1, np.int32), group)
-    slices = SliceFinder(layout).find([KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
+    slices = find_slices(layout, [KVSlice("layers.0", 0, HEADS, 0)], [Table.of([0])], end=end)
     content = cache.view(-1).view(torch.uint8).numpy()
     key, value = torch.randn(2, end, HEADS, size)
     halves = cache.view(1, HEADS, 2 * tokens, size).chunk(2, dim=2)

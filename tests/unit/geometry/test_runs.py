@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.layout import Group, Part, Region
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.plan import Runs, concatenate, group_overlaps
 from support.oracle import ALL_ORDERS, Blocks, Layer, Store, fewest_runs, layout
 
@@ -26,18 +26,6 @@ def make_runs(triples: Triples) -> Runs:
 def triples(runs: Runs) -> Triples:
     columns = (runs.local.tolist(), runs.remote.tolist(), runs.length.tolist())
     return list(zip(*columns, strict=True))
-
-
-def test_repeated_runs_are_in_the_order_of_the_places() -> None:
-    runs = make_runs([(0, 100, 4), (50, 200, 2)]).repeated(3, 10, 1000)
-    assert triples(runs) == [
-        (0, 100, 4),
-        (50, 200, 2),
-        (10, 1100, 4),
-        (60, 1200, 2),
-        (20, 2100, 4),
-        (70, 2200, 2),
-    ]
 
 
 def test_shifted_runs_are_in_the_order_of_the_distances() -> None:
@@ -89,15 +77,15 @@ class Pair:
         self.stores = [
             Store(order, side, cut) for order, side, cut in zip(orders, layers, blocks, strict=True)
         ]
-        mine, theirs = (
-            layout([store], base).groups[0]
-            for store, base in zip(self.stores, (1000, 9000), strict=True)
-        )
+        sides = [
+            layout([store], base) for store, base in zip(self.stores, (1000, 9000), strict=True)
+        ]
+        mine, theirs = (side.groups[0] for side in sides)
         self.regions = [
             (local, remote, common_heads(local, remote))
             for local, remote in zip(mine.regions, theirs.regions, strict=True)
         ]
-        self.groups = group_overlaps((mine, theirs), self.regions)
+        self.groups = group_overlaps(*sides)
 
     def bytes_of_block(self, num_tokens: int, slots: tuple[int, int]) -> np.ndarray:
         """The pairs (local byte, remote byte) of block 0."""
@@ -164,6 +152,12 @@ def test_runs_copy_each_byte_once_and_are_the_fewest_possible(
     assert len(runs.local) == fewest_runs(expected)
 
 
+def alone(group: Group) -> tuple[CacheLayout, CacheLayout]:
+    """Two ranks that have this group, at the same addresses."""
+    layout = CacheLayout((group,), "DRAM", 0, (Span(1, 1 << 40),))
+    return layout, layout
+
+
 def test_layers_merge_only_where_their_block_strides_are_equal() -> None:
     """Three layers are neighbours in block 0; in block 1 only two of them still are."""
     regions = [
@@ -171,7 +165,7 @@ def test_layers_merge_only_where_their_block_strides_are_equal() -> None:
         for name, base, stride in (("a", 1000, 32), ("b", 1008, 32), ("c", 1016, 16))
     ]
     group = Group(1, 2, 1, tuple(regions))
-    groups = group_overlaps((group, group), [(region, region, (0, 1)) for region in regions])
+    groups = group_overlaps(*alone(group))
     assert [overlaps.block_strides for overlaps in groups] == [(32, 32), (16, 16)]
     assert [triples(overlaps.runs(1, (0, 0))) for overlaps in groups] == [
         [(1000, 1000, 16)],
@@ -226,7 +220,7 @@ def test_blocks_of_too_many_pieces_are_refused() -> None:
     size = 8192
     region = Region("a", 1, size * 4096, 1, 4096, 0, 4096, (Part(0, 1),))
     group = Group(size, 2, 1, (region,))
-    (overlaps,) = group_overlaps((group, group), [(region, region, (0, 4096))])
+    (overlaps,) = group_overlaps(*alone(group))
     with pytest.raises(
         IncompatiblePeer, match=r"^a block has \d+ pieces or more; allowed: 4194304$"
     ):
@@ -250,5 +244,5 @@ def test_many_pieces_that_merge_are_allowed() -> None:
         for n in range(32)
     ]
     group = Group(128, 9, 1, tuple(regions))
-    (overlaps,) = group_overlaps((group, group), [(region, region, (0, 32)) for region in regions])
+    (overlaps,) = group_overlaps(*alone(group))
     assert len(overlaps.runs(128, (0, 0)).local) == 32

@@ -474,7 +474,7 @@ def test_without_digests_a_load_that_is_to_be_verified_fails() -> None:
 
 
 def test_slices_are_named_by_what_is_known_of_the_rank() -> None:
-    """Its peer, the route to it, its layout and the load's block tables."""
+    """The route to it, its layout and the load's block tables."""
     asked: list[tuple[object, ...]] = []
 
     def name(*arguments: object) -> tuple[KVSlice, ...]:
@@ -485,7 +485,7 @@ def test_slices_are_named_by_what_is_known_of_the_rank() -> None:
     machine._name_slices = name
     machine.handle(START_VERIFIED, 100.5)
     (route,) = routes(0)
-    assert asked == [(PEER, route, description().ranks[0].layout, START_VERIFIED)]
+    assert asked == [(route, description().ranks[0].layout, START_VERIFIED)]
 
 
 def test_a_comparison_is_of_use_until_its_load_is_over() -> None:

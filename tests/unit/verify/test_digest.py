@@ -26,11 +26,11 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digest, describe_difference, digest_steps
-from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
+from nixl_kv.verify.digest import Digest, Digester, describe_difference
+from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
-from support.records import D1, PEER
+from support.records import D1
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "40"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
@@ -76,7 +76,7 @@ def formula(secret: str, position: int, content: bytes) -> int:
 
 def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
     """The terms that the digest computes."""
-    offset, step, multipliers = digest.numbers_of(secret, digest.num_words(content.shape[-1]))
+    offset, step, multipliers = digest.numbers_of(secret, content.shape[-1])
     offsets = positions * step + offset
     found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
     return found
@@ -122,7 +122,7 @@ def memory(address: int, length: int) -> np.ndarray:
 
 def run(slices: Sequence[LocalSlice], secret: str = SECRET) -> tuple[Digest, int]:
     """The digest, and the number of steps."""
-    steps = digest_steps(secret, slices, memory)
+    steps = Digester()(secret, slices)
     count = 0
     while True:
         try:
@@ -139,9 +139,8 @@ def digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
 def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
     """The digest by torch, through one tensor that covers all slices."""
     torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
-    places = [local.place for local in slices]
-    begin = min(place.region.base for place in places) // 4 * 4
-    end = max(place.region.base + extent(place.region, place.group) for place in places)
+    begin = min(local.region.base for local in slices) // 4 * 4
+    end = max(local.region.base + extent(local.region, local.group) for local in slices)
     view = torch.from_numpy(memory(begin, -(-(end - begin) // 4) * 4))
     made: Digest = gpu.TorchDigester(view, begin).digest(secret, slices)
     return made
@@ -195,17 +194,13 @@ class Pair:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
                 load = StartLoad(D1, start, end, tables)
-                slices = SliceNamer(rank.layout)(PEER, route, remote, load)
+                slices = name_slices(rank.layout, route, remote, load)
                 remote_tables = tables_of(self.case.prefill, 0)
                 if slices:
-                    found = block_tables(rank.layout, tables)
-                    local_slices = SliceFinder(rank.layout).find(slices, found, end=end)
                     yield (
                         slices,
-                        local_slices,
-                        SliceFinder(remote).find(
-                            slices, block_tables(remote, remote_tables), end=end
-                        ),
+                        find_slices(rank.layout, slices, tables, end=end),
+                        find_slices(remote, slices, remote_tables, end=end),
                     )
 
     def first_read(self) -> list[LocalSlice]:
@@ -347,7 +342,7 @@ KNOWN_COLUMNS: Final = [17773966784058714653, 18006609157387819542]
 
 
 def test_numbers_terms_and_mix_have_the_values_of_the_wire_protocol() -> None:
-    offset, step, multipliers = digest.numbers_of(KNOWN, 2)
+    offset, step, multipliers = digest.numbers_of(KNOWN, 8)
     assert [number % 2**64 for number in map(int, (offset, step, *multipliers))] == KNOWN_NUMBERS
     content = np.arange(6, dtype=np.uint8)
     both = terms(KNOWN, np.array([0, 7]), np.stack([content, content + 250]))

@@ -168,9 +168,9 @@ def test_the_program_is_compiled_once_for_all_sizes() -> None:
 class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be missing
     """A GpuDigester of this process's memory."""
 
-    def _map(self, layout: CacheLayout) -> tuple[int, Any]:
+    def _map(self, layout: CacheLayout) -> tuple[Any, int]:
         (span,) = layout.spans
-        return span.address, torch.from_numpy(window(span.address, span.length))
+        return torch.from_numpy(window(span.address, span.length)), span.address
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_each_step_looks_whether_the_thread_is_done(
 @pytest.mark.usefixtures("_no_gpu")
 def test_a_cache_that_cannot_be_opened_leaves_no_thread(host: np.ndarray) -> None:
     class Refused(Memory):
-        def _map(self, layout: CacheLayout) -> tuple[int, Any]:
+        def _map(self, layout: CacheLayout) -> tuple[Any, int]:
             raise RuntimeError(f"no CUDA device {layout.device}")
 
     before = threading.active_count()

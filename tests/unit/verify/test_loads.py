@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nixl_kv.protocol.events import FailureKind, OfferEnd
-from nixl_kv.verify.queue import DigestQueue, NoDigester
+from nixl_kv.verify.queue import DigestQueue
 from support.digesters import SlowDigester
 from support.stepped import Stepped, World
 
@@ -63,7 +63,7 @@ def test_bytes_that_changed_before_they_are_compared_fail_the_load(
 
 
 def test_a_rank_that_cannot_digest_fails_what_is_to_be_verified(world: World) -> None:
-    queue_of(world.prefill)._digester = NoDigester("no compiler")
+    world.prefill.parts.digests = None
     started(world)
     for _ in range(10):  # it is asked more than once
         world.clock.now += 1.0

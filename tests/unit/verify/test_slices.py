@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from nixl_kv.geometry.layout import (
     ABSENT,
-    BlockTable,
     CacheLayout,
     Group,
     Part,
@@ -24,8 +23,8 @@ from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.verify.slices import SliceFinder, SliceNamer, count_bytes, part_name
-from support.records import D1, PEER
+from nixl_kv.verify.slices import count_bytes, find_slices, name_slices, part_name
+from support.records import D1
 
 BASE = 1 << 20
 SIZE = 1 << 16
@@ -51,19 +50,20 @@ FULL, WINDOWED = layout(windowed=True).groups
 
 
 def named(
-    cache: CacheLayout, share: dict[str, tuple[int, int]], tables: Sequence[BlockTable]
+    cache: CacheLayout, share: dict[str, tuple[int, int]], tables: Sequence[Table]
 ) -> tuple[KVSlice, ...]:
     """The slices of a load with these tables from a rank with the same layers."""
-    sent = tuple(Table.of(table.ids, table.first) for table in tables)
     route = Route(Rank(0), (Rank(0),), share)
-    return SliceNamer(cache)(PEER, route, layout(), StartLoad(D1, 0, 1, sent))
+    return name_slices(cache, route, layout(), StartLoad(D1, 0, 1, tuple(tables)))
 
 
-def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list[BlockTable]:
-    return [
-        BlockTable(block_ids(full), FULL, first),
-        BlockTable(block_ids(windowed), WINDOWED, first * PER_ENTRY),
-    ]
+def table(ids: Sequence[int], first: int = 0) -> Table:
+    """Absent ids in front are not left out."""
+    return Table(first, block_ids(ids).tobytes())
+
+
+def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list[Table]:
+    return [table(full, first), table(windowed, first * PER_ENTRY)]
 
 
 # --- naming the slices of a load
@@ -100,10 +100,10 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
     group = replace(FULL, regions=WINDOWED.regions)
     alone = replace(layout(), groups=(group,))
     found = []
-    for table in (BlockTable.of(cut, group), BlockTable(block_ids(whole[begin:]), group, begin)):
-        slices = named(alone, share, [table])
+    for one in (cut, table(whole[begin:], begin)):
+        slices = named(alone, share, [one])
         end = len(whole) * group.entry_size
-        places = SliceFinder(alone).find(slices, [table], end=end) if slices else []
+        places = find_slices(alone, slices, [one], end=end) if slices else []
         found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
     assert found[0] == found[1]
 
@@ -117,35 +117,6 @@ def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
 # --- where it is
 
 
-def test_a_finder_keeps_places_and_nothing_of_a_request() -> None:
-    finder = SliceFinder(layout())
-    wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
-    first = finder.find(wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
-    again = finder.find(wanted, tables([9, 4], [1, 2, 3, 4]), end=12)
-    assert [kv.place for kv in again] == [kv.place for kv in first]
-    assert [kv.end for kv in again] == [12] * 3
-    alone = SliceFinder(layout()).find(wanted, tables([9, 4], [1, 2, 3, 4]), end=12)
-    assert [kv.ids.tolist() for kv in again] == [kv.ids.tolist() for kv in alone]
-    assert count_bytes(again) == sum(count_bytes([kv]) for kv in alone) > 0
-    later = [KVSlice("c", 3, 5, 8), KVSlice("a", 2, 6, 8)]
-    after_a_hit = finder.find(later, tables([9, 4], [1, 2, 3, 4]), end=12)
-    assert after_a_hit[0].begin == 8
-    assert [kv.place for kv in after_a_hit] == [kv.place for kv in first]
-
-
-def test_a_namer_names_what_each_request_reads() -> None:
-    """Kept slices of other peers and loads have no effect."""
-    route = Route(Rank(0), (Rank(0),), {"a": (2, 6), "c": (2, 6)})
-    other = Route(Rank(1), (Rank(0),), {"a": (2, 3)})
-    namer = SliceNamer(layout())
-    for _ in range(2):
-        for first in (0, 3):
-            blocks = tables([5], [7, 8, 1, 2], first=first)
-            load = StartLoad(D1, 0, 1, tuple(Table.of(one.ids, one.first) for one in blocks))
-            assert namer(PEER, route, layout(), load) == named(layout(), {**route.share}, blocks)
-            assert namer(PEER, other, layout(), load) == (KVSlice("a", 2, 3, first * 8),)
-
-
 def test_tables_that_do_not_fit_the_cache_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         named(layout(), {"a": (2, 6)}, tables([5], [7])[:1])
@@ -153,21 +124,21 @@ def test_tables_that_do_not_fit_the_cache_are_refused() -> None:
 
 def test_each_part_has_a_local_slice() -> None:
     wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
-    slices = SliceFinder(layout()).find(wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
-    assert [(kv.place.region.layer, kv.place.part_number) for kv in slices] == [
+    slices = find_slices(layout(), wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
+    assert [(kv.region.layer, kv.part_number) for kv in slices] == [
         ("c", 0),
         ("a", 0),
         ("a", 1),
     ]
     assert [kv.ids.tolist() for kv in slices] == [[8, 1, 2], [6, 7], [6, 7]]
     assert [kv.first_position for kv in slices] == [4, 8, 8]
-    assert [kv.place.num_heads for kv in slices] == [2, 4, 4]
+    assert [kv.num_heads for kv in slices] == [2, 4, 4]
     assert [count_bytes([kv]) for kv in slices] == [2 * 10 * 6, 4 * 6 * 2, 4 * 6 * 2]
-    assert [kv.place.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
+    assert [kv.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
 
 
 def test_a_slice_that_begins_inside_a_block_has_the_whole_block() -> None:
-    (kv,) = SliceFinder(layout()).find([KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
+    (kv,) = find_slices(layout(), [KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
     assert (kv.begin, kv.end, kv.first_position) == (6, 9, 4)
     assert kv.ids.tolist() == [8, 1]
 
@@ -179,7 +150,7 @@ def test_a_slice_of_an_opaque_region_ends_with_a_block() -> None:
     mixed = replace(plain, groups=(replace(plain.groups[0], regions=regions), plain.groups[1]))
     for end, stop in ((13, 16), (16, 16), (17, 20)):
         wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 3, 8)]
-        slices = SliceFinder(mixed).find(wanted, tables([5, 3, 1], []), end=end)
+        slices = find_slices(mixed, wanted, tables([5, 3, 1], []), end=end)
         assert [kv.end for kv in slices] == [end, end, stop, stop]
         assert {len(kv.ids) * BLOCK + kv.first_position for kv in slices} == {stop}
 
@@ -200,8 +171,7 @@ def test_of_divided_tokens_an_opaque_slice_ends_with_a_block_of_the_rank(
     regions = (replace(region("b", 1), opaque=True),)
     group = Group(BLOCK, 64, 1, regions, stripe=Stripe(2, place, 4 if place else 2))
     cache = replace(layout(), groups=(group,))
-    table = BlockTable(block_ids([5, 3, 1]), group)
-    kv, _ = SliceFinder(cache).find([KVSlice("b", 2, 3, 0)], [table], end=end)
+    kv, _ = find_slices(cache, [KVSlice("b", 2, 3, 0)], [table([5, 3, 1])], end=end)
     assert kv.end == last
     assert len(kv.positions) == len(kv.ids) * BLOCK
 
@@ -209,27 +179,29 @@ def test_of_divided_tokens_an_opaque_slice_ends_with_a_block_of_the_rank(
 def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     group = replace(FULL, stripe=Stripe(2, 0, 4))
     cache = replace(layout(), groups=(group,))
-    table = BlockTable(block_ids([5, 3]), group)
     wanted = [KVSlice("a", 2, 3, 0, (Stripe(2, 0, 4), Stripe(4, 0, 1)))]
-    sizes = [count_bytes([kv]) for kv in SliceFinder(cache).find(wanted, [table], end=20)]
+    sizes = [count_bytes([kv]) for kv in find_slices(cache, wanted, [table([5, 3])], end=20)]
     kept = [t for t in range(20) if t // 4 % 2 == 0 and t % 4 == 0]
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
 def test_ids_are_numbers_of_blocks_not_of_entries() -> None:
     """An entry of 8 tokens is two blocks of the region."""
-    kv = SliceFinder(layout()).find([KVSlice("a", 2, 3, 0)], tables([5, 3, 9], []), end=18)[0]
+    kv = find_slices(layout(), [KVSlice("a", 2, 3, 0)], tables([5, 3, 9], []), end=18)[0]
     assert kv.ids.tolist() == [10, 11, 6, 7, 18]
 
 
 def test_a_part_may_have_a_token_stride_of_its_own() -> None:
     parts = (Part(0, 1, 2, 4, 1), Part(8, 2))
     transposed = replace(FULL, regions=(replace(FULL.regions[0], parts=parts),))
-    slices = SliceFinder(replace(layout(), groups=(transposed, WINDOWED))).find(
-        [KVSlice("a", 2, 3, 0)], tables([5], []), end=4
+    slices = find_slices(
+        replace(layout(), groups=(transposed, WINDOWED)),
+        [KVSlice("a", 2, 3, 0)],
+        tables([5], []),
+        end=4,
     )
-    assert [kv.place.token_stride for kv in slices] == [1, 6]
-    assert [kv.place.part.content for kv in slices] == [2, 2]
+    assert [kv.token_stride for kv in slices] == [1, 6]
+    assert [kv.part.content for kv in slices] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -242,10 +214,10 @@ def test_a_part_may_have_a_token_stride_of_its_own() -> None:
 )
 def test_each_head_has_a_name(count: int, names: list[str]) -> None:
     group = replace(FULL, regions=(region("x", parts=count),))
-    slices = SliceFinder(replace(layout(), groups=(group,))).find(
-        [KVSlice("x", 3, 5, 0)], [BlockTable(block_ids([1]), group)], end=8
+    slices = find_slices(
+        replace(layout(), groups=(group,)), [KVSlice("x", 3, 5, 0)], [table([1])], end=8
     )
-    assert [kv.place.names for kv in slices] == [
+    assert [kv.names for kv in slices] == [
         [f"{name} of head 3 of layer x", f"{name} of head 4 of layer x"] for name in names
     ]
 
@@ -259,27 +231,30 @@ def test_parts_of_a_state_are_not_named_like_those_of_kv(count: int, names: list
 
 def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> None:
     wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 0)]
-    slices = SliceFinder(layout()).find(wanted, tables([5, 3], []), end=9)
+    slices = find_slices(layout(), wanted, tables([5, 3], []), end=9)
     assert len({id(kv.ids) for kv in slices}) == 1
     assert np.array_equal(slices[0].ids, [10, 11, 6])
 
 
 def test_layers_that_begin_with_other_tokens_have_other_blocks() -> None:
     wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 8)]
-    slices = SliceFinder(layout()).find(wanted, tables([5, 3], []), end=14)
+    slices = find_slices(layout(), wanted, tables([5, 3], []), end=14)
     assert [kv.ids.tolist() for kv in slices] == [[10, 11, 6, 7]] * 2 + [[6, 7]] * 2
 
 
 def test_a_state_is_not_divided() -> None:
     group = replace(FULL, window=1)
     with pytest.raises(ValueError, match=r"'a' has 1 stripes .* this rank's; allowed: 0$"):
-        SliceFinder(replace(layout(), groups=(group,))).find(
-            [KVSlice("a", 2, 3, 0, (Stripe(2),))], [BlockTable(block_ids([5]), group)], end=4
+        find_slices(
+            replace(layout(), groups=(group,)),
+            [KVSlice("a", 2, 3, 0, (Stripe(2),))],
+            [table([5])],
+            end=4,
         )
 
 
 def test_no_slices_are_found_if_none_are_wanted() -> None:
-    assert SliceFinder(layout()).find([], tables([5], []), end=4) == []
+    assert find_slices(layout(), [], tables([5], []), end=4) == []
 
 
 # --- requests of peers
@@ -352,14 +327,14 @@ def test_slices_that_are_not_on_this_rank_are_refused(
     wanted: list[KVSlice], end: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        SliceFinder(layout(windowed=True)).find(wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
+        find_slices(layout(windowed=True), wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
 
 
 def test_a_token_before_the_first_entry_is_absent() -> None:
     with pytest.raises(ValueError, match="the block of token 0 is absent"):
-        SliceFinder(layout()).find([A], tables([5, 3], [], first=2), end=4)
+        find_slices(layout(), [A], tables([5, 3], [], first=2), end=4)
 
 
 def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="block id 10; allowed: 0 to 9"):
-        SliceFinder(layout()).find([A], tables([10], []), end=4)
+        find_slices(layout(), [A], tables([10], []), end=4)
