@@ -51,11 +51,11 @@ class DigestQueue:
     def __init__(
         self,
         layout: CacheLayout,
-        digester: Digester,
+        digester: Digester | None,
         counts: defaultdict[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Counts digests, their bytes and their seconds in `counts`."""
+        """Counts digests, their bytes and their seconds in `counts`. No digester: refuses all."""
         self.name_slices = partial(name_slices, layout)
         self._layout = layout
         self._digester = digester
@@ -70,10 +70,12 @@ class DigestQueue:
     @property
     def wait_s(self) -> float | None:
         """How long the thread may wait before the next step; None without jobs."""
-        return self._digester.pause_s if self._jobs else None
+        return self._digester.pause_s if self._digester and self._jobs else None
 
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
         """Queue a digest or a comparison. Returns an event if it has ended at once."""
+        if self._digester is None:
+            return _refused(action, "this rank computes no digests")
         # A reader has one digest per claim at a time: asking again must not keep this rank busy.
         requester, subject = _keys(action)
         if requester in self._landed:
@@ -125,7 +127,8 @@ class DigestQueue:
         self._landed.clear()
 
     def close(self) -> None:
-        self._digester.close()
+        if self._digester is not None:
+            self._digester.close()
 
     def _finish_job(self, seconds: float) -> list[events.DigestEvent]:
         job = self._jobs.popleft()
@@ -147,8 +150,8 @@ def open_digests(
     *,
     is_prefill: bool,
     verifies: bool,
-) -> DigestQueue | None:
-    """Open the digests of a rank; None if it has none to compute, or cannot.
+) -> DigestQueue:
+    """Open the digests of a rank, which refuse all if it has none to compute, or cannot.
 
     On a GPU this compiles the program, which takes seconds: on each prefill rank, because any
     reader may ask, and on a decode rank that `verifies`.
@@ -156,17 +159,16 @@ def open_digests(
     Raises:
         ConfigError: the rank `verifies` and cannot digest KV.
     """
-    if layout.memory == "VRAM" and not is_prefill and not verifies:
-        return None
+    digester = None
+    is_used = layout.memory == "DRAM" or is_prefill or verifies
     try:
-        digester = open_digester(layout)
+        digester = open_digester(layout) if is_used else None
     except (ImportError, DigestError) as error:
         if verifies:
             raise ConfigError(
                 f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
             ) from error
         logger.warning("loads that read from this rank cannot be verified: %s", error)
-        return None
     return DigestQueue(layout, digester, counts, clock)
 
 

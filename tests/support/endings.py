@@ -160,7 +160,7 @@ class Side:
 
     def forget(self) -> None:
         """Until no peer is known."""
-        self.engine.wait(lambda: not self.engine.parts.decode.peers.all(), WAIT_S)
+        self.engine.wait(lambda: not self.engine.parts.decode.peers.known, WAIT_S)
 
     def settle(self) -> None:
         """Until nothing is known of any peer, and nothing is under way that ends by itself."""
@@ -169,7 +169,7 @@ class Side:
         def is_settled() -> bool:
             if transfer.loop is not None:
                 transfer.loop.wake()
-            known = parts.decode.peers.all() or parts.control.links()
+            known = parts.decode.peers.known or parts.control.links()
             return not (known or parts.agents.is_busy or parts.agents.next_due is not None)
 
         self.engine.wait(is_settled, WAIT_S)

@@ -702,7 +702,6 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
         closed.append("control")
         control_close()
 
-    parts.digests = BusyDigests(0.0)
     monkeypatch.setattr(parts.digests, "close", fail_once)
     monkeypatch.setattr(parts.control, "close", close_control)
     with pytest.raises(KeyError, match="a bug"):

@@ -85,7 +85,7 @@ class Pair:
             (local, remote, common_heads(local, remote))
             for local, remote in zip(mine.regions, theirs.regions, strict=True)
         ]
-        self.groups = group_overlaps(*sides)
+        self.groups = group_overlaps(sides[0], sides[1])
 
     def bytes_of_block(self, num_tokens: int, slots: tuple[int, int]) -> np.ndarray:
         """The pairs (local byte, remote byte) of block 0."""

@@ -63,7 +63,7 @@ def test_bytes_that_changed_before_they_are_compared_fail_the_load(
 
 
 def test_a_rank_that_cannot_digest_fails_what_is_to_be_verified(world: World) -> None:
-    world.prefill.parts.digests = None
+    world.prefill.parts.digests._digester = None
     started(world)
     for _ in range(10):  # it is asked more than once
         world.clock.now += 1.0
