@@ -44,6 +44,7 @@ COMMANDS: Final = {
     "docs/deploy/kserve.md": 1,
     "docs/deploy/kubernetes.md": 1,
     "docs/deploy/llm-d.md": 1,
+    "docs/deploy/multi-connector.md": 0,
     "docs/deploy/production-stack.md": 2,
     "docs/deploy/ray.md": 1,
     "docs/deploy/vllm-router.md": 2,
