@@ -48,7 +48,7 @@ COMMANDS: Final = {
     "docs/deploy/multi-connector.md": 0,
     "docs/deploy/production-stack.md": 2,
     "docs/deploy/ray.md": 1,
-    "docs/deploy/vllm-router.md": 2,
+    "docs/deploy/vllm-router.md": 0,
 }
 """How many there are in each file."""
 
