@@ -121,6 +121,23 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@each_document
+def test_anchors_of_links_are_headings(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", read(document))
+    missing = []
+    for target, anchor in links:
+        page = document.parent / target if target else document
+        headings = re.findall(r"^#+ (.+)$", read(page), re.MULTILINE)
+        if anchor not in map(slug, headings):
+            missing.append(f"{target}#{anchor}")
+    assert missing == []
+
+
 @each_document
 def test_scripts_that_are_named_exist(document: Path) -> None:
     named = set(re.findall(r"(?<![\w/.])scripts/[\w./]*\w", read(document)))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from support.documented import code
+from support import documented
 
 torch = pytest.importorskip("torch")
 flashinfer = pytest.importorskip("flashinfer")
@@ -56,7 +56,7 @@ def attention(of: Any, order: list[int], queries: Any) -> Any:
 
 @pytest.mark.parametrize("tp", [1, 2, 4], ids="TP1 to TP{}".format)
 def test_attention_is_the_same_on_both_sides(tp: int) -> None:
-    library = code("library.md")
+    library = documented.library()
     torch.manual_seed(0)
     whole, prefill_table = cache(HEADS), [9, 3, 4, 40, 41, 7]
     table = [1, 2, 30, 29, 8, 50]
@@ -79,7 +79,7 @@ def test_attention_is_the_same_on_both_sides(tp: int) -> None:
 
 
 def test_two_ranks_of_prefill_are_read_by_one_of_decode() -> None:
-    library = code("library.md")
+    library = documented.library()
     torch.manual_seed(1)
     whole, prefill_table = cache(HEADS), [9, 3, 4, 40, 41, 7]
     table = [1, 2, 30, 29, 8, 50]

@@ -1,7 +1,6 @@
-"""The examples in docs/library.md, run as they stand there."""
+"""The code of docs/library.md runs as it stands there."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 2, 12, 4, 16, 32
 
 
 @pytest.fixture
-def two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The first example as a module, which its second process can import too."""
-    path = tmp_path / "documented_example.py"
-    path.write_text(documented.blocks("library.md")[0], encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    return importlib.import_module(path.stem)
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example as a module, which its second process can import too."""
+    monkeypatch.syspath_prepend(documented.DOCS)
+    return importlib.import_module(documented.EXAMPLE.stem)
 
 
 def test_two_processes_move_a_paged_cache(
@@ -41,7 +38,7 @@ def test_two_processes_move_a_paged_cache(
 
 @pytest.mark.parametrize("tp", [1, 2], ids="TP{}".format)
 def test_the_planner_and_the_transport_alone(tp: int) -> None:
-    library = documented.code("library.md")
+    library = documented.library()
     whole = torch.randn(LAYERS, BLOCKS, 2, HEADS, TOKENS, SIZE)
     prefill = (library.agent(library.describe(whole)), library.describe(whole))
     for rank in range(tp):

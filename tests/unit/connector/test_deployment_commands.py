@@ -38,15 +38,17 @@ COMMANDS: Final = {
     "configs/kubernetes/vllm-router/router.yaml": 0,
     "configs/kubernetes/vllm-router/services.yaml": 0,
     "configs/ray/serve.yaml": 2,
-    "docs/deploy/aibrix.md": 1,
+    "docs/deploy/README.md": 1,
+    "docs/deploy/aibrix.md": 0,
     "docs/deploy/compose.md": 0,
     "docs/deploy/dynamo.md": 1,
     "docs/deploy/kserve.md": 1,
     "docs/deploy/kubernetes.md": 1,
-    "docs/deploy/llm-d.md": 1,
+    "docs/deploy/llm-d.md": 0,
+    "docs/deploy/multi-connector.md": 0,
     "docs/deploy/production-stack.md": 2,
     "docs/deploy/ray.md": 1,
-    "docs/deploy/vllm-router.md": 2,
+    "docs/deploy/vllm-router.md": 0,
 }
 """How many there are in each file."""
 

@@ -277,7 +277,7 @@ FENCED: Final = pytest.mark.xfail(
 
 @FENCED
 def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
-    """See docs/compatibility.md: why OffloadingConnector is not for decode with vLLM 0.32."""
+    """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/multi-connector.md."""
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
     output = decode.schedule()
