@@ -45,7 +45,6 @@ def sample(options: argparse.Namespace) -> dict[str, float]:
     cell = transfer.cell_of(options.tp, options.order, sizes, options)
     with transfer.running_pair(REPO, [cell], [PATH], options) as pair:
         pair.start(cell)
-        pair.choose_blocks("random")
         first, parts = pair.load_at_once(PATH)
         later = statistics.median(pair.load_at_once(PATH)[0] for _ in range(options.later))
     slowest = {name: max(rank[name] for rank in parts) for name in parts[0]}

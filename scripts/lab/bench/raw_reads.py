@@ -4,7 +4,8 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,21 +18,8 @@ from nixl_kv.transport.base import Indices, PeerName, Rows
 NUM_THREADS: Final = 4
 
 
-class RawTransport(Protocol):
-    """The part of our transport that these reads need."""
-
-    def register(self, span: Span, memory: Memory, device: int) -> None: ...
-    def metadata(self) -> bytes: ...
-    def add_peer(self, metadata: bytes) -> PeerName: ...
-    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> Any: ...
-    def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any: ...
-    def poll(self, read: Any) -> bool: ...
-    def progress(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class InTreeTransport:
-    """An agent with the settings of vLLM's own connector.
+    """An agent with the settings of vLLM's own connector, and the methods of our transport.
 
     Its progress thread spins while it lives, so it should live no longer than its measurement.
     """
@@ -97,7 +85,9 @@ class Source(msgspec.Struct, frozen=True):
 class RawAgent:
     """The agent of one rank's memory, which is on the host if `gpu` is -1."""
 
-    transport: RawTransport
+    transport: Any
+    """Ours, or `InTreeTransport`."""
+
     memory: torch.Tensor
     gpu: int
     _peers: dict[bytes, PeerName] = field(default_factory=dict)
@@ -112,14 +102,14 @@ class RawAgent:
         return Source(self.transport.metadata(), self.memory.data_ptr(), self.gpu)
 
     def prepare(
-        self, source: Source, rows: tuple[Rows, Rows], indices: tuple[Indices, Indices]
-    ) -> Callable[[], Any]:
-        """Prepare to read these pieces of `rows`, here and there; the call posts the read."""
+        self, source: Source, rows: tuple[Rows, Rows]
+    ) -> Callable[[tuple[Indices, Indices]], Any]:
+        """Connect, and return a function that posts a read of pieces of these rows."""
         if source.agent not in self._peers:
             self._peers[source.agent] = self.transport.add_peer(source.agent)
         local = self.transport.prepare(rows[0], self.kind, None)
         remote = self.transport.prepare(rows[1], self.kind, self._peers[source.agent])
-        return lambda: self.transport.read(local, remote, indices)
+        return partial(self.transport.read, local, remote)
 
     def run(self, posts: Sequence[Callable[[], Any]]) -> None:
         """Post all reads and wait for them as the transfer thread waits."""

@@ -16,10 +16,10 @@ import random
 import signal
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -101,9 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--mib", type=int, default=256, help="of each read; default 256")
     parser.add_argument("--run-kib", type=int, default=1024, help="of each run; default 1024")
-    parser.add_argument("--congestion-control", metavar="NAME", help="default: this machine's")
     parser.add_argument("--rounds", type=int, default=5, help="2 or more; default 5")
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
@@ -112,8 +110,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
         raise SystemExit("network namespaces need root")
     num_runs = (options.mib << 10) // options.run_kib
     for gbit, round_trip_ms in itertools.product(options.gbit, options.round_trip_ms):
-        choices = random.Random(options.seed)  # noqa: S311 - the same rounds every time
-        orders = np.random.default_rng(options.seed)
+        choices = random.Random(0)  # noqa: S311 - the same rounds every time
+        orders = np.random.default_rng(0)
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         with running(gbit, round_trip_ms / 1e3, options) as pairs:
             for number in range(WARM_UP + options.rounds):
@@ -140,9 +138,6 @@ def running(
         rate = gbit * GIGA
         queue_s = max(round_trip_s, QUEUE_BYTES * 8 / rate)
         wire.quality = Quality(delay_s=round_trip_s / 2, rate=rate, queue_s=queue_s)
-        for host in (owners, readers) if options.congestion_control else ():
-            setting = f"net.ipv4.tcp_congestion_control={options.congestion_control}"
-            subprocess.run(host.inside(["sysctl", "-q", "-w", setting]), check=True)
         pairs = {}
         for way in WAYS:
             pairs[way] = Pair(way, (owners, readers), options)
@@ -202,10 +197,10 @@ def _raw_reader(way: str, memory: Any, source: Any, _: str, run: int) -> Callabl
     from lab.bench.raw_reads import dense_row  # noqa: PLC0415 - after the environment
 
     agent = _raw_agent(way, memory)
-    rows = tuple(
-        dense_row(address, len(memory), run) for address in (agent.source.address, source.address)
-    )
-    return lambda order: agent.run([agent.prepare(source, (rows[0], rows[1]), (order, order))])
+    addresses = agent.source.address, source.address
+    local, remote = (dense_row(address, len(memory), run) for address in addresses)
+    post = agent.prepare(source, (local, remote))
+    return lambda order: agent.run([partial(post, (order, order))])
 
 
 def _raw_agent(way: str, memory: Any) -> Any:

@@ -29,7 +29,7 @@ from typing import Any, Final
 import msgspec
 from typing_extensions import Self
 
-from lab.bench.cells import ROLES, TABLES, VERIFIED, Cell, Cut, pair_of_numbers
+from lab.bench.cells import ROLES, VERIFIED, Cell, Cut, pair_of_numbers
 from lab.bench.models import MODELS, kv_shape
 from lab.bench.record import REPO
 from lab.local.model_layouts import ORDERS
@@ -114,16 +114,13 @@ class Pair:
         self.paths = paths
 
     def start(self, cell: Cell) -> None:
-        """Start engines for each path."""
+        """Start engines for each path, and write a prompt's KV into random blocks of prefill."""
         ranks = cell.cuts[1].tp
         self._decode = self._all_decode[:ranks]
         ask(self._all_decode[ranks:], "stop")
         ask([self._prefill], "start", placed=cell.placed(0), paths=self.paths)
         ask(self._decode, "start", placed=cell.placed(1), paths=self.paths)
-
-    def choose_blocks(self, tables: str) -> None:
-        """From now on prompts are in random or contiguous blocks."""
-        ask([self._prefill, *self._decode], "choose_blocks", tables=tables)
+        ask([self._prefill, *self._decode], "choose_blocks", tables="random")
         ask([self._prefill], "fill")
 
     def check(self) -> str:
@@ -153,11 +150,10 @@ class Pair:
         seconds = _seconds(ask(self._decode, "load_at_once", **what))
         return seconds, ask(self._decode, "parts", path=path, request=what["request"])
 
-    def prepare_raw(self, kind: str, cell: Cell, tables: str) -> None:
+    def prepare_raw(self, kind: str, cell: Cell) -> None:
         """Connect agents without engines: see `transfer_engine`."""
         (sources,) = ask([self._prefill], "serve_raw", kind=kind)
-        told = {"sources": sources, "prefill": cell.placed(0), "tables": tables}
-        ask(self._decode, "prepare_raw", kind=kind, **told)
+        ask(self._decode, "prepare_raw", kind=kind, sources=sources, prefill=cell.placed(0))
 
     def read_raw(self, kind: str) -> Sample:
         """Read the prompt's bytes without engines."""
@@ -200,7 +196,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="P-D",
         help="block sizes; default: 16-16 16-64 64-16",
     )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")
     parser.add_argument(
         "--row-seconds",
@@ -222,7 +217,6 @@ def add_place_options(parser: argparse.ArgumentParser, *, shape: str, tokens: in
     for role, default in zip(ROLES, ("first", "last"), strict=True):
         described = f"rank n has the n-th of them, in turn; default: the {default} one"
         parser.add_argument(f"--{role}-gpus", type=int, nargs="+", metavar="N", help=described)
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def checkout(text: str) -> Path:
@@ -254,7 +248,7 @@ def environment_of(path: Path) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """A row for each cell, kind of block tables, and path."""
+    """A row for each cell and path."""
     sizes = {size for pair in options.blocks for size in pair}
     if any(options.tokens % size for size in sizes):
         raise SystemExit(f"--tokens is {options.tokens}; allowed: multiples of {max(sizes)}")
@@ -268,10 +262,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
             theirs = running_pair(options.against, measured, ["auto"], options)
             pairs[AGAINST] = stack.enter_context(theirs)
         for cell in measured:
-            for pair in pairs.values():
-                pair.start(cell)
-            for tables in options.tables:
-                yield from rows_of(pairs, cell, tables, options)
+            yield from rows_of(pairs, cell, options)
 
 
 def cell_of(
@@ -309,7 +300,7 @@ def running_pair(
                 "role": role,
                 "model": model,
                 "tokens": options.tokens,
-                "seed": options.seed,
+                "seed": 0,
                 "num_bytes": sizes,
                 "staging_mib": getattr(options, "staging_mib", Config().staging_mib),
             }
@@ -331,14 +322,14 @@ def largest(cuts: Sequence[Cut], options: argparse.Namespace) -> list[int]:
 
 
 def rows_of(
-    pairs: Mapping[str, Pair], cell: Cell, tables: str, options: argparse.Namespace
+    pairs: Mapping[str, Pair], cell: Cell, options: argparse.Namespace
 ) -> Iterator[Figures]:
     """Time all paths of all pairs in turn."""
     ours = pairs[""]
     for pair in pairs.values():
-        pair.choose_blocks(tables)
+        pair.start(cell)
     wrong = {name: pair.check() for name, pair in pairs.items()}
-    ours.prepare_raw(BULK, cell, tables)
+    ours.prepare_raw(BULK, cell)
     ways: dict[str, Callable[[], Sample]] = {
         name or path: partial(pair.load, path)
         for name, pair in pairs.items()
@@ -347,12 +338,12 @@ def rows_of(
     raw = {BULK: partial(ours.read_raw, BULK)}
     samples = rounds(ways | raw, options.repeat, options.row_seconds)
     if options.in_tree:
-        ours.prepare_raw(IN_TREE, cell, tables)
+        ours.prepare_raw(IN_TREE, cell)
         in_tree = {IN_TREE: partial(ours.read_raw, IN_TREE)}
         samples |= rounds(in_tree, options.repeat, options.row_seconds)
         ours.end_raw(IN_TREE)
     for name in ways:
-        about = {"path": name, **cell.names, "tables": tables}
+        about: dict[str, str | int | float] = {"path": name, **cell.names}
         if name.startswith("staged"):
             about["staging MiB"] = options.staging_mib
         verdict = verdict_of(wrong[AGAINST if name == AGAINST else ""], good="same bytes")

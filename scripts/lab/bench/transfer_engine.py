@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -72,31 +72,6 @@ class Spec(msgspec.Struct, kw_only=True, frozen=True):
     staging_mib: int = CONFIG.staging_mib
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """An engine's cut, and the GPU of each rank; empty if caches are in host memory."""
-
-    cut: Cut
-    gpus: Sequence[int]
-
-
-@dataclass
-class LoadTimes:
-    """One load; in seconds."""
-
-    begin: float
-    end: float
-    """When the last rank of this process has reported it."""
-
-    read: float
-    """The longest read, from its post until its fence slot has been checked."""
-
-    cpu: float
-    """CPU time of the transfer threads meanwhile."""
-
-    num_bytes: int
-    num_runs: int
-
-
 class Process:
     """One engine for each path, all in the same memory."""
 
@@ -105,7 +80,8 @@ class Process:
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
         self._engines: dict[str, LocalEngine] = {}
         self._layouts: list[CacheLayout] = []
-        self._placed = Placed(Cut(1, "LBHNC", 16), [])
+        self._cut = Cut(1, "LBHNC", 16)
+        self._gpus: Sequence[int] = ()
         self._table: list[int] = []
         self._raw: dict[tuple[str, int, int], RawAgent] = {}
         self._posts: dict[str, tuple[RawAgent, list[Any]]] = {}
@@ -115,9 +91,9 @@ class Process:
     def start(self, placed: Mapping[str, Any], paths: Sequence[str]) -> None:
         """Start an engine for each path; those of the last cell end."""
         self.stop()
-        self._placed, spec = msgspec.convert(placed, Placed), self._spec
-        kind: Memory = "VRAM" if self._placed.gpus else "DRAM"
-        self._layouts = self._placed.cut.layouts(spec.model, spec.tokens, kind)
+        self._cut, self._gpus = msgspec.convert(placed["cut"], Cut), placed["gpus"]
+        spec, kind = self._spec, self._kind
+        self._layouts = self._cut.layouts(spec.model, spec.tokens, kind)
         for rank in self._mine:
             layout = layout_at(self._layouts[rank], self._memory_of(rank).data_ptr())
             self._layouts[rank] = replace(layout, device=max(0, self._gpu(rank)))
@@ -145,8 +121,9 @@ class Process:
         self._engines.clear()
 
     def choose_blocks(self, tables: str) -> None:
-        """Choose the prompt's blocks, "random" or "contiguous"."""
-        self._table = self._block_ids(self._spec.role, self._placed.cut, tables)
+        """Choose the prompt's blocks. Older checkouts can also choose others than random ones."""
+        del tables
+        self._table = self._block_ids(self._spec.role, self._cut)
 
     def fill(self) -> None:
         """Write a prompt's KV into its blocks."""
@@ -188,8 +165,12 @@ class Process:
                 raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
             time.sleep(NAP_S)
 
-    def load(self, path: str, request: str) -> LoadTimes:
+    def load(self, path: str, request: str) -> dict[str, float]:
         """Load a request with a ticket.
+
+        Returns:
+            In seconds, when it began and ended, its longest read (until its fence slot has been
+            checked) and the CPU time of the transfer threads; and its bytes and runs.
 
         Raises:
             RuntimeError: if that failed.
@@ -207,10 +188,14 @@ class Process:
         if failures:
             raise RuntimeError(f"{path}: {failures[0]}")
         reads = [read for one in reports for read in one.reads]
-        read_s = max(read.seconds for read in reads)
-        num_bytes = sum(read.num_bytes for read in reads)
-        num_runs = sum(read.num_runs for read in reads)
-        return LoadTimes(begin, end, read_s, cpu, num_bytes, num_runs)
+        return {
+            "begin": begin,
+            "end": end,
+            "read": max(read.seconds for read in reads),
+            "cpu": cpu,
+            "num_bytes": sum(read.num_bytes for read in reads),
+            "num_runs": sum(read.num_runs for read in reads),
+        }
 
     # --- the first load
 
@@ -221,7 +206,7 @@ class Process:
         begin = time.monotonic()
         ours = msgspec.convert(ticket, Ticket)
         self._engines[path].prepare_load(request, ours, Claim(claim))
-        return begin, self.load(path, request).end
+        return begin, self.load(path, request)["end"]
 
     def parts(self, path: str, request: str) -> dict[str, float]:
         """Where the time of a first load went, in seconds; the transfer thread is idle now."""
@@ -242,43 +227,37 @@ class Process:
         """Let each rank's memory be read by agents of a kind."""
         return [self._raw_agent(kind, rank).source for rank in self._mine]
 
-    def prepare_raw(
-        self, kind: str, sources: Sequence[Any], prefill: Mapping[str, Any], tables: str
-    ) -> None:
+    def prepare_raw(self, kind: str, sources: Sequence[Any], prefill: Mapping[str, Any]) -> None:
         """Connect to prefill's agents, for `read_raw`.
 
         "bulk" reads the prompt's bytes in one piece from each rank, "in-tree" in the pieces of our
         own plan, so that only the agents differ.
         """
         (rank,) = self._mine
-        spec, placed = self._spec, msgspec.convert(prefill, Placed)
-        agent = self._raw_agent(kind, rank)
-        known = msgspec.convert(sources, list[Source])
+        spec, agent = self._spec, self._raw_agent(kind, rank)
+        known, cut = msgspec.convert(sources, list[Source]), msgspec.convert(prefill["cut"], Cut)
+        layouts = cut.layouts(spec.model, spec.tokens, self._kind)
         theirs = [
             replace(layout_at(layout, source.address), device=max(0, source.gpu))
-            for source, layout in zip(
-                known, placed.cut.layouts(spec.model, spec.tokens, agent.kind), strict=True
-            )
+            for source, layout in zip(known, layouts, strict=True)
         ]
         mine = layout_at(self._layouts[rank], agent.source.address)
         shares = assign([holdings(one) for one in self._layouts], [holdings(one) for one in theirs])
-        remote_table = self._block_ids("prefill", placed.cut, tables)
-        posts, begin = [], 0
+        tables = [Table.of(self._table)], [Table.of(self._block_ids("prefill", cut))]
+        posts, begin = [], mine.spans[0].address
         for number, share in shares[rank].items():
             common, source = plan(mine, theirs[number], share), known[number]
-            reads = common.reads(
-                [Table.of(self._table)], [Table.of(remote_table)], range(spec.tokens)
-            )
+            reads = common.reads(*tables, range(spec.tokens))
             rows, indices = (common.local, common.remote), (reads.local, reads.remote)
             if kind == BULK:
-                length = reads.num_bytes
+                length, first = reads.num_bytes, np.zeros(1, dtype=np.int32)
+                theirs_begin = source.address + rank * length
                 rows = (
-                    dense_row(mine.spans[0].address + begin, length, length, agent.gpu),
-                    dense_row(source.address + rank * length, length, length, source.gpu),
+                    dense_row(begin, length, length, agent.gpu),
+                    dense_row(theirs_begin, length, length, source.gpu),
                 )
-                indices = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
-                begin += length
-            posts.append(agent.prepare(source, rows, indices))
+                begin, indices = begin + length, (first, first)
+            posts.append(partial(agent.prepare(source, rows), indices))
         self._posts[kind] = agent, posts
 
     def read_raw(self, kind: str) -> tuple[float, float]:
@@ -316,11 +295,15 @@ class Process:
 
     @property
     def _mine(self) -> Sequence[int]:
-        ranks, chosen = range(self._placed.cut.tp), self._spec.ranks
+        ranks, chosen = range(self._cut.tp), self._spec.ranks
         return ranks if chosen is None else [rank for rank in ranks if rank in chosen]
 
+    @property
+    def _kind(self) -> Memory:
+        return "VRAM" if self._gpus else "DRAM"
+
     def _gpu(self, rank: int) -> int:
-        return self._placed.gpus[rank] if self._placed.gpus else -1
+        return self._gpus[rank] if self._gpus else -1
 
     def _memory_of(self, rank: int) -> torch.Tensor:
         gpu = self._gpu(rank)
@@ -336,12 +319,10 @@ class Process:
 
     # --- the prompt
 
-    def _block_ids(self, role: str, cut: Cut, tables: str) -> list[int]:
+    def _block_ids(self, role: str, cut: Cut) -> list[int]:
         count = self._spec.tokens // cut.block_size
-        ids = np.arange(1, 1 + 2 * count)
-        if tables == "random":
-            ids = np.random.default_rng([self._spec.seed, len(role)]).permutation(ids)
-        found: list[int] = ids[:count].tolist()
+        chooser = np.random.default_rng([self._spec.seed, len(role)])
+        found: list[int] = chooser.permutation(np.arange(1, 1 + 2 * count))[:count].tolist()
         return found
 
     def _prompt(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,7 +14,7 @@ from lab.bench.record import REPO
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
-TINY = ["--shape", "tiny", "--repeat", "2", "--tables", "random"]
+TINY = ["--shape", "tiny", "--repeat", "2"]
 
 
 def rows_of(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
@@ -139,8 +139,9 @@ def test_ranks_that_a_cell_lacks_have_no_engines() -> None:
     for decode in (1, 2):
         pair.start(cell(1, decode))
         pair.load("auto")
-    assert ranks[0].asked == ["start", "prepare_load", "load"] * 2
-    assert ranks[1].asked == ["stop", "start", "prepare_load", "load"]
+    once = ["start", "choose_blocks", "prepare_load", "load"]
+    assert ranks[0].asked == once * 2
+    assert ranks[1].asked == ["stop", *once]
 
 
 def samples_of(factors: Sequence[int]) -> list[transfer.Sample]:
