@@ -21,10 +21,9 @@ from nixl_kv.ids import (
     engine_incarnation,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode import DecodeMachine
-from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.ticket import Ticket
+from support.scripts import decode_machine
 
 FEW, MANY = 20, 400
 ENGINES = 10
@@ -56,9 +55,7 @@ def calls_of(step: Callable[[], object]) -> int:
 
 def decode_calls(held: int) -> dict[str, int]:
     """A decode rank that reads `held` requests from some engines."""
-    peers = PeerBook(lambda _: None)
-    settings: dict[str, Any] = {"timeout_s": 30, "renew_interval_s": 0.8, "bytes_per_token": 1}
-    machine = DecodeMachine(READER, lambda _: None, peers, lambda *_: (), **settings)
+    machine = decode_machine(reader=READER, renew_interval_s=0.8, slices=())
     asks: list[events.Send] = []
     for number in range(held):
         engine = number % ENGINES
