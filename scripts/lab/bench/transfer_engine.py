@@ -215,11 +215,12 @@ class Process:
         entered: dict[str, float] = {}
         for when, event in rank.parts.event_log.story(request):
             entered.setdefault(event.after, when)
-        warm_ups = max(1.0, rank.counts.get("warm_ups", 0.0))
-        return {
-            name: max(0.0, entered.get(after, 0.0) - entered.get(before, 0.0))
+        parts = {
+            name: entered[after] - entered[before] if {before, after} <= entered.keys() else 0.0
             for name, (before, after) in STEPS.items()
-        } | {"warm-up": rank.counts.get("warm_up_seconds", 0.0) / warm_ups}
+        }
+        warm_ups = max(1.0, rank.counts.get("warm_ups", 0.0))
+        return parts | {"warm-up": rank.counts.get("warm_up_seconds", 0.0) / warm_ups}
 
     # --- reads without an engine
 
