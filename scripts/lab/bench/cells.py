@@ -22,7 +22,7 @@ class Cut:
     block_size: int
 
     def layouts(self, model: ModelShape, tokens: int, memory: Memory) -> list[CacheLayout]:
-        """Of all ranks, with room for twice as many tokens and one more block.
+        """The layouts of all ranks, with room for twice as many tokens and one more block.
 
         Raises:
             ValueError: if the model cannot be sharded like that.
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def names(self) -> dict[str, str]:
-        """By the headings of a row."""
+        """The cell in a row, by heading."""
         prefill, decode = self.cuts
         return {
             "TP": f"{prefill.tp} to {decode.tp}",

@@ -25,7 +25,7 @@ PATH = "auto"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which engines, and how often."""
+    """The engines and the number of rounds."""
     transfer.add_place_options(parser, shape="tiny", tokens=1024)
     parser.add_argument("--order", choices=ORDERS, default="BHLNC")
     parser.add_argument("--block-size", type=int, default=16)

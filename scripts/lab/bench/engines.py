@@ -14,7 +14,7 @@ from lab.cluster.models.files import ensure_tiny_model
 
 CPU_BLOCK_SIZE: Final = 128
 CPU_CACHE_TOKENS: Final = 32_768
-"""Of each engine on CPU: with vLLM's least cache, 1 GiB, many ranks do not fit into memory."""
+"""The size of a cache on CPU: with vLLM's least cache, 1 GiB, many ranks do not fit into memory."""
 
 START_TIMEOUT_S: Final = 900.0
 """On two cores that others use too, four engines import vLLM for minutes."""
@@ -24,7 +24,7 @@ DECODE_GRAPHS: Final = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How engines are made."""
+    """The engines."""
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
     parser.add_argument("--shape", choices=list(MODELS), default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_connectors(parser: argparse.ArgumentParser) -> None:
-    """Which pairs are compared; "none" is one engine, or two, without a connector."""
+    """The pairs; "none" is one engine, or two, without a connector."""
     choices = ["nixl-kv", "in-tree", "none"]
     parser.add_argument("--connector", nargs="+", choices=choices, default=["nixl-kv"])
 

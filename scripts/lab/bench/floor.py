@@ -35,7 +35,7 @@ class Sample:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which prompts, and where."""
+    """The engines and the prompts."""
     engines.add_options(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 2048, 8192, 16384])
     parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")

@@ -46,7 +46,7 @@ class Cache:
 
 
 def prepare(prefill: Cache, decode: Cache, tokens: int) -> tuple[Callable[[int], None], int]:
-    """A function that launches the kernel with so many programs, and the bytes that it copies."""
+    """A function that launches the kernel with a number of programs, and the bytes per launch."""
     from nixl_kv.reading.copying.kernel import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
 
     device = decode.memory.device
@@ -65,7 +65,7 @@ def prepare(prefill: Cache, decode: Cache, tokens: int) -> tuple[Callable[[int],
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is copied, where, by how many programs."""
+    """The prompt, its GPUs, and the numbers of programs."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
@@ -138,6 +138,6 @@ def timed(way: Callable[[], object], cache: Cache) -> float:
 
 
 def wait(cache: Cache) -> None:
-    """Until the GPU is idle."""
+    """Wait until the GPU is idle."""
     if cache.memory.is_cuda:
         torch.cuda.synchronize(cache.memory.device)

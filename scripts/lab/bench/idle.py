@@ -12,7 +12,7 @@ from lab.results import Figures
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which engines, with which connectors."""
+    """The engines and their connectors."""
     engines.add_options(parser)
     engines.add_connectors(parser)
 

@@ -32,7 +32,7 @@ PROGRAM: Final = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What arrives, and where."""
+    """The engines and the requests."""
     engines.add_options(parser)
     engines.add_connectors(parser)
     parser.add_argument("--rates", type=float, nargs="+", default=[3.0], help="requests a second")

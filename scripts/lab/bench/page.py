@@ -26,10 +26,10 @@ RECORDS: Final = PAGE.with_suffix("")
 BLOCK: Final = re.compile(r"(<!-- (table|plot) ([^|]+)\|(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 WIDTH, LABELS, BAR, GAP = 760, 240, 13, 9
-"""Of a plot, of its labels, of a bar and between groups; in pixels."""
+"""Pixels: a plot, its labels, the height of a bar, and the gap between groups."""
 COLOURS: Final = ("#1f6fb4", "#e0872f", "#4c9f50")
 GREY: Final = "#9a9a9a"
-"""Of the last bar, the link."""
+"""The last bar, which is the link."""
 
 Row = Mapping[str, Any]
 

@@ -40,7 +40,7 @@ ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": netns.WIRE}
 """Namespaces are one machine: UCX must not find its shared memory."""
 
 QUEUE_BYTES: Final = 4 << 20
-"""Of the wire, unless it moves more in a round trip. It drops packets beyond."""
+"""The wire drops packets beyond these, or beyond a round trip's bytes if those are more."""
 
 PORT: Final = 7000
 CHUNK: Final = 1 << 20
@@ -96,7 +96,7 @@ class Pair:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The link, and what is read over it."""
+    """The links and the reads."""
     parser.add_argument("--round-trip-ms", type=float, nargs="+", default=[0.1, 1.0, 10.0])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--mib", type=int, default=256, help="of each read; default 256")
@@ -161,7 +161,7 @@ def run_owner(way: str, namespace: str, num_bytes: int, _: int, pipe: Connection
 
 
 def run_reader(way: str, namespace: str, num_bytes: int, run: int, pipe: Connection) -> None:
-    """The process that reads as it is told, and answers how long that took.
+    """The process that reads. It gets an order of runs and answers with seconds.
 
     Raises:
         RuntimeError: if a byte is wrong.

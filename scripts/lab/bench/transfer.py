@@ -80,7 +80,7 @@ class Process:
 
     def tell(self, question: str, **arguments: object) -> None:
         """Ask without waiting; `answer` must follow."""
-        with contextlib.suppress(OSError):  # then there is no answer either
+        with contextlib.suppress(OSError):  # `answer` finds that the process has ended
             self._connection.send_bytes(msgspec.json.encode({question: arguments}))
 
     def answer(self) -> Any:
@@ -176,7 +176,7 @@ def _seconds(times: Iterable[Sequence[float]]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is loaded, where, and whom to compare with."""
+    """The cells, the paths and the comparisons."""
     add_place_options(parser, shape="qwen3-8b", tokens=16384)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["auto"], help="default: auto")
     parser.add_argument(

@@ -57,7 +57,7 @@ STEPS: Final = {
 
 
 class Spec(msgspec.Struct, kw_only=True, frozen=True):
-    """What a process is for."""
+    """One process."""
 
     role: str
     model: ModelShape
@@ -155,7 +155,7 @@ class Process:
         """Wait until prefill has granted the request, as if it had been queued.
 
         Raises:
-            TimeoutError: if there is no grant.
+            TimeoutError: without a grant.
         """
         engine = self._engines[path]
         engine.prepare_load(request, msgspec.convert(ticket, Ticket), Claim(claim))
@@ -209,7 +209,7 @@ class Process:
         return begin, self.load(path, request)["end"]
 
     def parts(self, path: str, request: str) -> dict[str, float]:
-        """Where the time of a first load went, in seconds; the transfer thread is idle now."""
+        """The seconds of each part of a first load. The transfer thread is idle now."""
         (rank,) = self._engines[path].ranks
         rank.poll()
         entered: dict[str, float] = {}
