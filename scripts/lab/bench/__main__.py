@@ -21,7 +21,7 @@ BENCHMARKS: Final = (
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of one benchmark. Import no other one: this machine may lack its packages."""
+    """Parse the options of one benchmark. Import no other: this machine may lack its packages."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("what", choices=BENCHMARKS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")

@@ -118,8 +118,11 @@ class Pair:
         ranks = cell.cuts[1].tp
         self._decode = self._all_decode[:ranks]
         ask(self._all_decode[ranks:], "stop")
-        ask([self._prefill], "start", placed=cell.placed(0), paths=self.paths)
-        ask(self._decode, "start", placed=cell.placed(1), paths=self.paths)
+        for side, processes in enumerate(([self._prefill], self._decode)):
+            for process in processes:
+                process.tell("start", placed=cell.placed(side), paths=self.paths)
+        for process in (self._prefill, *self._decode):
+            process.answer()
         ask([self._prefill, *self._decode], "choose_blocks", tables="random")
         ask([self._prefill], "fill")
 
