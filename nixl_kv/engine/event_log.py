@@ -1,6 +1,6 @@
 """The last 10,000 transitions of a rank's state machines, by request.
 
-The log is always on, because a transition costs about two microseconds (`scripts/bench events`). It
+The log is always on, because a transition costs about two microseconds. It
 keeps transitions by request and by peer, so that a lookup reads only its results. `nixl-kv
 status --request` and the log line of a failed load show them.
 """

@@ -1,8 +1,7 @@
 """Moves a cache in host memory into pages of 2 MiB where the kernel allows it.
 
 torch allocates pages of 4 KiB. To read another process's memory, the kernel pins each page of it,
-so reads between processes of one host take a quarter to a third longer from small pages
-(docs/benchmarks.md).
+so reads between processes of one host take a quarter to a third longer from small pages.
 """
 
 import ctypes

@@ -60,7 +60,7 @@ MAX_COPYING: Final = 4
 UCX_ENGINE_CONFIG: Final = (
     # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
     # writes over reads where it has the choice; a READ then goes through TCP and the owner's memory
-    # copies instead, at 0.4 GB/s on an H100 (docs/benchmarks.md).
+    # copies instead, at 0.4 GB/s on an H100.
     "CUDA_IPC_ENABLE_GET_ZCOPY=on,"
     # Unmap another process's GPU memory after each read. UCX would keep it mapped until this
     # process ends, so the cache of a dead prefill engine would stay allocated: 8 GiB for each

@@ -3,7 +3,6 @@
 python -m pytest -s -m gpu tests/gpu/test_paths.py
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ pytest.importorskip("triton")
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 from lab.bench import __main__ as bench  # noqa: E402
+from lab.bench import record  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ def test_the_right_bytes_arrive(path: str, tmp_path: Path) -> None:
     command = ["transfer", "--device", "cuda", "--shape", "tiny", "--tokens", "512", "--verify"]
     command += ["--paths", path, "--repeat", "2", "--tp", "1-1", "2-1", "1-2"]
     command += ["--orders", "BHLNC", "LBHNC", "--blocks", "16-16", "16-64", "64-16"]
-    assert bench.main([*command, "--json", str(figures)]) == 0
-    results = json.loads(figures.read_text(encoding="utf-8"))
-    assert len(results) == 3 * 2 * 3 * 2 * 2
-    assert {result["verdict"] for result in results} == {"same bytes"}
+    assert bench.main([*command, "--record", str(figures)]) == 0
+    rows = record.load(figures).rows
+    assert len(rows) == 3 * 2 * 3 * 2
+    assert {row["verdict"] for row in rows} == {"same bytes"}

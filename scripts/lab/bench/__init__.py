@@ -1,1 +1,1 @@
-"""What things cost: transfers, the link, plans, digests, the event log, and being idle."""
+"""Benchmarks of transfers and of engines, and the page that shows their records."""

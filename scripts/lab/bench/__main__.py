@@ -1,31 +1,27 @@
-"""Measure what things cost; `bench WHAT --help` says more about each."""
+"""Measure transfers and engines; `bench WHAT --help` says what each benchmark measures."""
 
 import argparse
 import importlib
-import signal
+import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from lab.bench import record
+from lab.results import Results
 
 BENCHMARKS: Final = (
-    *("ttft", "load", "floor", "step", "idle"),  # engines of vLLM
-    *("transfer", "connect", "link", "digest", "events", "scale"),  # NIXL is enough
-    "gather",  # a GPU, or two
-    "tcp",  # NIXL and root
-    *("plan", "report"),
+    *("transfer", "connect"),  # need NIXL
+    "tcp",  # needs NIXL and root
+    "gather",  # needs Triton, and a GPU or two
+    *("floor", "load", "idle"),  # need vLLM
 )
-"""Modules beside this one, each with `add_options`, and `run`, which gives the exit status."""
+"""Modules beside this one. `add_options` adds their options, `measure` yields their rows."""
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, by default this process's; `run` is what it asks for.
-
-    Modules are imported only when they are asked for: not every machine has what others need.
-    """
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of one benchmark. Import no other: this machine may lack its packages."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("what", choices=BENCHMARKS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")
@@ -36,34 +32,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument(
         "--record",
         type=Path,
         metavar="FILE",
-        help="write them there for `bench report`, with command, date, machine and versions",
+        help="write the rows to this JSON file, with command, hardware and versions",
     )
-    parser.add_argument(
-        "--commit", help="for the record, where this is a copy without the checkout's history"
-    )
+    parser.add_argument("--commit", help="for the record, if the checkout has no git history")
     module.add_options(parser)
-    return parser.parse_args(chosen.rest, argparse.Namespace(run=module.run))
+    return parser.parse_args(chosen.rest, argparse.Namespace(measure=module.measure))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line names; the exit status."""
+    """Print a table of all rows. The exit status is 0 only if all rows are good."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.record and not options.json:
-            options.json = Path(folder) / "results.json"
-        try:
-            status: int = options.run(options)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        if options.record and options.json.exists():  # else nothing was measured
-            record.save(options.record, arguments, options.json, commit=options.commit)
-    return status
+    results = Results(shlex.join(["bench", *arguments]), "rows are good")
+    try:
+        for row in options.measure(options):
+            results.add(row)
+    finally:
+        if options.record and results.all:
+            record.save(options.record, arguments, results.all, options.commit)
+    return results.print(len(results.all))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""How fast do loads move between two engines, without vLLM, and how near is that to the link?
+"""Time single loads between two engines without vLLM, beside the link.
 
-Prefill is a process, and each rank of decode one, on this host or on its GPUs: the real transfer
-engines, control plane and NIXL. "load" is from the command that starts a
-load, which prefill has granted by then, until all ranks have reported it; "read" is the longest
-read in it. "bulk" is the ceiling, measured in the same rounds: the same bytes over the same
-transport, in one piece from each rank that is read; on GPUs, "copy" is torch's copy of them.
-"read of bulk" is the time of bulk divided by that of the read: 1 is the link's speed. Before a
-cell is timed, its bytes are compared.
+Prefill is a process, and so is each rank of decode: real transfer engines, control plane and NIXL.
+"load" begins when decode starts a load that prefill has granted, and ends when all ranks have
+reported it. "read" is the longest read in it. "bulk" is the link: the same bytes over the same
+transport, in one piece from each prefill rank. "read of bulk" is the time of bulk divided by that
+of the read: 1 is the link's speed. "in-tree" reads the same pieces with agents that have the
+settings of vLLM's own connector. Each cell's bytes are compared before it is timed.
 
-With --verify each path is also taken by loads that are compared with prefill's bytes: "verify adds"
-is the median of what that added to "load" in a round.
-
-With --against, engines of another checkout run beside ours and do the same. Ratios are ours to
-theirs. All are medians of each round's.
+With --verify each path also takes loads that are compared with prefill's digest; "verify adds" is
+the median of their extra time in a round. With --against, engines of another checkout take turns
+with ours, and ratios are ours to theirs. All figures are medians of the rounds.
 """
 
 import argparse
@@ -25,67 +22,55 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from typing_extensions import Self
 
-from lab.bench.checkouts import AGAINST, REPO, checkout, environment_of
-from lab.bench.models import MODELS
-from lab.bench.timing import FEWEST, ratio, share
-from lab.bench.transfer_cells import (
-    ROLES,
-    TABLES,
-    VERIFIED,
-    Cell,
-    cells,
-    gpus_of,
-    parse_blocks,
-    parse_tp,
-    shares,
-)
+from lab.bench.cells import ROLES, VERIFIED, Cell, Cut, pair_of_numbers
+from lab.bench.models import MODELS, kv_shape
+from lab.bench.record import REPO
 from lab.local.model_layouts import ORDERS
-from lab.results import Figures, Results, verdict_of
+from lab.results import Figures, verdict_of
 from nixl_kv.config import Config
 from nixl_kv.ids import new_claim
 
 PROGRAM: Final = Path("scripts/lab/bench/transfer_engine.py")
 PATHS: Final = ("auto", "gather", "direct", "staged")
-WARM_UP: Final = 1
-STOP_S: Final = 30.0
+AGAINST: Final = "against"
 BULK: Final = "bulk"
-COPY: Final = "copy"
-IN_TREE: Final = "in-tree agent"
+IN_TREE: Final = "in-tree"
+WARM_UP: Final = 1
+FEWEST: Final = 3
+"""Rounds that have a median."""
+
+STOP_S: Final = 30.0
 
 Sample = dict[str, Any]
-"""Of a load "load", "read" and "cpu" in seconds, "num_bytes" and "num_runs"; of ceilings "read"."""
+"""A load's "load", "read" and "cpu" in seconds, "num_bytes" and "num_runs"; a raw read's "read"."""
 
 
 class Process:
-    """A program that answers questions, see `transfer_engine`."""
+    """A `transfer_engine` of a checkout."""
 
     def __init__(self, program: Path, env: Mapping[str, str], spec: Mapping[str, Any]) -> None:
-        """Start it."""
         self._connection, theirs = multiprocessing.Pipe()
-        command = [
-            sys.executable,
-            str(program),
-            msgspec.json.encode(spec).decode(),
-            str(theirs.fileno()),
-        ]
+        told = msgspec.json.encode(spec).decode()
         self._process = subprocess.Popen(
-            command, env=os.environ | env, pass_fds=[theirs.fileno()], stdout=sys.stderr
+            [sys.executable, str(program), told, str(theirs.fileno())],
+            env=os.environ | env,
+            pass_fds=[theirs.fileno()],
+            stdout=sys.stderr,
         )
         theirs.close()
 
     def __enter__(self) -> Self:
-        """At the end of the block it ends."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It ends with its connection."""
+        """The process ends with its connection."""
         self._connection.close()
         try:
             self._process.wait(STOP_S)
@@ -93,36 +78,29 @@ class Process:
             self._process.kill()
             self._process.wait()
 
-    def ask(self, question: str, **arguments: object) -> Any:
+    def tell(self, question: str, **arguments: object) -> None:
+        """Ask without waiting; `answer` must follow."""
+        with contextlib.suppress(OSError):  # `answer` finds that the process has ended
+            self._connection.send_bytes(msgspec.json.encode({question: arguments}))
+
+    def answer(self) -> Any:
         """Wait for the answer.
 
         Raises:
-            RuntimeError: if it has ended.
-        """
-        self.tell(question, **arguments)
-        return self.answer()
-
-    def tell(self, question: str, **arguments: object) -> None:
-        """Ask, and go on; then `answer` has to follow.
-
-        Raises:
-            RuntimeError: if it has ended.
-        """
-        try:
-            self._connection.send_bytes(msgspec.json.encode({question: arguments}))
-        except OSError as error:
-            raise RuntimeError("an engine has ended; stderr says why") from error
-
-    def answer(self) -> Any:
-        """Wait for the answer to what was told.
-
-        Raises:
-            RuntimeError: if it has ended.
+            RuntimeError: if the process has ended.
         """
         try:
             return msgspec.json.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise RuntimeError("an engine has ended; stderr says why") from error
+
+
+def ask(processes: Iterable[Process], question: str, **arguments: object) -> list[Any]:
+    """Ask all at the same time; their answers."""
+    asked = list(processes)
+    for process in asked:
+        process.tell(question, **arguments)
+    return [process.answer() for process in asked]
 
 
 class Pair:
@@ -135,79 +113,63 @@ class Pair:
         self._numbers = itertools.count()
         self.paths = paths
 
-    def start(self, cell: Cell, gpus: Mapping[str, Sequence[int]]) -> None:
-        """Start engines for each path."""
-        self._decode = self._all_decode[: cell.decode.tp]
-        for process in self._all_decode[cell.decode.tp :]:
-            process.ask("stop")
-        cuts = zip(ROLES, (cell.prefill, cell.decode), ([self._prefill], self._decode), strict=True)
-        for role, cut, processes in cuts:
-            placed = {"cut": asdict(cut), "gpus": gpus[role]}
+    def start(self, cell: Cell) -> None:
+        """Start engines for each path, and write a prompt's KV into random blocks of prefill."""
+        ranks = cell.cuts[1].tp
+        self._decode = self._all_decode[:ranks]
+        ask(self._all_decode[ranks:], "stop")
+        for side, processes in enumerate(([self._prefill], self._decode)):
             for process in processes:
-                process.tell("start", placed=placed, paths=self.paths)
+                process.tell("start", placed=cell.placed(side), paths=self.paths)
         for process in (self._prefill, *self._decode):
             process.answer()
-
-    def choose_blocks(self, tables: str) -> None:
-        """From now on prompts are in blocks at random, or in a row."""
-        for process in (self._prefill, *self._decode):
-            process.ask("choose_blocks", tables=tables)
-        self._prefill.ask("fill")
+        ask([self._prefill, *self._decode], "choose_blocks", tables="random")
+        ask([self._prefill], "fill")
 
     def check(self) -> str:
         """Load once on each path into cleared memory; names the paths that moved wrong bytes."""
         wrong = []
         for path in self.paths:
-            self._ask_decode("clear")
+            ask(self._decode, "clear")
             self.load(path)
-            if not all(self._ask_decode("check")):
+            if not all(ask(self._decode, "check")):
                 wrong.append(path)
         return f"wrong bytes on path {', '.join(wrong)}" if wrong else ""
 
     def load(self, path: str) -> Sample:
-        """Load the prompt."""
-        what = {"path": path, "request": f"request-{next(self._numbers)}"}
-        ticket = self._prefill.ask("offer", **what)
-        self._ask_decode("prepare_load", ticket=ticket, claim=new_claim(), **what)
-        ranks = self._ask_decode("load", **what)
+        """Load the prompt, which prefill has granted."""
+        what = self._offer(path)
+        ask(self._decode, "prepare_load", **what)
+        ranks = ask(self._decode, "load", path=path, request=what["request"])
         return {
             "load": _seconds((one["begin"], one["end"]) for one in ranks),
             "read": max(one["read"] for one in ranks),
             **{name: sum(one[name] for one in ranks) for name in ("cpu", "num_bytes", "num_runs")},
         }
 
-    def read_bulk(self, parts: Sequence[Mapping[str, int]]) -> Sample:
-        """The same bytes in one piece from each rank."""
-        self._ask_decode("prepare_bulk", sources=self._prefill.ask("serve_bulk"), shares=parts)
-        return {"read": _seconds(self._ask_decode("read_bulk"))}
+    def load_at_once(self, path: str) -> tuple[float, list[dict[str, float]]]:
+        """Load a request that arrives with its blocks: seconds, and the parts on each rank."""
+        what = self._offer(path)
+        seconds = _seconds(ask(self._decode, "load_at_once", **what))
+        return seconds, ask(self._decode, "parts", path=path, request=what["request"])
 
-    @contextlib.contextmanager
-    def in_tree(
-        self, cell: Cell, gpus: Mapping[str, Sequence[int]], tables: str
-    ) -> Iterator[Callable[[], Sample]]:
-        """What reads with agents as vLLM's own connector makes them; they end with the block.
+    def prepare_raw(self, kind: str, cell: Cell) -> None:
+        """Connect agents without engines: see `transfer_engine`."""
+        (sources,) = ask([self._prefill], "serve_raw", kind=kind)
+        ask(self._decode, "prepare_raw", kind=kind, sources=sources, prefill=cell.placed(0))
 
-        Decode has one rank.
-        """
-        (decode,) = self._decode
-        sources = self._prefill.ask("start_in_tree")
-        placed = {"cut": asdict(cell.prefill), "gpus": gpus["prefill"]}
-        decode.ask("start_in_tree", sources=sources, prefill=placed, tables=tables)
-        try:
-            yield lambda: {"read": decode.ask("read_in_tree")}
-        finally:
-            for process in (decode, self._prefill):
-                process.ask("stop_in_tree")
+    def read_raw(self, kind: str) -> Sample:
+        """Read the prompt's bytes without engines."""
+        return {"read": _seconds(ask(self._decode, "read_raw", kind=kind))}
 
-    def copy(self, gpus: Sequence[int], parts: Sequence[Mapping[str, int]]) -> Sample:
-        """The same bytes as torch copies them."""
-        return {"read": _seconds(self._ask_decode("copy", gpus=gpus, shares=parts))}
+    def end_raw(self, kind: str) -> None:
+        """End these agents."""
+        ask([*self._decode, self._prefill], "end_raw", kind=kind)
 
-    def _ask_decode(self, question: str, **arguments: object) -> list[Any]:
-        """Ask all ranks at the same time; their answers."""
-        for process in self._decode:
-            process.tell(question, **arguments)
-        return [process.answer() for process in self._decode]
+    def _offer(self, path: str) -> dict[str, Any]:
+        what = {"path": path, "request": f"request-{next(self._numbers)}"}
+        (ticket,) = ask([self._prefill], "offer", **what)
+        return what | {"ticket": ticket, "claim": new_claim()}
 
 
 def _seconds(times: Iterable[Sequence[float]]) -> float:
@@ -217,15 +179,13 @@ def _seconds(times: Iterable[Sequence[float]]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is loaded, where, and whom to compare with."""
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
-    parser.add_argument("--tokens", type=int, default=16384)
+    """The cells, the paths and the comparisons."""
+    add_place_options(parser, shape="qwen3-8b", tokens=16384)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["auto"], help="default: auto")
     parser.add_argument(
         "--tp",
         nargs="+",
-        type=parse_tp,
+        type=pair_of_numbers,
         default=[(1, 1), (1, 2), (2, 1)],
         metavar="P-D",
         help="ranks of prefill and decode; default: 1-1 1-2 2-1",
@@ -234,22 +194,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks",
         nargs="+",
-        type=parse_blocks,
-        default=[parse_blocks(text) for text in ("16-16", "16-64", "64-16", "128/64-128/64")],
+        type=pair_of_numbers,
+        default=[(16, 16), (16, 64), (64, 16)],
         metavar="P-D",
-        help="block sizes; 128/64 has kernel blocks of 64. "
-        "Default: 16-16 16-64 64-16 128/64-128/64, the last one where the order allows it",
+        help="block sizes; default: 16-16 16-64 64-16",
     )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
-    for role in ROLES:
-        parser.add_argument(
-            f"--{role}-gpus",
-            type=int,
-            nargs="+",
-            metavar="N",
-            help="rank n has the n-th of them, in turn; default: prefill the first GPUs, "
-            "decode the others, both the only one",
-        )
     parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")
     parser.add_argument(
         "--row-seconds",
@@ -257,39 +206,57 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=4.0,
         help=f"after them a row has no more than {FEWEST} rounds; default: 4",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--beside-in-tree-agent",
-        action="store_true",
-        help="also read with NIXL agents as vLLM's own connector makes them, after the rounds: "
-        "their threads spin for as long as they live. Where decode has one rank",
-    )
+    parser.add_argument("--in-tree", action="store_true", help="see above; after the rounds")
     parser.add_argument("--verify", action="store_true", help="also with loads that are verified")
-    parser.add_argument(
-        "--staging-mib", type=int, metavar="N", default=Config().staging_mib, help="default: 256"
-    )
-    parser.add_argument(
-        "--against",
-        type=checkout,
-        metavar="DIR",
-        help="a checkout of nixl_kv to compare with, whose engines answer the same questions",
-    )
+    parser.add_argument("--staging-mib", type=int, default=Config().staging_mib)
+    parser.add_argument("--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv")
 
 
-def run(options: argparse.Namespace) -> int:
-    """A row for each cell, kind of block tables, and path; 0 only if all bytes were right."""
-    measured = list(cells(options.tp, options.orders, options.blocks))
-    sizes = {
-        blocks.size for cell in measured for blocks in (cell.prefill.blocks, cell.decode.blocks)
-    }
-    uneven = [size for size in sizes if options.tokens % size]
-    if uneven:
-        raise SystemExit(f"--tokens is {options.tokens}; allowed: multiples of {max(uneven)}")
-    title = (
-        f"{options.shape} on {options.device}, {options.tokens:,} tokens, "
-        f"medians of {options.repeat} or fewer"
-    )
-    results = Results(title, "rows are good", options.json)
+def add_place_options(parser: argparse.ArgumentParser, *, shape: str, tokens: int) -> None:
+    """The model, and where its caches are."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=list(MODELS), default=shape)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    for role, default in zip(ROLES, ("first", "last"), strict=True):
+        described = f"rank n has the n-th of them, in turn; default: the {default} one"
+        parser.add_argument(f"--{role}-gpus", type=int, nargs="+", metavar="N", help=described)
+
+
+def checkout(text: str) -> Path:
+    """A folder with nixl_kv and its benchmarks.
+
+    Raises:
+        argparse.ArgumentTypeError: if they are missing.
+    """
+    path = Path(text).resolve()
+    if not (path / PROGRAM).is_file():
+        raise argparse.ArgumentTypeError(f"{path} has no {PROGRAM}")
+    return path
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """Variables with which processes import nixl_kv and `lab` from this checkout.
+
+    Raises:
+        RuntimeError: if they do not.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    paths = [str(path), str(path / "scripts"), *([inherited] if inherited else [])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", "import nixl_kv; print(nixl_kv.__file__)"]
+    imported = subprocess.check_output(command, env=os.environ | env, cwd="/", text=True).strip()
+    if not Path(imported).is_relative_to(path):
+        raise RuntimeError(f"nixl_kv is imported from {imported}, not from {path}")
+    return env
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figures]:
+    """A row for each cell and path."""
+    sizes = {size for pair in options.blocks for size in pair}
+    if any(options.tokens % size for size in sizes):
+        raise SystemExit(f"--tokens is {options.tokens}; allowed: multiples of {max(sizes)}")
+    every = itertools.product(options.tp, options.orders, options.blocks)
+    measured = [cell_of(tp, order, blocks, options) for tp, order, blocks in every]
     kinds = ("", VERIFIED) if options.verify else ("",)
     paths = [path + kind for path in options.paths for kind in kinds]
     with contextlib.ExitStack() as stack:
@@ -298,91 +265,98 @@ def run(options: argparse.Namespace) -> int:
             theirs = running_pair(options.against, measured, ["auto"], options)
             pairs[AGAINST] = stack.enter_context(theirs)
         for cell in measured:
-            for row in measure(pairs, cell, options):
-                results.add(row)
-    num_paths = sum(len(pair.paths) for pair in pairs.values())
-    return results.print(len(measured) * len(options.tables) * num_paths)
+            yield from rows_of(pairs, cell, options)
+
+
+def cell_of(
+    tp: tuple[int, int], order: str, blocks: tuple[int, int], options: argparse.Namespace
+) -> Cell:
+    """A cell on the chosen GPUs."""
+    gpus: list[tuple[int, ...]] = [(), ()]
+    if options.device == "cuda":
+        import torch  # noqa: PLC0415 - only to count GPUs
+
+        chosen = options.prefill_gpus or [0], options.decode_gpus or [torch.cuda.device_count() - 1]
+        gpus = [
+            tuple(itertools.islice(itertools.cycle(some), ranks))
+            for some, ranks in zip(chosen, tp, strict=True)
+        ]
+    prefill, decode = (Cut(n, order, size) for n, size in zip(tp, blocks, strict=True))
+    return Cell((prefill, decode), (gpus[0], gpus[1]))
 
 
 @contextlib.contextmanager
 def running_pair(
     path: Path, measured: Sequence[Cell], paths: Sequence[str], options: argparse.Namespace
 ) -> Iterator[Pair]:
-    """The processes of a checkout, which serve all cells: to import and to connect takes long."""
-    model, env = MODELS[options.shape], environment_of(path)
+    """The processes of a checkout. They serve all cells, because imports take long."""
+    model, env = kv_shape(options.shape), environment_of(path)
     if options.device == "cpu":
-        # UCX also connects over TCP, by every interface there is: one that goes ends the loads.
+        # UCX also connects over TCP by every interface; one that disappears would end the loads.
         env["UCX_NET_DEVICES"] = "lo"
-
-    def process(role: str, ranks: Sequence[int] | None = None) -> Process:
-        spec = {
-            "role": role,
-            "model": model,
-            "tokens": options.tokens,
-            "seed": options.seed,
-            "num_bytes": largest(measured, role, options),
-            "ranks": ranks,
-            "staging_mib": options.staging_mib,
-        }
-        return Process(path / PROGRAM, env, spec)
-
     with contextlib.ExitStack() as stack:
-        prefill = stack.enter_context(process("prefill"))
-        ranks = range(max(cell.decode.tp for cell in measured))
-        decode = [stack.enter_context(process("decode", [rank])) for rank in ranks]
+        sides: list[list[Process]] = []
+        for side, role in enumerate(ROLES):
+            sizes = largest([cell.cuts[side] for cell in measured], options)
+            each = [None] if role == "prefill" else [[rank] for rank in range(len(sizes))]
+            spec = {
+                "role": role,
+                "model": model,
+                "tokens": options.tokens,
+                "seed": 0,
+                "num_bytes": sizes,
+                "staging_mib": getattr(options, "staging_mib", Config().staging_mib),
+            }
+            processes = [Process(path / PROGRAM, env, spec | {"ranks": ranks}) for ranks in each]
+            sides.append([stack.enter_context(process) for process in processes])
+        ((prefill,), decode) = sides
         yield Pair(prefill, decode, paths)
 
 
-def largest(measured: Sequence[Cell], role: str, options: argparse.Namespace) -> list[int]:
-    """For each rank, the bytes of its cache in the cell where it is largest."""
+def largest(cuts: Sequence[Cut], options: argparse.Namespace) -> list[int]:
+    """For each rank, the bytes of its largest cache."""
     sizes: dict[int, int] = {}
-    for cell in measured:
-        cut = cell.prefill if role == "prefill" else cell.decode
-        layouts = cut.layouts(MODELS[options.shape], options.tokens, "DRAM")
+    for cut in cuts:
+        layouts = cut.layouts(kv_shape(options.shape), options.tokens, "DRAM")
         for rank, layout in enumerate(layouts):
             end = max(span.address + span.length for span in layout.spans)
             sizes[rank] = max(sizes.get(rank, 0), end - layout.spans[0].address)
-    return [sizes[rank] for rank in sorted(sizes)]
+    return list(sizes.values())
 
 
-def measure(
+def rows_of(
     pairs: Mapping[str, Pair], cell: Cell, options: argparse.Namespace
 ) -> Iterator[Figures]:
-    """Rows of one cell: rounds in which all are timed in turn; who is first changes."""
-    gpus = place(cell, options)
-    parts = [asdict(part) for part in shares(cell, MODELS[options.shape], options.tokens)]
+    """Time all paths of all pairs in turn."""
+    ours = pairs[""]
     for pair in pairs.values():
-        pair.start(cell, gpus)
-    ways: dict[str, Any] = {
-        name or path: (lambda pair=pair, path=path: pair.load(path))
+        pair.start(cell)
+    wrong = {name: pair.check() for name, pair in pairs.items()}
+    ours.prepare_raw(BULK, cell)
+    ways: dict[str, Callable[[], Sample]] = {
+        name or path: partial(pair.load, path)
         for name, pair in pairs.items()
         for path in pair.paths
     }
-    contenders = list(ways)
-    ways[BULK] = lambda: pairs[""].read_bulk(parts)
-    if gpus["prefill"]:
-        ways[COPY] = lambda: pairs[""].copy(gpus["prefill"], parts)
-    for tables in options.tables:
-        for pair in pairs.values():
-            pair.choose_blocks(tables)
-        wrong = {name: pair.check() for name, pair in pairs.items()}
-        samples = rounds(ways, options.repeat, options.row_seconds)
-        if options.beside_in_tree_agent and cell.decode.tp == 1:
-            with pairs[""].in_tree(cell, gpus, tables) as read:
-                samples |= rounds({IN_TREE: read}, options.repeat, options.row_seconds)
-        for name in contenders:
-            about = {"path": name, **cell.names, "tables": tables, "GPUs": in_words(gpus)}
-            verdict = verdict_of(wrong[AGAINST if name == AGAINST else ""], good="same bytes")
-            yield Figures(about | figures(samples, name), verdict)
+    raw = {BULK: partial(ours.read_raw, BULK)}
+    samples = rounds(ways | raw, options.repeat, options.row_seconds)
+    if options.in_tree:
+        ours.prepare_raw(IN_TREE, cell)
+        in_tree = {IN_TREE: partial(ours.read_raw, IN_TREE)}
+        samples |= rounds(in_tree, options.repeat, options.row_seconds)
+        ours.end_raw(IN_TREE)
+    for name in ways:
+        about: dict[str, str | int | float] = {"path": name, **cell.names}
+        if name.startswith("staged"):
+            about["staging MiB"] = options.staging_mib
+        verdict = verdict_of(wrong[AGAINST if name == AGAINST else ""], good="same bytes")
+        yield Figures(about | figures(samples, name), verdict)
 
 
 def rounds(
     ways: Mapping[str, Callable[[], Sample]], count: int, seconds: float
 ) -> dict[str, list[Sample]]:
-    """Samples of each way in turn; who is first changes. The first round does not count.
-
-    After so many seconds there are no more rounds than a median needs.
-    """
+    """Samples of each way in turn, whose order alternates. The first round does not count."""
     samples: dict[str, list[Sample]] = {way: [] for way in ways}
     end = time.monotonic() + seconds
     for number in range(WARM_UP + count):
@@ -395,58 +369,43 @@ def rounds(
     return samples
 
 
-def place(cell: Cell, options: argparse.Namespace) -> dict[str, list[int]]:
-    """The GPU of each rank; none on the host."""
-    if options.device == "cpu":
-        return {role: [] for role in ROLES}
-    import torch  # noqa: PLC0415 - only to count GPUs
-
-    tp = cell.prefill.tp, cell.decode.tp
-    placed = gpus_of(tp, torch.cuda.device_count())
-    for role, ranks in zip(ROLES, tp, strict=True):
-        given = getattr(options, f"{role}_gpus")
-        if given:
-            placed[role] = [given[rank % len(given)] for rank in range(ranks)]
-    return placed
-
-
-def in_words(gpus: Mapping[str, Sequence[int]]) -> str:
-    """Of prefill's ranks, and of decode's."""
-    if not gpus["prefill"]:
-        return "none"
-    return " to ".join(", ".join(map(str, gpus[role])) for role in ROLES)
-
-
 def figures(samples: Mapping[str, Sequence[Sample]], name: str) -> dict[str, str | int | float]:
-    """Medians of one way, and ratios of each round's times to the ceilings'."""
+    """Medians of one way, and of the rounds' ratios to other ways."""
     ours = samples[name]
     times = {one: [sample[one] for sample in ours] for one in ("load", "read", "cpu")}
     medians = {f"{one} ms": statistics.median(times[one]) * 1e3 for one in times}
     num_bytes = ours[0]["num_bytes"]
-    bulk = [sample["read"] for sample in samples[BULK]]
-    measured: dict[str, str | int | float] = {
+    row: dict[str, str | int | float] = {
         "rounds": len(ours),
         "MiB": num_bytes / 2**20,
         "runs": ours[0]["num_runs"],
+        **medians,
+        "GB/s": num_bytes / medians["read ms"] / 1e6,
     }
-    measured |= medians | {"GB/s": num_bytes / medians["read ms"] / 1e6}
-    measured["bulk GB/s"] = num_bytes / statistics.median(bulk) / 1e9
-    if COPY in samples:
-        copies = [sample["read"] for sample in samples[COPY]]
-        measured["copy GB/s"] = num_bytes / statistics.median(copies) / 1e9
-    measured["read of bulk"] = share(bulk, times["read"])
-    measured["load of bulk"] = share(bulk, times["load"])
+    for kind in (BULK, IN_TREE):
+        if kind in samples:
+            seconds = statistics.median(sample["read"] for sample in samples[kind])
+            row[f"{kind} GB/s"] = num_bytes / seconds / 1e9
+    bulk = [sample["read"] for sample in samples[BULK]]
+    row["read of bulk"] = share(bulk, times["read"])
+    row["load of bulk"] = share(bulk, times["load"])
     if name.endswith(VERIFIED):
         plain = samples[name.removesuffix(VERIFIED)]
         pairs = zip(times["load"], (sample["load"] for sample in plain), strict=True)
-        measured["verify adds ms"] = statistics.median(more - less for more, less in pairs) * 1e3
-    if IN_TREE in samples:
-        theirs = statistics.median(sample["read"] for sample in samples[IN_TREE])
-        measured["in-tree agent ms"] = theirs * 1e3
-        measured["in-tree agent to read"] = theirs * 1e3 / medians["read ms"]
+        row["verify adds ms"] = statistics.median(more - less for more, less in pairs) * 1e3
     if AGAINST in samples and name != AGAINST:
         for one, its_times in times.items():
-            measured[f"{one} ratio"] = ratio(
-                its_times, [sample[one] for sample in samples[AGAINST]]
-            )
-    return measured
+            row[f"{one} ratio"] = ratio(its_times, [sample[one] for sample in samples[AGAINST]])
+    return row
+
+
+def share(ceiling: Sequence[float], ours: Sequence[float]) -> float:
+    """The share of the ceiling's speed that ours reaches: the median of the rounds."""
+    return statistics.median(best / one for best, one in zip(ceiling, ours, strict=True))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Below 1 if ours are smaller: the median of the rounds, and the middle half of them."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"

@@ -1,10 +1,10 @@
-"""Ranks of prefill, or of decode, in one process, whose loads `bench transfer` times.
+"""Ranks of prefill, or one rank of decode: a process that `bench transfer` asks.
 
     python transfer_engine.py SPEC FD     (JSON, see `Spec`; the connection of the asker)
 
-A question and its answer are JSON: the one key that a question has names a method of `Process`. So
-the engines of another checkout can be asked as well, by that checkout's own program. Times are of
-the host's monotonic clock, which all processes have.
+A question is JSON with one key, the name of a method of `Process`, and its arguments; the answer is
+JSON. `bench transfer --against` asks another checkout's program, so the questions up to `load` stay
+as they are. Times are of the monotonic clock, which all processes of a host share.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -21,15 +21,16 @@ import msgspec
 import numpy as np
 import torch
 
-from lab.bench.bulk import BulkReader, BulkServer, Source
-from lab.bench.in_tree_agent import InTreeAgent
-from lab.bench.transfer_cells import VERIFIED, Blocks, Cut, Share
+from lab.bench.cells import VERIFIED, Cut
+from lab.bench.raw_reads import InTreeTransport, RawAgent, Source, dense_row
 from lab.local.caches import layout_at
-from lab.local.engine import HOST, LocalEngine
+from lab.local.engine import HOST, LocalEngine, LocalRank
 from lab.local.model_layouts import ModelShape
 from nixl_kv.config import Config
 from nixl_kv.engine.loop import SERVING_PAUSE_S
-from nixl_kv.geometry.layout import CacheLayout, Memory
+from nixl_kv.geometry.layout import CacheLayout, Memory, Table
+from nixl_kv.geometry.match import assign, holdings
+from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.nixl import nixl_transport
@@ -42,84 +43,75 @@ TIMEOUT_S: Final = 60.0
 CONFIG: Final = Config(
     host=HOST, lease_s=30.0, request_timeout_s=TIMEOUT_S, peer_timeout_s=TIMEOUT_S
 )
-"""Nothing fails because this machine is busy."""
+"""A busy machine makes no load fail."""
+
+BULK: Final = "bulk"
+IN_TREE: Final = "in-tree"
+STEPS: Final = {
+    "description": ("CONNECTING", "JOINING"),
+    "ask": ("ASKING", "GRANTED"),
+    "join": ("JOINING", "READY"),
+    "first read": ("READING", "CHECKING"),
+}
+"""Parts of a first load, each between two states of the event log."""
 
 
 class Spec(msgspec.Struct, kw_only=True, frozen=True):
-    """What a process is for."""
+    """One process."""
 
     role: str
     model: ModelShape
     tokens: int
     seed: int
     num_bytes: Sequence[int]
-    """For each rank, the bytes of its cache where it is largest."""
+    """For each rank, the bytes of its largest cache."""
 
     ranks: Sequence[int] | None = None
-    """Of the engine's ranks those that are in this process; None for all."""
+    """The engine's ranks in this process; None for all. Decode has one."""
 
     staging_mib: int = CONFIG.staging_mib
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """An engine's cut, and the GPU of each rank; none where caches are in the host's memory."""
-
-    cut: Cut
-    gpus: Sequence[int]
-
-
-@dataclass
-class LoadTimes:
-    """Of one load; in seconds."""
-
-    begin: float
-    """When it was started, which prefill had granted."""
-
-    end: float
-    """When the last rank of this process had reported it."""
-
-    read: float
-    """The longest read: from its post until its generation slot was seen to be valid."""
-
-    cpu: float
-    """CPU time of the transfer threads meanwhile."""
-
-    num_bytes: int
-    num_runs: int
-
-
 class Process:
-    """One role's engines, or some ranks of each, one for each path, in the same memory."""
+    """One engine for each path, all in the same memory."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
         self._engines: dict[str, LocalEngine] = {}
         self._layouts: list[CacheLayout] = []
-        self._placed = Placed(Cut(1, "LBHNC", Blocks(16, 16)), [])
+        self._cut = Cut(1, "LBHNC", 16)
+        self._gpus: Sequence[int] = ()
         self._table: list[int] = []
-        self._in_tree: list[InTreeAgent] = []
-        self._in_tree_table: list[int] = []
-        self.server = BulkServer(partial(nixl_transport, CONFIG, "VRAM"))  # reads one piece
-        self._reader = BulkReader(partial(nixl_transport, CONFIG, "VRAM"))
+        self._raw: dict[tuple[str, int, int], RawAgent] = {}
+        self._posts: dict[str, tuple[RawAgent, list[Any]]] = {}
 
-    # --- questions
+    # --- loads
 
     def start(self, placed: Mapping[str, Any], paths: Sequence[str]) -> None:
-        """Start an engine for each path, which takes the place of those before."""
+        """Start an engine for each path; those of the last cell end."""
         self.stop()
-        self._placed = msgspec.convert(placed, Placed)
-        cut, spec = self._placed.cut, self._spec
-        kind: Memory = "VRAM" if self._placed.gpus else "DRAM"
-        self._layouts = cut.layouts(spec.model, spec.tokens, kind)
+        self._cut, self._gpus = msgspec.convert(placed["cut"], Cut), placed["gpus"]
+        spec, kind = self._spec, self._kind
+        self._layouts = self._cut.layouts(spec.model, spec.tokens, kind)
         for rank in self._mine:
-            self._layouts[rank] = self._at_memory(self._layouts[rank], rank)
+            layout = layout_at(self._layouts[rank], self._memory_of(rank).data_ptr())
+            self._layouts[rank] = replace(layout, device=max(0, self._gpu(rank)))
         for path in paths:
-            config = replace(config_of(path), staging_mib=spec.staging_mib)
-            make_transport = partial(nixl_transport, config, kind)
-            name = f"{spec.role} {path}"
+            is_verified = float(path.endswith(VERIFIED))
+            config = replace(
+                CONFIG,
+                path=path.removesuffix(VERIFIED),
+                verify=is_verified,
+                staging_mib=spec.staging_mib,
+            )
             self._engines[path] = LocalEngine(
-                name, self._layouts, make_transport, config=config, roles=spec.role, only=self._mine
+                f"{spec.role} {path}",
+                self._layouts,
+                partial(nixl_transport, config, kind),
+                config=config,
+                roles=spec.role,
+                only=self._mine,
             )
 
     def stop(self) -> None:
@@ -129,13 +121,14 @@ class Process:
         self._engines.clear()
 
     def choose_blocks(self, tables: str) -> None:
-        """From now on prompts are in blocks at random, or in a row."""
-        self._table = block_ids(self._spec.role, self._spec, self._placed.cut, tables)
+        """Choose the prompt's blocks. Older checkouts can also choose others than random ones."""
+        del tables
+        self._table = self._block_ids(self._spec.role, self._cut)
 
     def fill(self) -> None:
         """Write a prompt's KV into its blocks."""
         for view, expected in self._prompt():
-            view[self._blocks(view)] = expected
+            view[torch.tensor(self._table, device=view.device)] = expected
         self._synchronize()
 
     def clear(self) -> None:
@@ -146,8 +139,10 @@ class Process:
 
     def check(self) -> bool:
         """Whether the prompt's blocks hold its KV, byte for byte."""
-        pairs = ((view[self._blocks(view)], expected) for view, expected in self._prompt())
-        return all(torch.equal(found, expected) for found, expected in pairs)
+        return all(
+            torch.equal(view[torch.tensor(self._table, device=view.device)], expected)
+            for view, expected in self._prompt()
+        )
 
     def offer(self, path: str, request: str) -> Ticket:
         """Offer the prompt."""
@@ -157,13 +152,25 @@ class Process:
         return engine.offer(request, [self._table], self._spec.tokens)
 
     def prepare_load(self, path: str, request: str, ticket: Mapping[str, Any], claim: str) -> None:
-        """Wait until prefill has granted it, to the claim that all ranks make."""
+        """Wait until prefill has granted the request, as if it had been queued.
+
+        Raises:
+            TimeoutError: without a grant.
+        """
         engine = self._engines[path]
         engine.prepare_load(request, msgspec.convert(ticket, Ticket), Claim(claim))
-        wait_until_granted(engine, RequestId(request))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(_is_granted(rank, RequestId(request)) for rank in engine.ranks):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
+            time.sleep(NAP_S)
 
-    def load(self, path: str, request: str) -> LoadTimes:
-        """Load what was prepared.
+    def load(self, path: str, request: str) -> dict[str, float]:
+        """Load a request with a ticket.
+
+        Returns:
+            In seconds, when it began and ended, its longest read (until its fence slot has been
+            checked) and the CPU time of the transfer threads; and its bytes and runs.
 
         Raises:
             RuntimeError: if that failed.
@@ -176,193 +183,183 @@ class Process:
             time.sleep(NAP_S)
         end, cpu = time.monotonic(), cpu_of_transfer_threads() - cpu
         reports = [rank.loads.pop(name) for rank in engine.ranks]
-        failures = [one.failure for one in reports if one.failure]
+        failures = [one.failure.detail for one in reports if one.failure]
+        failures += ["a load was not verified" for one in reports if one.verified != is_verified]
         if failures:
-            raise RuntimeError(f"{path}: {failures[0].detail}")
-        if any(one.verified != is_verified for one in reports):
-            raise RuntimeError(f"{path}: not all that was to be verified was")
+            raise RuntimeError(f"{path}: {failures[0]}")
         reads = [read for one in reports for read in one.reads]
-        return LoadTimes(
-            begin,
-            end,
-            max(read.seconds for read in reads),
-            cpu,
-            sum(read.num_bytes for read in reads),
-            sum(read.num_runs for read in reads),
-        )
+        return {
+            "begin": begin,
+            "end": end,
+            "read": max(read.seconds for read in reads),
+            "cpu": cpu,
+            "num_bytes": sum(read.num_bytes for read in reads),
+            "num_runs": sum(read.num_runs for read in reads),
+        }
 
-    def serve_bulk(self) -> list[Source]:
-        """Where each rank's memory can be read in one piece."""
-        return [
-            self.server.source(self._memory_of(rank), gpu) for rank, gpu in enumerate(self._gpus())
-        ]
+    # --- the first load
 
-    def prepare_bulk(self, sources: Sequence[Any], shares: Sequence[Any]) -> None:
-        """Connect, for `read_bulk`."""
-        memory = {rank: (self._memory_of(rank), self._gpus()[rank]) for rank in self._mine}
-        known = msgspec.convert(sources, list[Source])
-        self._reader.prepare(memory, known, msgspec.convert(shares, list[Share]))
+    def load_at_once(
+        self, path: str, request: str, ticket: Mapping[str, Any], claim: str
+    ) -> tuple[float, float]:
+        """Load a request that arrives with its blocks; when that began and ended."""
+        begin = time.monotonic()
+        ours = msgspec.convert(ticket, Ticket)
+        self._engines[path].prepare_load(request, ours, Claim(claim))
+        return begin, self.load(path, request)["end"]
 
-    def read_bulk(self) -> tuple[float, float]:
-        """Read each share in one piece, all at the same time; when that began, and ended."""
-        return self._reader.read()
+    def parts(self, path: str, request: str) -> dict[str, float]:
+        """The seconds of each part of a first load. The transfer thread is idle now."""
+        (rank,) = self._engines[path].ranks
+        rank.poll()
+        entered: dict[str, float] = {}
+        for when, event in rank.parts.event_log.story(request):
+            entered.setdefault(event.after, when)
+        parts = {
+            name: entered[after] - entered[before] if {before, after} <= entered.keys() else 0.0
+            for name, (before, after) in STEPS.items()
+        }
+        warm_ups = max(1.0, rank.counts.get("warm_ups", 0.0))
+        return parts | {"warm-up": rank.counts.get("warm_up_seconds", 0.0) / warm_ups}
 
-    def copy(self, gpus: Sequence[int], shares: Sequence[Any]) -> tuple[float, float]:
-        """Copy each share as torch does it, from memory of this process on prefill's GPUs."""
-        memory = {rank: self._memory_of(rank) for rank in self._mine}
-        return self._reader.copy(memory, gpus, msgspec.convert(shares, list[Share]))
+    # --- reads without an engine
 
-    def start_in_tree(
-        self,
-        sources: Sequence[Any] = (),
-        prefill: Mapping[str, Any] | None = None,
-        tables: str = "",
-    ) -> list[Source]:
-        """Agents with the settings of vLLM's own connector, which on decode join prefill's.
+    def serve_raw(self, kind: str) -> list[Source]:
+        """Let each rank's memory be read by agents of a kind."""
+        return [self._raw_agent(kind, rank).source for rank in self._mine]
 
-        Args:
-            sources: prefill's agents.
-            prefill: how prefill is cut and placed.
-            tables: how it chose its blocks.
+    def prepare_raw(self, kind: str, sources: Sequence[Any], prefill: Mapping[str, Any]) -> None:
+        """Connect to prefill's agents, for `read_raw`.
 
-        Returns:
-            How these are joined.
+        "bulk" reads the prompt's bytes in one piece from each rank, "in-tree" in the pieces of our
+        own plan, so that only the agents differ.
         """
-        self._in_tree = [
-            InTreeAgent(self._in_tree_memory(rank), gpu) for rank, gpu in enumerate(self._gpus())
+        (rank,) = self._mine
+        spec, agent = self._spec, self._raw_agent(kind, rank)
+        known, cut = msgspec.convert(sources, list[Source]), msgspec.convert(prefill["cut"], Cut)
+        layouts = cut.layouts(spec.model, spec.tokens, self._kind)
+        theirs = [
+            replace(layout_at(layout, source.address), device=max(0, source.gpu))
+            for source, layout in zip(known, layouts, strict=True)
         ]
-        if prefill is not None:
-            spec, placed = self._spec, msgspec.convert(prefill, Placed)
-            self._in_tree_table = block_ids("prefill", spec, placed.cut, tables)
-            kind = "VRAM" if placed.gpus else "DRAM"
-            known = msgspec.convert(sources, list[Source])
-            layouts = placed.cut.layouts(spec.model, spec.tokens, kind)
-            remotes = {
-                source: replace(layout_at(layout, source.address), device=max(0, source.gpu))
-                for source, layout in zip(known, layouts, strict=True)
-            }
-            for agent, layout in zip(self._in_tree, self._layouts, strict=True):
-                agent.join(layout_at(layout, agent.source.address), remotes)
-        return [agent.source for agent in self._in_tree]
+        mine = layout_at(self._layouts[rank], agent.source.address)
+        shares = assign([holdings(one) for one in self._layouts], [holdings(one) for one in theirs])
+        tables = [Table.of(self._table)], [Table.of(self._block_ids("prefill", cut))]
+        posts, begin = [], mine.spans[0].address
+        for number, share in shares[rank].items():
+            common, source = plan(mine, theirs[number], share), known[number]
+            reads = common.reads(*tables, range(spec.tokens))
+            rows, indices = (common.local, common.remote), (reads.local, reads.remote)
+            if kind == BULK:
+                length, first = reads.num_bytes, np.zeros(1, dtype=np.int32)
+                theirs_begin = source.address + rank * length
+                rows = (
+                    dense_row(begin, length, length, agent.gpu),
+                    dense_row(theirs_begin, length, length, source.gpu),
+                )
+                begin, indices = begin + length, (first, first)
+            posts.append(partial(agent.prepare(source, rows), indices))
+        self._posts[kind] = agent, posts
 
-    def read_in_tree(self) -> float:
-        """Read the prompt with the only one; in seconds."""
-        (agent,) = self._in_tree
-        return agent.read(self._table, self._in_tree_table, self._spec.tokens)
+    def read_raw(self, kind: str) -> tuple[float, float]:
+        """Read the prompt's bytes; when that began and ended."""
+        agent, posts = self._posts[kind]
+        begin = time.monotonic()
+        agent.run(posts)
+        return begin, time.monotonic()
 
-    def stop_in_tree(self) -> None:
-        """End them."""
-        for agent in self._in_tree:
-            agent.close()
-        self._in_tree.clear()
+    def end_raw(self, kind: str) -> None:
+        """End the agents of a kind."""
+        self._posts.pop(kind, None)
+        for key in [key for key in self._raw if key[0] == kind]:
+            self._raw.pop(key).transport.close()
+
+    def progress(self) -> None:
+        """Serve readers: some paths of UCX need the owner of the memory."""
+        for agent in self._raw.values():
+            agent.transport.progress()
+
+    def _raw_agent(self, kind: str, rank: int) -> RawAgent:
+        key = kind, rank, self._gpu(rank)
+        if key not in self._raw:
+            memory = self._memory_of(rank)
+            if kind == BULK:
+                transport: Any = nixl_transport(CONFIG, "VRAM")  # reads one piece
+            else:
+                transport = InTreeTransport()
+                if not memory.is_cuda:  # ours is in huge pages by now, which torch does not use
+                    memory = torch.ones_like(memory)
+            self._raw[key] = RawAgent(transport, memory, self._gpu(rank))
+        return self._raw[key]
 
     # --- memory
 
     @property
     def _mine(self) -> Sequence[int]:
-        """The engine's ranks that are here."""
-        ranks = range(self._placed.cut.tp)
-        chosen = self._spec.ranks
+        ranks, chosen = range(self._cut.tp), self._spec.ranks
         return ranks if chosen is None else [rank for rank in ranks if rank in chosen]
 
-    def _gpus(self) -> Sequence[int]:
-        return self._placed.gpus or [-1] * self._placed.cut.tp
+    @property
+    def _kind(self) -> Memory:
+        return "VRAM" if self._gpus else "DRAM"
+
+    def _gpu(self, rank: int) -> int:
+        return self._gpus[rank] if self._gpus else -1
 
     def _memory_of(self, rank: int) -> torch.Tensor:
-        gpu = self._gpus()[rank]
+        gpu = self._gpu(rank)
         if (rank, gpu) not in self._memory:
             device = "cpu" if gpu < 0 else f"cuda:{gpu}"
             length = self._spec.num_bytes[rank]
             self._memory[rank, gpu] = torch.zeros(length, dtype=torch.uint8, device=device)
         return self._memory[rank, gpu]
 
-    def _in_tree_memory(self, rank: int) -> torch.Tensor:
-        """On a host its own, in pages as torch has them: our engines change those of theirs."""
-        memory = self._memory_of(rank)
-        return memory if memory.is_cuda else torch.ones_like(memory)
-
-    def _at_memory(self, layout: CacheLayout, rank: int) -> CacheLayout:
-        moved = layout_at(layout, self._memory_of(rank).data_ptr())
-        return replace(moved, device=max(0, self._gpus()[rank]))
-
     def _synchronize(self) -> None:
         for gpu in {memory.device for memory in self._memory.values() if memory.is_cuda}:
             torch.cuda.synchronize(gpu)
 
-    # --- the prompt's bytes
+    # --- the prompt
 
-    def _blocks(self, view: torch.Tensor) -> torch.Tensor:
-        """The prompt's blocks as the kernel counts them."""
-        blocks = self._placed.cut.blocks
-        each = blocks.size // blocks.kernel
-        ids = np.asarray(self._table)[:, None] * each + np.arange(each)
-        return torch.from_numpy(ids.ravel()).to(view.device)
+    def _block_ids(self, role: str, cut: Cut) -> list[int]:
+        count = self._spec.tokens // cut.block_size
+        chooser = np.random.default_rng([self._spec.seed, len(role)])
+        found: list[int] = chooser.permutation(np.arange(1, 1 + 2 * count))[:count].tolist()
+        return found
 
     def _prompt(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each part of each layer of each rank, its cache and what the prompt's blocks hold.
 
         Shapes are [blocks, heads, tokens, content] of the cache, and of the prompt's blocks.
         """
-        model, tokens = self._spec.model, self._spec.tokens
+        model, spec = self._spec.model, self._spec
         for rank in self._mine:
-            memory = self._memory_of(rank)
-            (group,) = self._layouts[rank].groups
+            memory, (group,) = self._memory_of(rank), self._layouts[rank].groups
             size = group.block_size
+            shape = (model.kv_heads, spec.tokens // size, size, sum(model.content))
             for number, region in enumerate(group.regions):
-                generator = torch.Generator(memory.device).manual_seed(
-                    self._spec.seed * model.layers + number
-                )
-                shape = (model.kv_heads, tokens // size, size, sum(model.content))
+                seed = spec.seed * model.layers + number
                 noise = torch.randint(
-                    0, 256, shape, dtype=torch.uint8, device=memory.device, generator=generator
+                    0,
+                    256,
+                    shape,
+                    dtype=torch.uint8,
+                    device=memory.device,
+                    generator=torch.Generator(memory.device).manual_seed(seed),
                 )
-                mine = noise[slice(*region.heads)].transpose(0, 1)
-                begin = 0
+                mine, begin = noise[slice(*region.heads)].transpose(0, 1), 0
                 for part in region.parts:
-                    view = torch.as_strided(
-                        memory,
+                    token_stride = region.token_stride_of(part)
+                    view = memory.as_strided(
                         (group.num_blocks, region.num_heads, size, part.length),
-                        (
-                            region.block_stride,
-                            region.head_stride,
-                            region.token_stride_of(part),
-                            1,
-                        ),
+                        (region.block_stride, region.head_stride, token_stride, 1),
                         region.base + part.offset - memory.data_ptr(),
                     )
                     yield view, mine[..., begin : begin + part.length]
                     begin += part.length
 
 
-def block_ids(role: str, spec: Spec, cut: Cut, tables: str) -> list[int]:
-    """The prompt's block table on one side; `tables` is "random" or "contiguous"."""
-    count = spec.tokens // cut.blocks.size
-    ids = np.arange(1, 1 + 2 * count)
-    if tables == "random":
-        ids = np.random.default_rng([spec.seed, len(role)]).permutation(ids)
-    found: list[int] = ids[:count].tolist()
-    return found
-
-
-def config_of(path: str) -> Config:
-    """The configuration that moves bytes on this path."""
-    return replace(CONFIG, path=path.removesuffix(VERIFIED), verify=float(path.endswith(VERIFIED)))
-
-
-def wait_until_granted(engine: LocalEngine, request: RequestId) -> None:
-    """Wait until nothing but local blocks is missing, as for a request that was queued.
-
-    Raises:
-        TimeoutError: if it does not come to that.
-    """
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(_is_granted(rank.parts.decode.load_of(request)) for rank in engine.ranks):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
-        time.sleep(NAP_S)
-
-
-def _is_granted(load: Any) -> bool:
+def _is_granted(rank: LocalRank, request: RequestId) -> bool:
+    load = rank.parts.decode.load_of(request)
     return load is not None and (load.lacks_only_blocks or load.failure is not None)
 
 
@@ -373,7 +370,7 @@ def _is_over(engine: LocalEngine, request: RequestId) -> bool:
 
 
 def cpu_of_transfer_threads() -> float:
-    """In seconds since they started; of all in this process."""
+    """CPU seconds of all transfer threads of this process so far."""
     return sum(
         time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         for thread in threading.enumerate()
@@ -382,13 +379,13 @@ def cpu_of_transfer_threads() -> float:
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Answer until the asker closes the connection."""
     connection = Connection(int(sys.argv[2]))
     process = Process(msgspec.json.decode(sys.argv[1], type=Spec))
     with contextlib.suppress(EOFError):
         while True:
             while not connection.poll(SERVING_PAUSE_S):
-                process.server.progress()
+                process.progress()
             ((name, arguments),) = msgspec.json.decode(connection.recv_bytes()).items()
             answer = getattr(process, name)(**arguments)
             connection.send_bytes(msgspec.json.encode(answer))

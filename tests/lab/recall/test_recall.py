@@ -1,6 +1,5 @@
 """The recall task says what it promises, and the committed model answers it from KV alone."""
 
-import csv
 import json
 import random
 from collections.abc import Iterator
@@ -237,11 +236,7 @@ def test_only_the_right_token_must_not_be_likely() -> None:
     assert float(unlikeliness(logits, torch.tensor([1]))) < 0.001
 
 
-def test_committed_curve_and_result_are_of_one_training() -> None:
-    with (FOLDER / "curve.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+def test_committed_result_is_of_a_small_model_that_answers_well() -> None:
     result = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))
-    assert len(rows) == result["plan"]["steps"]
-    assert float(rows[0]["accuracy"]) < 0.1
     assert all(exact >= 0.99 for exact, _ in result["lengths"]["float32"].values())
     assert (FOLDER / WEIGHTS).stat().st_size < 8_000_000

@@ -1,16 +1,14 @@
 """Train a small Qwen3 to follow links through a prompt, and write it as a model folder.
 
-Beside what vLLM loads, the folder gets curve.csv (the course of training) and result.json (what it
-ran on, how long it took, and the scores on held-out prompts).
+Beside what vLLM loads, the folder gets result.json (what it ran on, how long it took, and the
+scores on held-out prompts).
 """
 
 import argparse
-import csv
 import json
 import platform
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -57,7 +55,7 @@ class Plan:
 
 
 class Point(NamedTuple):
-    """A line of curve.csv."""
+    """One step of training."""
 
     step: int
     links: int
@@ -153,14 +151,6 @@ def results(folder: Path, device: str, count: int) -> dict[str, object]:
     return {"held_out_prompts": count, "lengths": lengths, "damage": damage}
 
 
-def write_curve(path: Path, points: Sequence[Point]) -> None:
-    """One line for each step."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Point._fields)
-        writer.writerows(points)
-
-
 def main() -> None:
     """Train, from the command line."""
     parser = argparse.ArgumentParser(
@@ -178,10 +168,9 @@ def main() -> None:
     folder, device, count = options.pop("out"), options.pop("device"), options.pop("held_out")
     plan = Plan(**options)
     begin = time.monotonic()
-    model, points = train(plan, device)
+    model, _ = train(plan, device)
     seconds = time.monotonic() - begin
     save(folder, model)
-    write_curve(folder / "curve.csv", points)
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     ran = {"device": machine, "torch": torch.__version__, "seconds": round(seconds, 1)}
     result = {"plan": asdict(plan), **ran, **results(folder, device, count)}
