@@ -22,7 +22,7 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import BuildFeature, allocate
+from nixl_kv.reading.paths import Buffer, BuildFeature, allocate
 from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"
@@ -93,6 +93,10 @@ def features_with(**options: Any) -> tuple[BuildFeature, ...]:
     )
 
 
+def _allocate(layout: CacheLayout, staging_bytes: int | None, length: int) -> Buffer:
+    return allocate(staging_bytes or length, layout.memory, layout.device)
+
+
 class LocalEngine:
     """See the module's head."""
 
@@ -151,7 +155,7 @@ class LocalEngine:
                 make_checker=make_checker,
                 make_control=make_control,
                 features=features_with(
-                    make_memory=lambda length: allocate(staging_bytes or length),
+                    make_memory=partial(_allocate, layout, staging_bytes),
                     num_slots=num_ring_slots,
                     **(feature_options or {}),
                 ),
