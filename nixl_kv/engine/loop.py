@@ -260,8 +260,9 @@ class Loop:
         parts = self.parts
         for event in parts.agents.poll():
             self._handle(event)
-        for digest_event in parts.digests.poll(self._is_wanted):
-            self._handle(digest_event)
+        digests = parts.digests
+        for made in digests.poll(self._is_wanted) if digests.jobs or digests.landed else ():
+            self._handle(made)
         for packed in parts.packs.poll() if parts.packs else ():
             self._handle(packed)
         if self.outstanding.orphans:
@@ -284,7 +285,8 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None: without a limit."""
-        parts, digests_wait_s = self.parts, self.parts.digests.wait_s
+        parts, digests = self.parts, self.parts.digests
+        digests_wait_s = digests.wait_s if digests.jobs else None
         has_decoded = self._decoding and self._decoding[0][1].done()
         if self._commands or self._questions or has_decoded or digests_wait_s == 0:
             return 0

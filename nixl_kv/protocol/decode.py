@@ -410,9 +410,10 @@ class DecodeMachine:
             else:
                 self._due.set(load.claim, math.inf if is_over else load.next_due)
         self._touched.clear()
-        for claim, rank in self._queue.pop_startable(now):
-            load = self._loads[claim]
-            actions += load.start_read(load.reads[rank], now)
+        if self._queue.where:
+            for claim, rank in self._queue.pop_startable(now):
+                load = self._loads[claim]
+                actions += load.start_read(load.reads[rank], now)
         return actions
 
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
@@ -422,7 +423,7 @@ class DecodeMachine:
             if key not in self._queue.where:
                 share = load.start.num_tokens * self._bytes_per_token // len(load.reads)
                 self._queue.add(key, read.endpoint, share)
-        elif read.state not in (State.READING, State.DRAINING):
+        elif key in self._queue.where and read.state not in (State.READING, State.DRAINING):
             self._queue.remove(key, now, has_landed=read.state is not State.FAILED)
         if read.state in ENDED:
             others = self._unfinished.get(read.endpoint, {})

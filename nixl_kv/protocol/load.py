@@ -184,6 +184,7 @@ class Load:
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
+        self.peer_name = str(self.peer)
         self._record("", "PREPARED", f"PrepareLoad: offer {short(self.ticket.nonce)}")
 
     @property
@@ -472,7 +473,7 @@ class Load:
         self.queue.note_progress((self.claim, read.rank), now)
 
     def _record(self, before: str, after: str, cause: str) -> None:
-        self.record(events.Transition(self.request, str(self.peer), before, after, cause))
+        self.record(events.Transition(self.request, self.peer_name, before, after, cause))
 
     def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
         detail = event.failure.kind.value if isinstance(event, Cancelled) else ""

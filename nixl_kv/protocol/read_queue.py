@@ -55,7 +55,7 @@ class ReadQueue:
     def pop_startable(self, now: float) -> list[Key]:
         """The reads that may start now; they count as under way."""
         startable: list[Key] = []
-        for endpoint in self.stalls.pop_due(now):
+        for endpoint in self.stalls.pop_due(now) if self.stalls.next <= now else ():
             lane = self._lanes[endpoint]
             lane.is_stalled = True
             self._num_bytes -= lane.num_bytes
@@ -84,10 +84,8 @@ class ReadQueue:
         return startable
 
     def remove(self, key: Key, now: float, *, has_landed: bool) -> None:
-        """Remove a read that has ended or was cancelled, if it is here."""
-        endpoint = self.where.pop(key, None)
-        if endpoint is None:
-            return
+        """Remove a read that has ended or was cancelled."""
+        endpoint = self.where.pop(key)
         lane = self._lanes[endpoint]
         if lane.waiting.pop(key, None) is not None:
             if not lane.waiting:

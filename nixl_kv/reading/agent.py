@@ -23,7 +23,7 @@ from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import ADDRESS, DEVICE
 from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.paths import Buffer, ExtraMemory, Read, ReadOp, Source, allocate
+from nixl_kv.reading.paths import RUNS_PER_TURN, Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
 from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, SlotPage, Transport
 
@@ -191,7 +191,7 @@ class ReadAgent:
         self._clock = clock
         self._counts = counts
         self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
-        self._broken: set[events.PeerKey] = set()  # their connection broke
+        self.broken: set[events.PeerKey] = set()  # their connection broke
         self._breaks: list[events.PeerBroken] = []  # to be reported
 
     def __repr__(self) -> str:
@@ -224,10 +224,9 @@ class ReadAgent:
         """Whether only abandoned reads are left, so that this agent can be destroyed."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
-    def start(self, action: WaitingRead) -> list[events.DataEvent] | None:
-        """Start a read; return the events so far, or None if it must wait."""
+    def start(self, action: WaitingRead, rank: RemoteRank | None) -> list[events.DataEvent] | None:
+        """Start a read of a rank; return the events so far, or None if it must wait."""
         request = request_of(action)
-        rank = self.ranks.find(action.peer, action.rank)
         if rank is None:
             reason = f"engine {action.peer.engine!r} is gone"
             return [events.ReadFailed(request, action.rank, reason)]
@@ -266,12 +265,13 @@ class ReadAgent:
         If a bug raises here, the agent does not poll that read again.
         """
         happened: list[events.DataEvent] = []
-        if not self.ranks.is_adding:
-            self._at_once_bytes = AT_ONCE_BYTES
-            self.ranks.budget.renew()
-            for path in self._paths:
+        self._at_once_bytes, self.ranks.budget.runs = AT_ONCE_BYTES, RUNS_PER_TURN
+        reads = (*self.warm_ups, *self.reads)
+        features = self._paths[:-1]  # the last path is direct, which has nothing to tidy
+        if (reads or features) and not self.ranks.is_adding:
+            for path in features:
                 path.tidy()
-            for read in (*self.warm_ups, *self.reads):
+            for read in reads:
                 happened += self._poll(read)
         if self._breaks:
             happened += self._breaks
@@ -298,12 +298,12 @@ class ReadAgent:
         They are forgotten once nothing reads them, and later reads add them again. Reads that
         waited for such an engine have failed by then, so that none waits for ever.
         """
-        for peer in list(self._broken) if self._broken and not self.ranks.is_adding else ():
+        for peer in list(self.broken) if self.broken and not self.ranks.is_adding else ():
             is_read = any(read.remote.peer == peer for read in (*self.reads, *self.warm_ups))
             if not is_read and not self.ranks.is_preparing(peer):
-                self._broken.remove(peer)
+                self.broken.remove(peer)
                 self.ranks.drop(peer, is_lost=True)
-        return [] if self.ranks.is_settled else self.ranks.collect()
+        return self.ranks.collect()
 
     def close(self) -> None:
         """Wait for copies and end the transport. Then nothing of this agent writes.
@@ -388,8 +388,8 @@ class ReadAgent:
             self._break(peer, str(error))
 
     def _break(self, peer: events.PeerKey, reason: str) -> None:
-        if peer not in self._broken:  # one break ends several reads; report it once
-            self._broken.add(peer)
+        if peer not in self.broken:  # one break ends several reads; report it once
+            self.broken.add(peer)
             self._breaks.append(events.PeerBroken(peer, reason))
 
     # --- warm-up

@@ -48,14 +48,11 @@ TCP_SLICE_BYTES: Final = 16 << 20
 MAX_SLICES: Final = 4
 
 
+@dataclass
 class Budget:
-    """Limits the descriptors that an agent posts in one turn of the transfer thread."""
+    """The descriptors that an agent may still post in this turn of the transfer thread."""
 
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        self.runs = RUNS_PER_TURN
+    runs: int = RUNS_PER_TURN
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,9 @@ class Ranks:
         self._is_reading = is_reading
         self._on_ready = on_ready
         self._ranks: dict[PeerKey, dict[Rank, RemoteRank]] = {}
-        self._busy: dict[RemoteRank, None] = {}  # in order: those that are not READY
-        self._adding: Future[None] | None = None  # until `collect` has seen its end
-        self._ended: list[Ended] = []  # to be reported
+        self.busy: dict[RemoteRank, None] = {}  # in order: those that are not READY
+        self.adding: Future[None] | None = None  # until `collect` has seen its end
+        self.ended: list[Ended] = []  # to be reported
         self._kept: set[PeerName] = set()  # names whose connections stay, without a record
         self._num_dropped = 0  # likewise, which the transport has forgotten
 
@@ -239,18 +239,13 @@ class Ranks:
     @property
     def is_adding(self) -> bool:
         """Whether the transport is busy because it adds a rank."""
-        return self._adding is not None and not self._adding.done()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether `collect` and `begin_next` would do nothing; cheap to ask."""
-        return not (self._busy or self._ended or self._adding)
+        return self.adding is not None and not self.adding.done()
 
     @property
     def is_busy(self) -> bool:
         """Whether a background thread or the next turn changes something here."""
-        is_due = self._adding is not None or bool(self._ended)
-        return is_due or not all(map(self._is_held, self._busy))
+        is_due = self.adding is not None or bool(self.ended)
+        return is_due or not all(map(self._is_held, self.busy))
 
     @property
     def num_left(self) -> int:
@@ -291,9 +286,9 @@ class Ranks:
             if route.readers and route.remote_rank not in ranks:
                 rank = RemoteRank(peer, route, description.ranks[route.remote_rank])
                 ranks[rank.rank] = rank
-                self._busy[rank] = None
+                self.busy[rank] = None
         if not self.is_preparing(peer):
-            self._ended.append(Ended(peer))
+            self.ended.append(Ended(peer))
 
     def drop(self, peer: PeerKey, *, is_lost: bool = False) -> None:
         """Forget an engine, or give up preparing it.
@@ -306,7 +301,7 @@ class Ranks:
                 rank.planning.add_done_callback(_release_planned)
             rank.move(RankEvent.LOSE if is_lost else RankEvent.DROP)
             rank.is_lost = is_lost
-            self._busy[rank] = None
+            self.busy[rank] = None
         names = {rank.name for rank in ranks if is_lost and rank.name is not None}
         for other in {rank.peer for rank in self._all() if names and rank.name in names}:
             self.drop(other, is_lost=True)
@@ -318,31 +313,31 @@ class Ranks:
     def collect(self) -> list[Ended]:
         """Take over the background threads' results; return the preparations that have ended."""
         if not self.is_adding:
-            self._adding = None
-            for rank in list(self._busy):
+            self.adding = None
+            for rank in list(self.busy):
                 if rank.state is RankState.PREPARING:  # its engine may have failed in this loop
                     self._finish(rank)
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def begin_next(self) -> None:
         """End the records of LEAVING ranks, and give the background threads work."""
-        if self._adding is None:
+        if self.adding is None:
             self._leave()
-        preparing = [rank for rank in self._busy if rank.state is RankState.PREPARING]
+        preparing = [rank for rank in self.busy if rank.state is RankState.PREPARING]
         is_planning = any(rank.planning and not rank.planning.done() for rank in preparing)
         for rank in preparing:
             if rank.planning is None and not is_planning:
                 rank.planning, is_planning = self._background.submit(self._plan, rank), True
-            if rank.adding is None and self._adding is None:
-                rank.adding = self._adding = self._background.submit(self._add, rank)
+            if rank.adding is None and self.adding is None:
+                rank.adding = self.adding = self._background.submit(self._add, rank)
 
     def close(self) -> None:
         """Give up all preparations and free all ranks; waits for `add_peer`, up to ADD_END_S."""
         for peer in list(self._ranks):
             self.drop(peer)
-        if self._adding is not None and not self._adding.cancel():
-            concurrent.futures.wait([self._adding], ADD_END_S)
+        if self.adding is not None and not self.adding.cancel():
+            concurrent.futures.wait([self.adding], ADD_END_S)
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _all(self) -> Iterator[RemoteRank]:
@@ -381,13 +376,13 @@ class Ranks:
             self._make_lists(rank, planned, rank.name)
         except (NixlKVError, ValueError) as error:
             self.drop(rank.peer)
-            self._ended.append(Ended(rank.peer, str(error)))
+            self.ended.append(Ended(rank.peer, str(error)))
             return
         rank.move(RankEvent.PREPARED)
-        del self._busy[rank]
+        del self.busy[rank]
         self._on_ready(rank)
         if not self.is_preparing(rank.peer):
-            self._ended.append(Ended(rank.peer))
+            self.ended.append(Ended(rank.peer))
 
     def _make_lists(self, rank: RemoteRank, planned: _Planned, name: PeerName) -> None:
         transport, remote = self._transport, rank.description
@@ -407,7 +402,7 @@ class Ranks:
 
     def _leave(self) -> None:
         """End LEAVING records, unless a read still needs them. The transport is not busy."""
-        leaving = [rank for rank in self._busy if rank.state is RankState.LEAVING]
+        leaving = [rank for rank in self.busy if rank.state is RankState.LEAVING]
         if not leaving:
             return
         # An engine at two addresses has the same names under both.
@@ -416,7 +411,7 @@ class Ranks:
             if self._is_held(rank):
                 continue
             rank.move(RankEvent.IDLE)
-            del self._busy[rank]
+            del self.busy[rank]
             num_records[rank.name] -= 1
             if rank.name is None or num_records[rank.name]:
                 continue

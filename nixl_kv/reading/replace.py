@@ -34,7 +34,7 @@ from nixl_kv.reading.agent import (
     request_of,
 )
 from nixl_kv.reading.paths import STOPPED, ExtraMemory
-from nixl_kv.reading.peers import Ended, RemotePeers
+from nixl_kv.reading.peers import Ended, Ranks, RemotePeers
 from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
@@ -169,8 +169,9 @@ class Agents:
             return []
         current, happened = self.polled[0], list[events.DataEvent]()
         for agent in self.polled:
-            for preparation in agent.collect():
-                happened += self._on_prepared(preparation) if agent is current else ()
+            if agent.broken or not _is_settled(agent.ranks):
+                for preparation in agent.collect():
+                    happened += self._on_prepared(preparation) if agent is current else ()
             happened += agent.poll()
         happened += self._replace_current()
         if self._waiting and not self.polled[0].ranks.is_adding:
@@ -178,7 +179,7 @@ class Agents:
             for read in waiting:
                 happened += self._start(read)
         for agent in self.polled:
-            if not agent.ranks.is_settled:
+            if not _is_settled(agent.ranks):
                 agent.ranks.begin_next()
         if happened or self.next_due is not None or self.polled[0].ranks.has_left:
             self._tidy()
@@ -270,10 +271,12 @@ class Agents:
     def _start(self, read: WaitingRead) -> list[events.DataEvent]:
         """Start a read with the current agent, or let it wait. It may have to add the engine."""
         agent = self.current
-        if agent.ranks.find(read.peer, read.rank) is None:
+        rank = agent.ranks.find(read.peer, read.rank)
+        if rank is None:
             # Another agent made the handshake, or the connection broke.
             self._prepare(agent, read.peer)
-        started = agent.start(read)
+            rank = agent.ranks.find(read.peer, read.rank)
+        started = agent.start(read, rank)
         if started is None:
             self._waiting.append(read)
         return started or []
@@ -405,3 +408,8 @@ class Agents:
 
 def _is_of(action: events.StopRead | events.AbandonRead, read: WaitingRead) -> bool:
     return (request_of(read), read.rank) == (action.request, action.rank)
+
+
+def _is_settled(ranks: Ranks) -> bool:
+    """Whether `collect` and `begin_next` would do nothing: each turn asks."""
+    return not (ranks.busy or ranks.ended or ranks.adding)

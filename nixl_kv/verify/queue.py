@@ -60,17 +60,17 @@ class DigestQueue:
         self._layout = layout
         self._digester = digester
         self._clock = clock
-        self._jobs: deque[_Job] = deque()
-        self._landed: dict[_Requester, _Job] = {}
+        self.jobs: deque[_Job] = deque()
+        self.landed: dict[_Requester, _Job] = {}
         self._counts = counts
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.jobs)
 
     @property
     def wait_s(self) -> float | None:
         """How long the thread may wait before the next step; None without jobs."""
-        return self._digester.pause_s if self._digester and self._jobs else None
+        return self._digester.pause_s if self._digester and self.jobs else None
 
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
         """Queue a digest or a comparison. Returns an event if it has ended at once."""
@@ -78,16 +78,16 @@ class DigestQueue:
             return _refused(action, "this rank computes no digests")
         # A reader has one digest per claim at a time: asking again must not keep this rank busy.
         requester, subject = _keys(action)
-        if requester in self._landed:
+        if requester in self.landed:
             if _awaits_reply(action):
                 return None
-            return _finished(action, self._landed.pop(requester))
-        for job in self._jobs:
+            return _finished(action, self.landed.pop(requester))
+        for job in self.jobs:
             if requester in job.actions:
                 if _awaits_reply(job.actions[requester]):
                     job.actions[requester] = action
                 return None
-        for job in self._jobs:
+        for job in self.jobs:
             if job.subject == subject:  # the readers of the same heads share a digest
                 job.actions[requester] = action
                 return None
@@ -97,7 +97,7 @@ class DigestQueue:
         except ValueError as error:
             return _refused(action, str(error))
         steps = self._digester(secret, local_slices)
-        self._jobs.append(_Job({requester: action}, subject, local_slices, steps))
+        self.jobs.append(_Job({requester: action}, subject, local_slices, steps))
         return None
 
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
@@ -105,11 +105,11 @@ class DigestQueue:
 
         Returns an event for each digest or comparison that has ended.
         """
-        landed = self._landed.items()
-        self._landed = {key: job for key, job in landed if is_wanted(job.actions[key])}
-        if not self._jobs:
+        landed = self.landed.items()
+        self.landed = {key: job for key, job in landed if is_wanted(job.actions[key])}
+        if not self.jobs:
             return []
-        job = self._jobs[0]
+        job = self.jobs[0]
         if not any(map(is_wanted, job.actions.values())):
             return self._fail_job("no reader waits for it any longer")
         job.started_at = job.started_at or self._clock()
@@ -123,23 +123,23 @@ class DigestQueue:
         return []
 
     def clear(self) -> None:
-        self._jobs.clear()
-        self._landed.clear()
+        self.jobs.clear()
+        self.landed.clear()
 
     def close(self) -> None:
         if self._digester is not None:
             self._digester.close()
 
     def _finish_job(self, seconds: float) -> list[events.DigestEvent]:
-        job = self._jobs.popleft()
+        job = self.jobs.popleft()
         self._counts["digests"] += 1
         self._counts["digest_bytes"] += count_bytes(job.slices)
         self._counts["digest_seconds"] += seconds
-        self._landed |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
+        self.landed |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
         return [_finished(one, job) for one in job.actions.values() if not _awaits_reply(one)]
 
     def _fail_job(self, reason: str) -> list[events.DigestEvent]:
-        refused = [_refused(action, reason) for action in self._jobs.popleft().actions.values()]
+        refused = [_refused(action, reason) for action in self.jobs.popleft().actions.values()]
         return [event for event in refused if event is not None]
 
 

@@ -75,8 +75,10 @@ class Reading:
         """What is known at once of a read."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),))
-        return self.agent.start(StartRead(peer, R0, granted, load)) or []
+        rank = self.agent.ranks.find(peer, R0)
+        return self.agent.start(StartRead(peer, R0, granted, load), rank) or []
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
         """The same of a slot."""
-        return self.agent.start(ReadSlot(peer, R0, D1, slot)) or []
+        rank = self.agent.ranks.find(peer, R0)
+        return self.agent.start(ReadSlot(peer, R0, D1, slot), rank) or []

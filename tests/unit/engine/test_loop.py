@@ -747,6 +747,8 @@ def test_a_digest_is_stepped_as_often_as_its_maker_needs(
     world: World, monkeypatch: pytest.MonkeyPatch, pause_s: float, wait_s: float
 ) -> None:
     monkeypatch.setattr(DigestQueue, "wait_s", pause_s)
+    monkeypatch.setattr(DigestQueue, "poll", lambda *_: [])
+    world.prefill.parts.digests.jobs.append("a digest")  # type: ignore[arg-type]
     assert world.prefill.turn() == wait_s
 
 

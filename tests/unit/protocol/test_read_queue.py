@@ -104,7 +104,6 @@ def test_a_read_that_waits_costs_nothing_to_remove() -> None:
     queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(0), 1))
     assert started(queue) == [0]
     queue.remove(key(1), 1.0, has_landed=False)
-    queue.remove(key(1), 1.0, has_landed=False)
     queue.remove(key(0), 1.0, has_landed=False)
     assert started(queue, 1.0) == [2]
     assert key(1) not in queue.where

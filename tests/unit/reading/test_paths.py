@@ -14,7 +14,16 @@ from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import ChunksWanted, StartLoad, StartRead
 from nixl_kv.reading import paths
-from nixl_kv.reading.paths import MAX_SLICES, STOPPED, Budget, DirectOp, DirectPath, Read, Source
+from nixl_kv.reading.paths import (
+    MAX_SLICES,
+    RUNS_PER_TURN,
+    STOPPED,
+    Budget,
+    DirectOp,
+    DirectPath,
+    Read,
+    Source,
+)
 from support.readable import ReadableRank, engine_of
 from support.records import D1, PEER, grant
 
@@ -108,7 +117,7 @@ def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
     assert len(reading.posted) == 3
     assert not op.is_autonomous, "it needs further turns"
     while not op.has_ended:
-        reading.budget.renew()
+        reading.budget.runs = RUNS_PER_TURN
         op.poll()
     reading.check()
 
@@ -127,7 +136,7 @@ def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
     first.poll()
     second.poll()
     assert reading.posted == [RUNS], "the budget was spent by the first one"
-    reading.budget.renew()
+    reading.budget.runs = RUNS_PER_TURN
     while not second.has_ended:
         second.poll()
     reading.check()
