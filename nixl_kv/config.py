@@ -296,7 +296,7 @@ class Config:
         return AllowedHosts((*LOOPBACK, ipaddress.ip_network(self.host)))
 
     @property
-    def renew_interval_s(self) -> float:
+    def heartbeat_interval_s(self) -> float:
         # Five heartbeats per lease: three may be lost, and a stall still costs nothing. At most
         # 0.8 s, so that prefill hears at least once per second that a read may go on.
         return min(0.8, self.lease_s / 5)

@@ -27,13 +27,13 @@ Claim = NewType("Claim", str)
 Rank = NewType("Rank", int)
 """A worker of an engine: 0 to pp * tp - 1, pipeline stage major."""
 
-Generation = NewType("Generation", bytes)
+FenceToken = NewType("FenceToken", bytes)
 """A fence token: the 16 bytes in a fence slot while a grant is valid. 15 of them are random."""
 
 Endpoint = NewType("Endpoint", str)
 """A control-plane address, such as `tcp://10.0.0.1:5600`. IPv6 literals have brackets."""
 
-GENERATION_BYTES: Final = 16
+FENCE_TOKEN_BYTES: Final = 16
 
 ANY_INCARNATION: Final = Incarnation("0" * 32)
 """Stands for any incarnation in questions of tools. No engine or ticket has it."""
@@ -52,9 +52,9 @@ def new_claim() -> Claim:
     return Claim(secrets.token_hex(16))
 
 
-def new_generation() -> Generation:
+def new_fence_token() -> FenceToken:
     # A token must differ from a cleared slot, which is all zero.
-    return Generation(b"\x01" + secrets.token_bytes(GENERATION_BYTES - 1))
+    return FenceToken(b"\x01" + secrets.token_bytes(FENCE_TOKEN_BYTES - 1))
 
 
 def engine_incarnation(ranks: Iterable[Incarnation]) -> Incarnation:

@@ -306,7 +306,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         event_log.record,
         digests.name_slices,
         timeout_s=config.request_timeout_s,
-        renew_interval_s=config.renew_interval_s,
+        heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
     )
     num_slots = spec.num_slots or slots_for(layout)

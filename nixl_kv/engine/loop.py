@@ -276,10 +276,8 @@ class Loop:
             self._serve(parts.serving)
         if self._questions:
             self._answer_question(*self._questions.popleft())
-        if parts.counts and not self._results:
-            # One record waits at a time, however long the caller does not pop it.
-            self._results.append(events.Counts(dict(parts.counts)))
-            parts.counts.clear()
+        if not self._results:  # one record waits at a time, however long the caller does not pop it
+            self._publish_counts()
 
     # --- waiting and time
 
@@ -461,7 +459,7 @@ class Loop:
             case events.Disconnect():
                 parts.control.disconnect(action.endpoint)
             case events.WriteSlot():
-                parts.slots.write(action.slot, action.generation)
+                parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
             case events.LoadEnded() | events.OfferEnded():
@@ -510,7 +508,14 @@ class Loop:
             self._look_at_links_at = self._clock() + LINK_KEPT_S
         return None
 
+    def _publish_counts(self) -> None:
+        if self.parts.counts:
+            self._results.append(events.Counts(dict(self.parts.counts)))
+            self.parts.counts.clear()
+
     def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
+        # An idle rank makes no further turn, so the caller gets a load's counts with its end.
+        self._publish_counts()
         if self.outstanding.settle(report) and isinstance(report, events.LoadEnded):
             self._on_load_ended()
             if report.failure is not None:

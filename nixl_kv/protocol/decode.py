@@ -25,7 +25,7 @@ from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
-MIN_RENEW_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
+MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
 
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
 CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
@@ -53,7 +53,7 @@ class DecodeMachine:
         name_slices: NameSlices | None,  # None: it verifies no load
         *,
         timeout_s: float,
-        renew_interval_s: float,
+        heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
     ) -> None:
         self.reader = reader
@@ -62,7 +62,7 @@ class DecodeMachine:
         self._record = record
         self._name_slices = name_slices
         self._timeout_s = timeout_s
-        self._renew_interval_s = renew_interval_s
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._bytes_per_token = bytes_per_token
         self._queue = ReadQueue()
         self._loads: dict[Claim, Load] = {}
@@ -71,7 +71,7 @@ class DecodeMachine:
         self._by_peer: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
         self._due = Deadlines[Claim]()
-        self._renewals = Deadlines[Endpoint]()
+        self._heartbeats = Deadlines[Endpoint]()
 
     def handle(self, event: events.DecodeEvent, now: float) -> Actions:
         return self._HANDLERS[type(event)](self, event, now) + self._settle(now)
@@ -86,7 +86,7 @@ class DecodeMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` will do something; None for never."""
-        own, stalls = min(self._due.next, self._renewals.next), self._queue.stalls.next
+        own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
         due = min(own, stalls, self.peers.deadlines.next)
         return None if due == math.inf else due
 
@@ -106,7 +106,7 @@ class DecodeMachine:
     def clear(self) -> None:
         for table in (self._loads, self._touched, self._by_request, self._by_peer):
             table.clear()
-        for each in (self._unfinished, self._queue, self._due, self._renewals, self.peers):
+        for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
 
     def validate(self) -> None:
@@ -238,7 +238,7 @@ class DecodeMachine:
             if len(others) >= messages.MAX_CLAIMS:  # a heartbeat cannot name more
                 load.fail(TOO_MANY)
             others[load.claim, read.rank] = load, read
-            self._hurry_renewal(read, now)
+            self._hurry_heartbeat(read, now)
         for read in load.reads.values() if load.failure is None else ():
             actions += load.ask(read, now)
         return actions + (self._ask_digests(load, now) if load.failure is None else [])
@@ -264,7 +264,7 @@ class DecodeMachine:
             read.unreachable_since = min(now, read.unreachable_since)
             if read.lacks_answer:
                 actions += load.ask(read, now)
-        return actions + (self._renew(event.endpoint, now) if reads else [])
+        return actions + (self._send_heartbeat(event.endpoint, now) if reads else [])
 
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
         for load, read in self._at(event.endpoint):
@@ -286,8 +286,8 @@ class DecodeMachine:
                 return self._on_endpoint_lost(lost, now)
             case message if message.reader != self.reader:
                 return []
-            case messages.Renewed() as renewed:
-                return self._on_renewed(renewed, event.endpoint, now)
+            case messages.HeartbeatReply() as reply:
+                return self._on_heartbeat_reply(reply, event.endpoint, now)
             case answer:
                 return self._on_claim_answer(answer, event.endpoint, now)
 
@@ -302,13 +302,15 @@ class DecodeMachine:
             release = messages.about_claim(messages.Release, message, complete=False)
             return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
-            return self._renew(endpoint, now)  # it lists the claims that are being read
+            return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
         actions = HANDLERS[type(message)](load, read, message, now)
         if isinstance(message, messages.Grant):
-            self._hurry_renewal(read, now)
+            self._hurry_heartbeat(read, now)
         return actions
 
-    def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint, now: float) -> Actions:
+    def _on_heartbeat_reply(
+        self, message: messages.HeartbeatReply, endpoint: Endpoint, now: float
+    ) -> Actions:
         for load, read in self._unfinished.get(endpoint, {}).values():
             # An answer of another incarnation says nothing about this one.
             if read.unreachable_since < math.inf and read.incarnation == message.incarnation:
@@ -316,7 +318,7 @@ class DecodeMachine:
                 self._touched[load.claim] = load
         for claim in message.lost:
             one, held = self._claimed(Claim(claim), endpoint)
-            # A renew may overtake an ask, so prefill may have granted the claim since.
+            # A heartbeat may overtake an ask, so prefill may have granted the claim since.
             if one and held and held.grant is not None and held.granted_at < message.number:
                 one.on_refusal(held, message, now)
         return []
@@ -342,20 +344,26 @@ class DecodeMachine:
             for read in load.reads.values() if load.failure is None else ():
                 if read.lacks_answer and read.ask_again_at <= now:
                     actions += load.ask(read, now)
-        actions += self._settle(now)  # first, so that no renew names a claim that has just ended
-        return actions + [a for at in self._renewals.pop_due(now) for a in self._renew(at, now)]
+        actions += self._settle(
+            now
+        )  # first, so that no heartbeat names a claim that has just ended
+        return actions + [
+            a for at in self._heartbeats.pop_due(now) for a in self._send_heartbeat(at, now)
+        ]
 
     def _is_in_use(self, peer: events.PeerKey) -> bool:
         """Whether a read is reading the peer's memory, or may still be started on it."""
         loads = self._by_peer.get(peer, {}).values()
         return any(load.is_open and not load.is_over for load in loads)
 
-    # --- renewals
+    # --- heartbeats
 
-    def _renew(self, endpoint: Endpoint, now: float) -> Actions:
+    def _send_heartbeat(self, endpoint: Endpoint, now: float) -> Actions:
         """Send a heartbeat to each incarnation of which this rank may hold claims."""
         found = self._unfinished[endpoint].values()
-        self._renewals.set(endpoint, now + min(self._renew_after_s(read) for _, read in found))
+        self._heartbeats.set(
+            endpoint, now + min(self._heartbeat_after_s(read) for _, read in found)
+        )
         lives: dict[Incarnation, tuple[list[Claim], list[Claim]]] = {}
         for load, read in found:
             reading, others = lives.setdefault(read.incarnation, ([], []))
@@ -365,25 +373,25 @@ class DecodeMachine:
     def _heartbeat(
         self, at: Endpoint, life: Incarnation, reading: _Claims = (), others: _Claims = ()
     ) -> events.Action:
-        renew = messages.Renew(
+        heartbeat = messages.Heartbeat(
             incarnation=life,
             reader=self.reader,
             number=self.numbers.next(),
             claims=(*reading, *others),
             num_reading=len(reading),
         )
-        return events.Send(at, renew)
+        return events.Send(at, heartbeat)
 
-    def _renew_after_s(self, read: RankRead) -> float:
+    def _heartbeat_after_s(self, read: RankRead) -> float:
         # Five per lease, whose length prefill's configuration decides.
         lease_s = read.grant.lease_s if read.grant is not None else math.inf
-        return max(MIN_RENEW_INTERVAL_S, min(self._renew_interval_s, lease_s / 5))
+        return max(MIN_HEARTBEAT_INTERVAL_S, min(self._heartbeat_interval_s, lease_s / 5))
 
-    def _hurry_renewal(self, read: RankRead, now: float) -> None:
+    def _hurry_heartbeat(self, read: RankRead, now: float) -> None:
         """Send the next heartbeat earlier if a new read or its lease needs that."""
-        soon = now + self._renew_after_s(read)
-        if read.state not in ENDED and soon < self._renewals.get(read.endpoint):
-            self._renewals.set(read.endpoint, soon)
+        soon = now + self._heartbeat_after_s(read)
+        if read.state not in ENDED and soon < self._heartbeats.get(read.endpoint):
+            self._heartbeats.set(read.endpoint, soon)
 
     # --- the end of an event
 
@@ -429,7 +437,7 @@ class DecodeMachine:
             others = self._unfinished.get(read.endpoint, {})
             if others.pop(key, None) is not None and not others:
                 del self._unfinished[read.endpoint]
-                self._renewals.set(read.endpoint, math.inf)
+                self._heartbeats.set(read.endpoint, math.inf)
 
     def _forget(self, load: Load) -> None:
         self._due.set(load.claim, math.inf)
@@ -451,7 +459,7 @@ class DecodeMachine:
         events.LinkBroken: _on_link_broken,
         events.EndpointLost: _on_endpoint_lost,
         events.PeerFits: _on_fits,
-        events.PeerJoined: lambda self, event, now: self.peers.on_joined(event, now),
+        events.HandshakeDone: lambda self, event, now: self.peers.on_handshake_done(event, now),
         events.PeerRefused: lambda self, event, now: self.peers.on_refused(event.peer, event, now),
         events.PeerBroken: lambda self, event, now: self.peers.on_broken(event, now),
         events.PeersMoved: _greet,

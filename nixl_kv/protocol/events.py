@@ -12,7 +12,7 @@ import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
 
@@ -166,7 +166,7 @@ class PeerFits(msgspec.Struct, frozen=True):
     routes: tuple[Route, ...]
 
 
-class PeerJoined(msgspec.Struct, frozen=True):
+class HandshakeDone(msgspec.Struct, frozen=True):
     peer: PeerKey
 
 
@@ -234,7 +234,7 @@ class ReadFailed(msgspec.Struct, frozen=True):
 class SlotRead(msgspec.Struct, frozen=True):
     request: RequestId
     rank: Rank
-    generation: Generation
+    fence_token: FenceToken
 
 
 class DigestMade(msgspec.Struct, frozen=True):
@@ -272,7 +272,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 # --- actions; these are answered:
 #
-#     JoinPeer               by PeerFits, then PeerJoined; or by PeerRefused instead
+#     StartHandshake               by PeerFits, then HandshakeDone; or by PeerRefused instead
 #     StartRead              by ReadDone or ReadFailed, after any number of ChunksWanted
 #     ReadSlot               by SlotRead or ReadFailed
 #     StopRead, AbandonRead  by the end of that read: at once, or once its agent is gone
@@ -295,7 +295,7 @@ class Disconnect(msgspec.Struct, frozen=True):
     endpoint: Endpoint
 
 
-class JoinPeer(msgspec.Struct, frozen=True):
+class StartHandshake(msgspec.Struct, frozen=True):
     """Check a description and make the peer's memory readable."""
 
     peer: PeerKey
@@ -371,7 +371,7 @@ class CompareDigest(msgspec.Struct, frozen=True):
 
 class WriteSlot(msgspec.Struct, frozen=True):
     slot: int
-    generation: Generation
+    fence_token: FenceToken
 
 
 class ClearSlot(msgspec.Struct, frozen=True):
@@ -474,12 +474,12 @@ PrefillCommand: TypeAlias = (
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
 ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
-PeerEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | PeerBroken | PeersMoved
+PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
 DataAction: TypeAlias = (
-    JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
+    StartHandshake | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
 )
 Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest

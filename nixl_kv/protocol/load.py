@@ -65,7 +65,7 @@ TRANSITIONS: Final[Table[State]] = {
         events.StartLoad: (State.READING,),
         messages.Deny: _FAILED,
         messages.Recall: _FAILED,
-        messages.Renewed: _FAILED,
+        messages.HeartbeatReply: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
@@ -82,7 +82,7 @@ TRANSITIONS: Final[Table[State]] = {
     State.VERIFYING: {
         events.DigestCompared: (State.DONE, State.FAILED),
         messages.Deny: _FAILED,
-        messages.Renewed: _FAILED,
+        messages.HeartbeatReply: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
@@ -101,12 +101,14 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
-_Refusal: TypeAlias = messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost
+_Refusal: TypeAlias = (
+    messages.Deny | messages.Recall | messages.HeartbeatReply | events.EndpointLost
+)
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
 _REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
     messages.Deny: (FailureKind.DENIED, "denied"),
     messages.Recall: (FailureKind.RECALLED, "recalled its blocks before decode had its own"),
-    messages.Renewed: (FailureKind.LEASE_LOST, "let the lease run out"),
+    messages.HeartbeatReply: (FailureKind.LEASE_LOST, "let the lease run out"),
     events.EndpointLost: (FailureKind.UNREACHABLE, "is unreachable"),
 }
 
@@ -371,7 +373,7 @@ class Load:
 
     def on_slot(self, read: RankRead, event: events.SlotRead, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
-        slot_valid = read.grant is not None and event.generation == read.grant.generation
+        slot_valid = read.grant is not None and event.fence_token == read.grant.fence_token
         if not slot_valid:
             detail = f"prefill rank {read.rank} took its blocks back during the read"
             self.fail(Failure(FailureKind.FENCED, detail))

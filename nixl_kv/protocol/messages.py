@@ -6,9 +6,9 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
-                                       Renew          -> Renewed
+                                       Heartbeat          -> HeartbeatReply
                                        Release        (a hint; a lost one costs a lease)
-From a rank, unasked, to its reader:   Recall         -> Release | Renew
+From a rank, unasked, to its reader:   Recall         -> Release | Heartbeat
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
 Each side answers a message of another wire version with VersionRefusal, which all versions can
@@ -27,7 +27,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.geometry.layout import CacheLayout, Stripe, Table, check_range
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank
+from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
@@ -211,13 +211,13 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
-    """The rank holds the blocks for the claim while `generation` is in its fence `slot`."""
+    """The rank holds the blocks for the claim while `fence_token` is in its fence `slot`."""
 
-    lease_s: Annotated[float, Meta(gt=0, le=3600)]  # after the last Ask or Renew
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]  # after the last Ask or Heartbeat
     # One block table per cache group, for the whole prompt.
     tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
-    generation: Annotated[Generation, Meta(min_length=16, max_length=16)]
+    fence_token: Annotated[FenceToken, Meta(min_length=16, max_length=16)]
 
 
 class Deny(_OfClaim, frozen=True, kw_only=True):
@@ -290,7 +290,7 @@ class Recall(_OfClaim, frozen=True, kw_only=True):
     """The rank needs the blocks: a reader releases them, or renews if it reads them already."""
 
 
-class Renew(_Message, frozen=True, kw_only=True):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     """The heartbeat: all claims that the reader holds at this rank. A missing one is released."""
 
     reader: Reader
@@ -299,9 +299,9 @@ class Renew(_Message, frozen=True, kw_only=True):
     num_reading: _Count  # the first of them are being read, or will be without another vLLM step
 
 
-class Renewed(_Message, frozen=True, kw_only=True):
+class HeartbeatReply(_Message, frozen=True, kw_only=True):
     reader: Reader
-    number: _Count  # that of the Renew
+    number: _Count  # that of the Heartbeat
     lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]  # claims not held here
 
 
@@ -325,9 +325,9 @@ class Status(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Describe | Drain | SetWeights
-ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
+ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
-Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
+Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal
 ToTool: TypeAlias = Status | Draining | WeightsSet | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 

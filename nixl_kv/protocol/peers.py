@@ -33,7 +33,9 @@ NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time
 
 class State(MachineState):
     CONNECTING = enum.auto()  # decode has asked its directory for the description
-    JOINING = enum.auto()  # the description fits: loads ask its ranks, its memory is made readable
+    HANDSHAKING = (
+        enum.auto()
+    )  # the description fits: loads ask its ranks, its memory is made readable
     READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
     # Its ranks answer, but connections to their memory break. Loads fail at once until the pause
     # ends, which doubles each time.
@@ -44,14 +46,14 @@ class State(MachineState):
 
 TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
-        events.PeerFits: (State.JOINING,),
+        events.PeerFits: (State.HANDSHAKING,),
         events.PeerRefused: (State.BACKOFF,),
         messages.Refusal: (State.BACKOFF,),
         events.EndpointLost: (State.BACKOFF,),
         events.Tick: (State.BACKOFF,),
     },
-    State.JOINING: {
-        events.PeerJoined: (State.READY,),
+    State.HANDSHAKING: {
+        events.HandshakeDone: (State.READY,),
         events.PeerRefused: (State.BACKOFF,),
         events.EndpointLost: (State.GONE,),
     },
@@ -76,7 +78,7 @@ class Peer:
     failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
     breaks: int = 0  # connections to its memory that broke since the last successful read
     is_reported: bool = False  # the log says that it is unreadable
-    description: messages.Description | None = None  # from JOINING on
+    description: messages.Description | None = None  # from HANDSHAKING on
     routes: tuple[Route, ...] = ()
 
     @property
@@ -129,7 +131,7 @@ class PeerBook:
         if peer is None or peer.state is not State.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
-        return [events.JoinPeer(key, message), *self._disconnect(key)]
+        return [events.StartHandshake(key, message), *self._disconnect(key)]
 
     def on_fits(self, event: events.PeerFits) -> bool:
         """Whether the peer is still wanted."""
@@ -137,7 +139,7 @@ class PeerBook:
         if peer is None or peer.state is not State.CONNECTING:
             return False
         detail = f"{len(event.routes)} of {len(event.description.ranks)} ranks"
-        self._move(peer, State.JOINING, event, detail)
+        self._move(peer, State.HANDSHAKING, event, detail)
         self._unindex(peer)
         peer.description, peer.routes = event.description, event.routes
         self._index(peer)
@@ -145,9 +147,9 @@ class PeerBook:
         self.deadlines.set(peer.key, math.inf)
         return True
 
-    def on_joined(self, event: events.PeerJoined, now: float) -> Actions:
+    def on_handshake_done(self, event: events.HandshakeDone, now: float) -> Actions:
         peer = self.known.get(event.peer)
-        if peer is not None and peer.state is State.JOINING:
+        if peer is not None and peer.state is State.HANDSHAKING:
             self._move(peer, State.READY, event)
             self.deadlines.set(event.peer, now + KEPT_S)
         return []
@@ -163,10 +165,10 @@ class PeerBook:
 
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
         peer = self.known.get(event.peer)
-        if peer is None or peer.state not in (State.JOINING, State.READY):
+        if peer is None or peer.state not in (State.HANDSHAKING, State.READY):
             return []
         peer.breaks += 1
-        if peer.breaks < MAX_BREAKS or peer.state is State.JOINING:
+        if peer.breaks < MAX_BREAKS or peer.state is State.HANDSHAKING:
             return []
         pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
@@ -189,7 +191,7 @@ class PeerBook:
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
                 actions += self._pause(peer, event, failure, now)
-            elif peer.state in (State.JOINING, State.READY, State.UNREADABLE):
+            elif peer.state in (State.HANDSHAKING, State.READY, State.UNREADABLE):
                 # Its loads do not fail here: each of their reads knows whether it needs prefill.
                 self._move(peer, State.GONE, event, event.reason)
                 self.deadlines.set(peer.key, now)

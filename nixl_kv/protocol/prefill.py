@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, new_generation, short
+from nixl_kv.ids import (
+    Claim,
+    EngineId,
+    FenceToken,
+    Incarnation,
+    Nonce,
+    Rank,
+    new_fence_token,
+    short,
+)
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
@@ -33,8 +42,8 @@ class State(MachineState):
     READING = enum.auto()  # a reader has begun
 
 
-# None ends the offer. A Release, a Renew or an expired lease ends a granted one only with its last
-# reader. A Tick also ends an offer that keeps a ring slot too long while other chunks wait.
+# None ends the offer. A Release, a Heartbeat or an expired lease ends a granted one only with its
+# last reader. A Tick also ends an offer that keeps a ring slot too long while other chunks wait.
 TRANSITIONS: Final[Table[State]] = {
     State.PREPARED: {
         events.PublishOffer: (State.OFFERED,),
@@ -53,19 +62,19 @@ TRANSITIONS: Final[Table[State]] = {
         events.PublishOffer: (State.GRANTED,),
         events.ReclaimBlocks: (State.RECALLED,),
         messages.Release: (None,),
-        messages.Renew: (State.READING, None),
+        messages.Heartbeat: (State.READING, None),
         events.Tick: (State.RECALLED, None),
     },
     State.RECALLED: {
         events.PublishOffer: (State.RECALLED,),
         messages.Release: (None,),
-        messages.Renew: (State.READING, None),
+        messages.Heartbeat: (State.READING, None),
         events.Tick: (None,),
     },
     State.READING: {
         events.PublishOffer: (State.READING,),
         messages.Release: (None,),
-        messages.Renew: (None,),
+        messages.Heartbeat: (None,),
         events.Tick: (None,),
     },
 }
@@ -84,7 +93,7 @@ class Binding:
     claim: Claim
     engine: EngineId  # of the readers
     slot: int
-    generation: Generation
+    fence_token: FenceToken
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
@@ -410,8 +419,8 @@ class PrefillMachine:
                 return self._on_digest_request(request, event.route)
             case messages.PackRequest() as pack:
                 return self._on_pack_request(pack, event.route)
-            case messages.Renew() as renew:
-                return self._on_renew(renew, event.route, now)
+            case messages.Heartbeat() as heartbeat:
+                return self._on_heartbeat(heartbeat, event.route, now)
             case messages.Release() as release:
                 return self._on_release(release)
 
@@ -425,7 +434,7 @@ class PrefillMachine:
         binding = offer.binding
         if binding is None:
             binding = self._bind(offer, ask, now)
-            actions = [events.WriteSlot(binding.slot, binding.generation)]
+            actions = [events.WriteSlot(binding.slot, binding.fence_token)]
         binding.routes[rank], binding.asked[rank] = route, ask
         binding.leases[rank] = now + self._lease_s
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
@@ -433,7 +442,7 @@ class PrefillMachine:
             offer.early[type(ask), rank] = events.Asked(route, ask)
             return actions
         grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
-        fence = {"slot": binding.slot, "generation": binding.generation}
+        fence = {"slot": binding.slot, "fence_token": binding.fence_token}
         return [*actions, self._reply(route, messages.Grant, ask, **grant, **fence)]
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
@@ -459,7 +468,7 @@ class PrefillMachine:
             ask.claim,
             ask.reader.engine,
             self._free_slots.pop(),
-            new_generation(),
+            new_fence_token(),
             dict.fromkeys(ask.readers, now + self._lease_s),
             held_until=now + self._hold_s,
         )
@@ -577,29 +586,32 @@ class PrefillMachine:
 
     # --- leases
 
-    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> Actions:
+    def _on_heartbeat(self, heartbeat: messages.Heartbeat, route: bytes, now: float) -> Actions:
         """Extend the leases of the claims that the reader lists, and end its others."""
-        named, reading = set(renew.claims), set(renew.claims[: renew.num_reading])
-        rank = renew.reader.rank
+        named, reading = set(heartbeat.claims), set(heartbeat.claims[: heartbeat.num_reading])
+        rank = heartbeat.reader.rank
         held: set[Claim] = set()
         actions: Actions = []
         # A heartbeat to a former incarnation says nothing about the claims of this one.
-        is_meant = renew.incarnation == self._incarnation
-        for offer, binding in self.held_by(renew.reader) if is_meant else ():
+        is_meant = heartbeat.incarnation == self._incarnation
+        for offer, binding in self.held_by(heartbeat.reader) if is_meant else ():
             held.add(binding.claim)
             if binding.claim in named:
                 binding.leases[rank] = now + self._lease_s
                 if rank in binding.asked:
                     binding.routes[rank] = route
                 if binding.claim in reading and offer.state is not State.READING:
-                    offer.move(State.READING, renew, peer=reader_name(renew.reader))
-            elif binding.numbers.get(rank, renew.number) < renew.number:
+                    offer.move(State.READING, heartbeat, peer=reader_name(heartbeat.reader))
+            elif binding.numbers.get(rank, heartbeat.number) < heartbeat.number:
                 binding.ended.add(rank)
                 self.ring.release((offer.nonce, rank))
-                actions += self.settle(offer, renew, OfferEnd.ABORTED)
-        lost = tuple(claim for claim in renew.claims if claim not in held)
-        answer = messages.Renewed(
-            incarnation=self._incarnation, reader=renew.reader, number=renew.number, lost=lost
+                actions += self.settle(offer, heartbeat, OfferEnd.ABORTED)
+        lost = tuple(claim for claim in heartbeat.claims if claim not in held)
+        answer = messages.HeartbeatReply(
+            incarnation=self._incarnation,
+            reader=heartbeat.reader,
+            number=heartbeat.number,
+            lost=lost,
         )
         return [*actions, events.Reply(route, answer)]
 

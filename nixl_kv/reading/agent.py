@@ -21,7 +21,7 @@ import numpy as np
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import ADDRESS, DEVICE
-from nixl_kv.ids import Generation, Rank, RequestId
+from nixl_kv.ids import FenceToken, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import RUNS_PER_TURN, Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
@@ -120,7 +120,7 @@ class SampleOp(ReadOp):
 class SlotOp(SampleOp):
     """The read of a fence slot into an entry of the agent's page. The entry is cleared first."""
 
-    token: Generation | None = None
+    token: FenceToken | None = None
 
     def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
         if not agent.free_entries:

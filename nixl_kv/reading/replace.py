@@ -89,7 +89,7 @@ class Agents:
         self._close_on = make_background(1)
         self._make_background = make_background
         self._waiting: list[WaitingRead] = []  # for their ranks, or for an idle transport
-        self._joining: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
+        self._handshakes: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
@@ -103,13 +103,13 @@ class Agents:
     @property
     def is_busy(self) -> bool:
         """Whether a handshake, a read, or the start or end of an agent is in progress."""
-        is_changing = self._joining or self._waiting or self._closing or self._opening
+        is_changing = self._handshakes or self._waiting or self._closing or self._opening
         return bool(is_changing) or any(agent.is_busy for agent in self.polled)
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while this is busy."""
-        if self._joining or any(closing.agent.reads for closing in self._closing):
+        if self._handshakes or any(closing.agent.reads for closing in self._closing):
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
@@ -133,8 +133,8 @@ class Agents:
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
         """Carry out an action of the decode machine; return the events so far."""
         match action:
-            case events.JoinPeer():
-                return [self._join(action)]
+            case events.StartHandshake():
+                return [self._start_handshake(action)]
             case events.DropPeer():
                 self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
@@ -233,7 +233,7 @@ class Agents:
 
     # --- peers
 
-    def _join(self, action: events.JoinPeer) -> events.DataEvent:
+    def _start_handshake(self, action: events.StartHandshake) -> events.DataEvent:
         peer, description = action.peer, action.description
         try:
             self.peers.check(description)
@@ -242,17 +242,17 @@ class Agents:
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
         self.peers.descriptions[peer] = description
-        self._joining[peer] = self._clock()
+        self._handshakes[peer] = self._clock()
         return events.PeerFits(peer, description, routes)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
-        since = self._joining.pop(ended.peer, None)
+        since = self._handshakes.pop(ended.peer, None)
         if ended.error is None:
             if since is None:
                 return []
             self._counts["joins"] += 1
             self._counts["join_seconds"] += self._clock() - since
-            return [events.PeerJoined(ended.peer)]
+            return [events.HandshakeDone(ended.peer)]
         failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
         if since is not None:
             self.peers.descriptions.pop(ended.peer, None)
@@ -262,7 +262,7 @@ class Agents:
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
         """Forget an engine. Reads that wait for it fail in the next poll."""
         self.peers.descriptions.pop(peer, None)
-        self._joining.pop(peer, None)
+        self._handshakes.pop(peer, None)
         for agent in self.polled:
             agent.ranks.drop(peer, is_lost=is_dead)
 
@@ -353,7 +353,7 @@ class Agents:
         self._successor = self.next_due = None
         self.polled.remove(agent)
         self.polled.insert(0, agent)
-        for peer in self._joining:
+        for peer in self._handshakes:
             self._prepare(agent, peer)
 
     def _tidy(self) -> None:

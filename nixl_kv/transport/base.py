@@ -12,7 +12,7 @@ import numpy as np
 
 from nixl_kv.geometry import plan
 from nixl_kv.geometry.layout import BlockIds, Memory, Span
-from nixl_kv.ids import GENERATION_BYTES, Endpoint, Generation
+from nixl_kv.ids import FENCE_TOKEN_BYTES, Endpoint, FenceToken
 
 Rows: TypeAlias = plan.Rows
 Indices: TypeAlias = BlockIds
@@ -183,39 +183,39 @@ class SlotPage:
     """
 
     def __init__(self, count: int) -> None:
-        size = count * GENERATION_BYTES
+        size = count * FENCE_TOKEN_BYTES
         self._memory = np.zeros(size + PAGE_BYTES, dtype=np.uint8)
         self.address = -(-self._memory.ctypes.data // PAGE_BYTES) * PAGE_BYTES
         self.count = count
 
     @property
     def span(self) -> Span:
-        return Span(self.address, self.count * GENERATION_BYTES)
+        return Span(self.address, self.count * FENCE_TOKEN_BYTES)
 
     def rows(self) -> Rows:
         return slot_rows(self.address, self.count)
 
-    def write(self, slot: int, generation: Generation) -> None:
-        if len(generation) != GENERATION_BYTES:
-            raise ValueError(f"{len(generation)} bytes; allowed: {GENERATION_BYTES}")
-        ctypes.memmove(self._at(slot), generation, GENERATION_BYTES)
+    def write(self, slot: int, fence_token: FenceToken) -> None:
+        if len(fence_token) != FENCE_TOKEN_BYTES:
+            raise ValueError(f"{len(fence_token)} bytes; allowed: {FENCE_TOKEN_BYTES}")
+        ctypes.memmove(self._at(slot), fence_token, FENCE_TOKEN_BYTES)
 
     def clear(self, slot: int) -> None:
         """Make a grant invalid, before its blocks can be reused."""
-        self.write(slot, Generation(bytes(GENERATION_BYTES)))
+        self.write(slot, FenceToken(bytes(FENCE_TOKEN_BYTES)))
 
     def clear_all(self) -> None:
-        ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
+        ctypes.memset(self.address, 0, self.count * FENCE_TOKEN_BYTES)
 
-    def read(self, slot: int) -> Generation:
-        return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))
+    def read(self, slot: int) -> FenceToken:
+        return FenceToken(ctypes.string_at(self._at(slot), FENCE_TOKEN_BYTES))
 
     def _at(self, slot: int) -> int:
         if not 0 <= slot < self.count:
             raise IndexError(f"slot {slot}; allowed: 0 to {self.count - 1}")
-        return self.address + slot * GENERATION_BYTES
+        return self.address + slot * FENCE_TOKEN_BYTES
 
 
 def slot_rows(address: int, count: int) -> Rows:
     """A list of one row, with one piece per slot."""
-    return np.array([[address, GENERATION_BYTES, 0, GENERATION_BYTES, count]], dtype=np.uint64)
+    return np.array([[address, FENCE_TOKEN_BYTES, 0, FENCE_TOKEN_BYTES, count]], dtype=np.uint64)

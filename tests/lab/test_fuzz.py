@@ -158,11 +158,11 @@ def test_questions_are_answered_with_grants_digests_and_status() -> None:
             rank.finish()
         kinds.append([type(decode_any(reply)).__name__ for reply in rank.replies])
     assert kinds == [
-        ["Grant", "Renewed"],
+        ["Grant", "HeartbeatReply"],
         ["Grant"],
         ["Grant", "DigestReply"],
-        ["Grant", "DigestReply", "DigestReply", "DigestReply", "Renewed"],
-        ["Grant", "PackReply", "PackReply", "PackReply", "Renewed"],
+        ["Grant", "DigestReply", "DigestReply", "DigestReply", "HeartbeatReply"],
+        ["Grant", "PackReply", "PackReply", "PackReply", "HeartbeatReply"],
         ["Status", "Grant", "Status"],
     ]
 

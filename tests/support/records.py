@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.match import ParallelShape, Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
 from nixl_kv.protocol.messages import (
@@ -29,7 +29,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     ),
     **dict.fromkeys(
         (
-            *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa5Renew"),
+            *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa9Heartbeat"),
             *(b"\xa7Release", b"\xadStatusRequest"),
         ),
         messages.decode_to_rank,
@@ -71,8 +71,8 @@ CLAIM = Claim(hex32(0xC1))
 RIVAL = Claim(hex32(0xC2))
 CONTEXT = hex32(0xE)
 TABLES = (Table.of([7, 3]),)
-LEASE_S, HOLD_S, TIMEOUT_S, RENEW_S = 2.0, 60.0, 30.0, 0.4
-GENERATION = Generation(b"\1" * 16)
+LEASE_S, HOLD_S, TIMEOUT_S, HEARTBEAT_S = 2.0, 60.0, 30.0, 0.4
+FENCE_TOKEN = FenceToken(b"\1" * 16)
 SLICES = (KVSlice("layer.0", 0, 2, 0),)
 LAYERS = (messages.LayerHeads(layer="layer.0", first=0, end=2),)
 SUMS = b"\5" * 8
@@ -116,7 +116,7 @@ def ask(**changed: Any) -> messages.Ask:
 
 
 def grant(**changed: Any) -> messages.Grant:
-    values = {"lease_s": LEASE_S, "tables": TABLES, "slot": 3, "generation": GENERATION}
+    values = {"lease_s": LEASE_S, "tables": TABLES, "slot": 3, "fence_token": FENCE_TOKEN}
     return messages.Grant(**{**OF_CLAIM, **values, **changed})
 
 
@@ -142,17 +142,17 @@ def pack_reply(chunk: int = 0, **changed: Any) -> messages.PackReply:
     return messages.PackReply(**{**OF_CLAIM, "chunk": chunk, "slot": 0, **changed})
 
 
-def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> messages.Renew:
+def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> messages.Heartbeat:
     values = {"number": number, "claims": claims, "num_reading": reading}
-    return messages.Renew(**{**OF_RANK, **values, **changed})
+    return messages.Heartbeat(**{**OF_RANK, **values, **changed})
 
 
 def recall(**changed: Any) -> messages.Recall:
     return messages.Recall(**{**OF_CLAIM, **changed})
 
 
-def renewed(*lost: Claim, **changed: Any) -> messages.Renewed:
-    return messages.Renewed(**{**OF_RANK, "number": 2, "lost": lost, **changed})
+def renewed(*lost: Claim, **changed: Any) -> messages.HeartbeatReply:
+    return messages.HeartbeatReply(**{**OF_RANK, "number": 2, "lost": lost, **changed})
 
 
 def release(*, complete: bool = True, **changed: Any) -> messages.Release:
@@ -275,9 +275,9 @@ def read_failed(reason: str = "reset", rank: int = 0, request: RequestId = D1) -
 
 
 def slot_read(
-    generation: bytes = GENERATION, rank: int = 0, request: RequestId = D1
+    fence_token: bytes = FENCE_TOKEN, rank: int = 0, request: RequestId = D1
 ) -> events.SlotRead:
-    return events.SlotRead(request, Rank(rank), Generation(generation))
+    return events.SlotRead(request, Rank(rank), FenceToken(fence_token))
 
 
 def digest_compared(

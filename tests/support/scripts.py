@@ -12,8 +12,8 @@ from nixl_kv.protocol.events import (
     Action,
     CompareDigest,
     Failure,
+    HandshakeDone,
     LoadEnded,
-    PeerJoined,
     ReadSlot,
     Record,
     Send,
@@ -98,7 +98,7 @@ def decode_machine(
     *,
     reader: Reader = READER,
     timeout_s: float = TIMEOUT_S,
-    renew_interval_s: float = 1e9,
+    heartbeat_interval_s: float = 1e9,
     bytes_per_token: int = 1,
     slices: tuple[KVSlice, ...] = SLICES,
 ) -> DecodeMachine:
@@ -108,7 +108,7 @@ def decode_machine(
         record,
         lambda *_: slices,
         timeout_s=timeout_s,
-        renew_interval_s=renew_interval_s,
+        heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
     )
 
@@ -126,8 +126,8 @@ READ, READ_SLOT = StartRead(PEER, Rank(0), GRANT, START), ReadSlot(PEER, Rank(0)
 LANDED = (read_done(), READ_SLOT)
 
 PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
-JOINING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]
-ASKING: Script = [*JOINING, (PeerJoined(PEER),)]
+HANDSHAKING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]
+ASKING: Script = [*HANDSHAKING, (HandshakeDone(PEER),)]
 """The peer can be read, and prefill's answer is not here yet."""
 GRANTED: Script = [*ASKING, (answered(GRANT),)]
 READING: Script = [*GRANTED, (110.0, START, READ)]

@@ -134,9 +134,9 @@ def test_a_config_does_not_change() -> None:
 
 
 def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
-    assert Config(lease_s=5.0).renew_interval_s == 0.8
-    assert Config(lease_s=60.0).renew_interval_s == 0.8
-    assert Config(lease_s=0.5).renew_interval_s == pytest.approx(0.1)
+    assert Config(lease_s=5.0).heartbeat_interval_s == 0.8
+    assert Config(lease_s=60.0).heartbeat_interval_s == 0.8
+    assert Config(lease_s=0.5).heartbeat_interval_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_pacing_has_three_words_of_which_two_are_also_true_and_false(
         pytest.param({"prot": 5600}, "'prot' (value 5600)", id="one"),
         pytest.param({"z": 1, "port": 1, "b": None}, "'b' (value None)", id="the first by name"),
         pytest.param({"Port": 1}, "'Port' (value 1)", id="capitals"),
-        pytest.param({"renew_interval_s": 1}, "'renew_interval_s' (value 1)", id="derived"),
+        pytest.param({"heartbeat_interval_s": 1}, "'heartbeat_interval_s' (value 1)", id="derived"),
         pytest.param({"key": "00"}, "'key' (value '00')", id="a key, which others would see"),
     ],
 )

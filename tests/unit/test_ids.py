@@ -19,14 +19,14 @@ def test_random_names_are_32_hex_digits_and_never_equal(make: Callable[[], str])
 
 
 def test_generations_are_16_bytes_and_never_equal() -> None:
-    generations = {ids.new_generation() for _ in range(1000)}
+    generations = {ids.new_fence_token() for _ in range(1000)}
     assert len(generations) == 1000
-    assert {len(generation) for generation in generations} == {ids.GENERATION_BYTES} == {16}
+    assert {len(fence_token) for fence_token in generations} == {ids.FENCE_TOKEN_BYTES} == {16}
 
 
 def test_a_generation_is_never_the_clear_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids.secrets, "token_bytes", bytes)
-    assert any(ids.new_generation())
+    assert any(ids.new_fence_token())
 
 
 A, B = Incarnation("a" * 32), Incarnation("b" * 32)

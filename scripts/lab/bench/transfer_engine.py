@@ -48,9 +48,9 @@ CONFIG: Final = Config(
 BULK: Final = "bulk"
 IN_TREE: Final = "in-tree"
 STEPS: Final = {
-    "description": ("CONNECTING", "JOINING"),
+    "description": ("CONNECTING", "HANDSHAKING"),
     "ask": ("ASKING", "GRANTED"),
-    "join": ("JOINING", "READY"),
+    "join": ("HANDSHAKING", "READY"),
     "first read": ("READING", "CHECKING"),
 }
 """Parts of a first load, each between two states of the event log."""

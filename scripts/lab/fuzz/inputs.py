@@ -16,7 +16,7 @@ from lab.fuzz.rank import (
     CLAIM,
     CONTEXT,
     ENDPOINTS,
-    GENERATION,
+    FENCE_TOKEN,
     LIFE,
     MODEL,
     NONCE,
@@ -104,7 +104,7 @@ def questions() -> list[bytes]:
         )
         for n in (0, 1)
     ]
-    renew = messages.Renew(
+    renew = messages.Heartbeat(
         incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,), num_reading=1
     )
     complete, incomplete = (
@@ -135,7 +135,9 @@ def answers() -> list[bytes]:
         "reader": OWN_READER,
     }
     deny = messages.Deny(**common)
-    renewed = messages.Renewed(incarnation=RANK_LIFE, reader=OWN_READER, number=2, lost=(CLAIM,))
+    renewed = messages.HeartbeatReply(
+        incarnation=RANK_LIFE, reader=OWN_READER, number=2, lost=(CLAIM,)
+    )
     refusal = sample(messages.Refusal, incarnation=LIFE, engine=PREFILL)
     right, wrong = (
         messages.DigestReply(**common, **_digest_of_zeros()),
@@ -194,7 +196,7 @@ def _grant(table: Table) -> messages.Grant:
         lease_s=5.0,
         tables=(table, table),
         slot=SLOT,
-        generation=GENERATION,
+        fence_token=FENCE_TOKEN,
     )
 
 

@@ -24,7 +24,7 @@ from nixl_kv.ids import (
     Claim,
     Endpoint,
     EngineId,
-    Generation,
+    FenceToken,
     Incarnation,
     Nonce,
     Rank,
@@ -56,7 +56,7 @@ LOADED, OFFERED = RequestId("loaded"), RequestId("offered")
 TOKENS = 7
 BLOCKS: Final = (2, 5)  # of both requests
 TABLE: Final = Table.of(BLOCKS)
-GENERATION, SLOT, SLOTS = Generation(b"\1" * 16), 3, 64
+FENCE_TOKEN, SLOT, SLOTS = FenceToken(b"\1" * 16), 3, 64
 UNTOUCHED = 0xEE
 MAX_TURNS = 200
 TURN_S = 0.01
@@ -101,7 +101,7 @@ def map_memory() -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mmap(span.address, span.length, access, flags, -1, 0) != span.address:
             raise OSError(ctypes.get_errno(), f"no memory at {span.address:#x}")
-    ctypes.memmove(PREFILL_SLOTS + SLOT * len(GENERATION), GENERATION, len(GENERATION))
+    ctypes.memmove(PREFILL_SLOTS + SLOT * len(FENCE_TOKEN), FENCE_TOKEN, len(FENCE_TOKEN))
 
 
 class RankUnderTest:

@@ -17,10 +17,10 @@ from lab.local.memory import Fabric, MemoryTransport
 from lab.sim.faults import Costs, Faults
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.errors import NixlKVError, PeerLost, TransportError
-from nixl_kv.ids import Generation
+from nixl_kv.ids import FenceToken
 from nixl_kv.transport.base import Indices, PeerName, SlotPage
 
-EMPTY = Generation(bytes(16))
+EMPTY = FenceToken(bytes(16))
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
 """Address and length on this side, and on the side that is read."""
@@ -239,17 +239,17 @@ class SimSlots(SlotPage):
         self.faults = faults
         ctypes.memset(self.address, 0, self.span.length)
 
-    def write(self, slot: int, generation: Generation) -> None:
+    def write(self, slot: int, fence_token: FenceToken) -> None:
         """Write a slot; the thread may die of it.
 
         Raises:
             Violation: if a slot is granted twice, or cleared although it is clear.
         """
         self.faults.touch()
-        if (self.read(slot) == EMPTY) == (generation == EMPTY):
-            action = "cleared" if generation == EMPTY else "granted"
+        if (self.read(slot) == EMPTY) == (fence_token == EMPTY):
+            action = "cleared" if fence_token == EMPTY else "granted"
             raise Violation(f"slot {action} twice", f"slot {slot}")
-        super().write(slot, generation)
+        super().write(slot, fence_token)
 
     def clear_all(self) -> None:
         """Make every grant invalid; the thread may die of it."""

@@ -30,7 +30,7 @@ from lab.sim.tickets import incarnation_in
 from lab.sim.world import World
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import ABSENT
-from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
@@ -43,14 +43,14 @@ class Granted:
     rank: RankLife
     nonce: Nonce
     slot: int
-    generation: Generation
+    fence_token: FenceToken
     blocks: frozenset[int]
     owner: RequestId
 
     @property
     def is_valid(self) -> bool:
         """Whether a reader would believe it."""
-        return self.rank.seat.slots.read(self.slot) == self.generation
+        return self.rank.seat.slots.read(self.slot) == self.fence_token
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Invariants:
         owner = _owner(engine, min(blocks, default=NULL_BLOCK))
         if owner is None:
             raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")
-        granted = Granted(rank, grant.nonce, grant.slot, grant.generation, blocks, owner)
+        granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
         if not granted.is_valid:
             raise Violation("granted without a slot", f"{rank.seat.name}: {owner}")
         known = self._grants.setdefault((rank, grant.nonce), granted)

@@ -163,7 +163,10 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
     assert times == sorted(times)
     assert {row[2] for row in rows} == {"0", "1"}
     assert sum("READING -> CHECKING" in row and "ReadDone" in row for row in rows) == 4
-    for move in ("CONNECTING -> JOINING", "JOINING -> READY"):  # of the peer, which is part of it
+    for move in (
+        "CONNECTING -> HANDSHAKING",
+        "HANDSHAKING -> READY",
+    ):  # of the peer, which is part of it
         assert move in shown.stdout
 
     states = [event["after"] for event in status(prefill, "--request 2-p")["ranks"][0]["story"]]

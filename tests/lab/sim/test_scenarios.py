@@ -465,7 +465,7 @@ def test_a_release_that_is_lost_costs_less_if_the_reader_renews_others(one: Scen
     one.do("land 1 0", "turn d0.0", "land 1 0", "turn d0.0")
     assert one.kinds() == ["Release"]
     one.do("lose 0", "wait 0.2", "turn d0.0")
-    assert one.kinds() == ["Renew"]
+    assert one.kinds() == ["Heartbeat"]
     one.do("deliver 0", "turn p.0", "step p")
     assert one.blocks() == 2
 

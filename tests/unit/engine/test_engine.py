@@ -167,7 +167,7 @@ def test_the_configuration_reaches_the_machines(step: Step) -> None:
     assert engine.loop is not None
     offers, decode = engine.loop.parts.prefill, engine.loop.parts.decode
     assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
-    assert (decode._timeout_s, decode._renew_interval_s) == (7.0, 4.0 / 5)
+    assert (decode._timeout_s, decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
 
 
 def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:

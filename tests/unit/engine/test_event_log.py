@@ -10,7 +10,7 @@ from nixl_kv.protocol.events import OVER, Transition
 
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
 CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
-READY = Transition("", ENGINE, "CONNECTING", "READY", "PeerJoined")
+READY = Transition("", ENGINE, "CONNECTING", "READY", "HandshakeDone")
 GONE = Transition("", ENGINE, "READY", "GONE", "EndpointLost")
 
 
@@ -168,7 +168,7 @@ def test_a_story_that_fits_is_told_whole(limit: int) -> None:
     ("transition", "words"),
     [
         pytest.param(prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)", id="begin"),
-        pytest.param(READY, f"{ENGINE}: CONNECTING -> READY (PeerJoined)", id="peer"),
+        pytest.param(READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)", id="peer"),
         pytest.param(
             Transition("d1", RANK, "READING", "CHECKING", "ReadDone", 4096),
             f"d1 {RANK}: READING -> CHECKING (ReadDone), 4096 bytes",
@@ -184,7 +184,7 @@ def test_a_transition_in_words(transition: Transition, words: str) -> None:
 @pytest.mark.parametrize(
     ("level", "lines"),
     [
-        pytest.param(logging.DEBUG, [f"{ENGINE}: CONNECTING -> READY (PeerJoined)"], id="debug"),
+        pytest.param(logging.DEBUG, [f"{ENGINE}: CONNECTING -> READY (HandshakeDone)"], id="debug"),
         pytest.param(logging.INFO, [], id="info"),
     ],
 )

@@ -224,10 +224,10 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     assert [line.split(" s  ", 1)[1] for line in lines] == [
         f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)",
         f"{engine}: CONNECTING (PrepareLoad)",
-        f"{engine}: CONNECTING -> JOINING (PeerFits: 1 of 1 ranks)",
+        f"{engine}: CONNECTING -> HANDSHAKING (PeerFits: 1 of 1 ranks)",
         f"d1 {rank}: ASKING (PeerFits)",
         f"d1 {rank}: ASKING -> GRANTED (Grant)",
-        f"{engine}: JOINING -> READY (PeerJoined)",
+        f"{engine}: HANDSHAKING -> READY (HandshakeDone)",
         f"d1 {engine}: PREPARED -> STARTED (StartLoad: tokens 0 to 10)",
         f"d1 {rank}: GRANTED -> READING (StartLoad)",
         f"d1 {rank}: READING -> FAILED (ReadFailed)",
@@ -599,7 +599,7 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
     (offer,) = list(parts.prefill.offers.values())
     assert offer.binding is not None
     slot = offer.binding.slot
-    assert parts.slots.read(slot) == offer.binding.generation
+    assert parts.slots.read(slot) == offer.binding.fence_token
     left: list[bytes] = []
     close = parts.control.close
     monkeypatch.setattr(parts.control, "close", lambda: left.append(parts.slots.read(slot)))
@@ -842,7 +842,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     slot_page = world.prefill.parts.slots
     grant = world.decode.parts.decode.loads[0].reads[Rank(0)].grant
     assert grant is not None
-    assert slot_page.read(grant.slot) == grant.generation
+    assert slot_page.read(grant.slot) == grant.fence_token
     world.prefill.loop.restart()
     assert slot_page.read(grant.slot) == bytes(16)
     ends = world.prefill.ends()
@@ -872,12 +872,12 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     world.decode.turn()
     world.decode.background.work()  # the end of the first one
     world.decode.turn()
-    load = world.decode.ended_load()
+    counts, load = world.decode.engine.pop_results()
+    assert counts == Counts({"agents_recycled": 1}), "a load's counts come with its end"
+    assert isinstance(load, LoadEnded)
     assert load.failure is not None
     assert (load.request, load.num_tokens, load.failure.detail) == ("d1", 11, DIED)
     assert len(world.decode.loop.outstanding) == 0
-    world.decode.turn()
-    assert counts_of(world.decode) == {"agents_recycled": 1}
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,10 @@ def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) ->
     ] == [
         ("d1", home, "", "PREPARED", "PrepareLoad: offer 00000000"),
         ("", home, "", "CONNECTING", "PrepareLoad"),
-        ("", home, "CONNECTING", "JOINING", "PeerFits: 1 of 1 ranks"),
+        ("", home, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
         ("d1", rank, "", "ASKING", "PeerFits"),
         ("d1", rank, "ASKING", "GRANTED", "Grant"),
-        ("", home, "JOINING", "READY", "PeerJoined"),
+        ("", home, "HANDSHAKING", "READY", "HandshakeDone"),
         ("d1", home, "PREPARED", "STARTED", "StartLoad: tokens 0 to 10"),
         ("d1", rank, "GRANTED", "READING", "StartLoad"),
         ("d1", rank, "READING", "CHECKING", "ReadDone"),

@@ -13,7 +13,7 @@ from nixl_kv import errors
 from nixl_kv.engine import engine as engine_module
 from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import new_generation
+from nixl_kv.ids import new_fence_token
 from nixl_kv.transport.base import SlotPage
 from support.polling import wait_until
 
@@ -138,7 +138,7 @@ def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
     loop = FakeLoop()
     slots = loop.parts.slots
-    slots.write(2, new_generation())
+    slots.write(2, new_fence_token())
     monkeypatch.setattr(loop, "wake", lambda: None)
     thread = thread_of(loop)
     thread.start()

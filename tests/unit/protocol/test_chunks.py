@@ -167,6 +167,6 @@ def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
 @pytest.mark.parametrize("states", [ASKED, ANSWERED])
 def test_who_reads_by_chunks_is_known_to_read(states: Script) -> None:
     machine = loading(states)
-    assert machine._renew(RANK_0, 111.0) == [
+    assert machine._send_heartbeat(RANK_0, 111.0) == [
         Send(RANK_0, renew(machine.numbers.last, CLAIM, reading=1))
     ]

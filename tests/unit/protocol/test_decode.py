@@ -14,17 +14,17 @@ from nixl_kv.protocol.events import (
     DropPeer,
     Failure,
     FailureKind,
-    JoinPeer,
+    HandshakeDone,
     LoadEnded,
     PeerBroken,
     PeerFits,
-    PeerJoined,
     PeerKey,
     PeerRefused,
     PeerUnreadable,
     ReadFailed,
     ReadSlot,
     Send,
+    StartHandshake,
     StartRead,
     Tick,
     Transition,
@@ -79,7 +79,7 @@ from support.scripts import (
     CHECKING,
     GRANT,
     GRANTED,
-    JOINING,
+    HANDSHAKING,
     LANDED,
     PREPARED,
     READ,
@@ -109,7 +109,7 @@ SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
 THREE = (0, 1, 2)
 AT_ONE_ENDPOINT = msgspec.structs.replace(description(2), ranks=(rank_description(),) * 2)
-OF_1 = grant(lease_s=3600.0, slot=5, generation=b"\2" * 16)
+OF_1 = grant(lease_s=3600.0, slot=5, fence_token=b"\2" * 16)
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
@@ -130,9 +130,9 @@ READ_WELL: Script = [(START, READ), LANDED, (slot_read(), RELEASED, GOOD)]
 LOADS: dict[str, Script] = {
     "from arrival to report": [
         (prepare_load(), DESCRIBE),
-        (answered(description(), HOME), JoinPeer(PEER, description()), CLOSE_HOME),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
         (fits(), ASK),
-        (PeerJoined(PEER),),
+        (HandshakeDone(PEER),),
         (answered(GRANT),),
         *READ_WELL,
         (START, NOT_PREPARED),
@@ -191,7 +191,7 @@ LOADS: dict[str, Script] = {
         (START, StartRead(PEER, Rank(1), OF_1, START)),
         (read_done(1), ReadSlot(PEER, Rank(1), D1, 5)),
         (answered(GRANT), READ),
-        (slot_read(OF_1.generation, 1), Send(at(1), release())),
+        (slot_read(OF_1.fence_token, 1), Send(at(1), release())),
         LANDED,
         (slot_read(), RELEASED, LoadEnded(D1, 7, None, PEER, reads=(read_done(0), read_done(1)))),
     ),
@@ -316,16 +316,16 @@ PEERS: dict[str, Script] = {
         GRANTED, (answered(refusal("late"), HOME),), (PeerRefused(PEER, "late"),), (START, READ)
     ),
     "its ranks are asked, and reads are started, while it is joined": after(
-        JOINING,
+        HANDSHAKING,
         (answered(GRANT),),
         (START, READ),
-        (PeerJoined(PEER),),
+        (HandshakeDone(PEER),),
         LANDED,
         (slot_read(), RELEASED, GOOD),
     ),
-    "a load that comes while it is joined asks at once": after(JOINING, (SECOND, ASK_SECOND)),
+    "a load that comes while it is joined asks at once": after(HANDSHAKING, (SECOND, ASK_SECOND)),
     "one that cannot be read is left alone for a while": after(
-        JOINING,
+        HANDSHAKING,
         (SECOND, ASK_SECOND),
         (answered(GRANT),),
         (START, READ),
@@ -340,10 +340,10 @@ PEERS: dict[str, Script] = {
         (103.0 + BACKOFF_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
     "one that is lost while it is joined is gone": after(
-        JOINING,
+        HANDSHAKING,
         (START,),
         (103.0, lost(), failed(RANK_LOST)),
-        (PeerJoined(PEER),),
+        (HandshakeDone(PEER),),
         (103.0, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
         (PeerRefused(PEER, "late"),),
     ),
@@ -396,7 +396,7 @@ PEERS: dict[str, Script] = {
         *PREPARED,
         (
             answered(description(), FORGED.endpoint),
-            JoinPeer(FORGED, description()),
+            StartHandshake(FORGED, description()),
             Disconnect(FORGED.endpoint),
         ),
         (fits(), ASK),

@@ -12,7 +12,7 @@ from nixl_kv.geometry.match import ParallelShape, Route
 from nixl_kv.ids import (
     Claim,
     EngineId,
-    Generation,
+    FenceToken,
     Incarnation,
     Nonce,
     Rank,
@@ -55,7 +55,7 @@ def calls_of(step: Callable[[], object]) -> int:
 
 def decode_calls(held: int) -> dict[str, int]:
     """A decode rank that reads `held` requests from some engines."""
-    machine = decode_machine(reader=READER, renew_interval_s=0.8, slices=())
+    machine = decode_machine(reader=READER, heartbeat_interval_s=0.8, slices=())
     asks: list[events.Send] = []
     for number in range(held):
         engine = number % ENGINES
@@ -117,7 +117,7 @@ def grant_of(sent: events.Send) -> events.Answered:
         lease_s=LEASE_S,
         tables=TABLES,
         slot=0,
-        generation=Generation(b"\1" * 16),
+        fence_token=FenceToken(b"\1" * 16),
     )
     return events.Answered(sent.endpoint, grant)
 
@@ -145,7 +145,7 @@ def prefill_calls(held: int) -> dict[str, int]:
         if number < held:
             ask(number)()
     claim = Claim(hex32(held))
-    renew = asked(messages.Renew, held, number=2, claims=(claim,), num_reading=0)
+    renew = asked(messages.Heartbeat, held, number=2, claims=(claim,), num_reading=0)
     release = asked(messages.Release, held, nonce=hex32(held), claim=claim, complete=True)
     return {
         "ask": calls_of(ask(held)),

@@ -39,7 +39,7 @@ from nixl_kv.protocol.read_queue import ReadQueue
 from support.records import (
     CLAIM,
     D1,
-    GENERATION,
+    FENCE_TOKEN,
     HOME,
     PEER,
     RANK_0,
@@ -135,7 +135,7 @@ TWO_ASKED: Script = after(
 )
 GRANTED_1 = StartRead(PEER, Rank(1), GRANT, START)
 
-# No byte is good without its generation in the slot, and no report comes while a read may write.
+# No byte is good without its fence_token in the slot, and no report comes while a read may write.
 READS: dict[str, Script] = {
     "a valid slot makes the load good": after(CHECKING, (slot_read(), RELEASED, GOOD)),
     "a cleared slot fails it": after(CHECKING, (slot_read(EMPTY), GIVEN_UP, FENCED)),
@@ -148,9 +148,9 @@ READS: dict[str, Script] = {
     "cancelled, it waits for an error": after(DRAINING, (read_failed(), GIVEN_UP, DROPPED)),
     **{
         f"cancelled, it waits for its slot, {name}": after(
-            CHECKING, CANCELLED, (slot_read(generation), GIVEN_UP, DROPPED)
+            CHECKING, CANCELLED, (slot_read(fence_token), GIVEN_UP, DROPPED)
         )
-        for name, generation in (("valid", GENERATION), ("cleared", EMPTY))
+        for name, fence_token in (("valid", FENCE_TOKEN), ("cleared", EMPTY))
     },
     **{
         f"cancelled, it does not end with {name}": after(
@@ -694,7 +694,7 @@ IS_PREPARED = [
 STARTED = of_load("PREPARED", "STARTED", "StartLoad: tokens 0 to 6")
 IS_ASKING = [
     *IS_PREPARED,
-    of_peer("CONNECTING", "JOINING", "PeerFits: 1 of 1 ranks"),
+    of_peer("CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
     moved("", "ASKING", "PeerFits"),
 ]
 IS_READING = [

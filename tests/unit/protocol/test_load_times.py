@@ -16,7 +16,7 @@ from nixl_kv.ids import (
     Rank,
     RequestId,
 )
-from nixl_kv.protocol.decode import MIN_RENEW_INTERVAL_S
+from nixl_kv.protocol.decode import MIN_HEARTBEAT_INTERVAL_S
 from nixl_kv.protocol.events import (
     AbandonRead,
     ChunksWanted,
@@ -45,12 +45,12 @@ from support.records import (
     CLAIM,
     D1,
     D2,
+    HEARTBEAT_S,
     HOME,
     NONCE2,
     OTHER_LIFE,
     PEER,
     RANK_0,
-    RENEW_S,
     RIVAL,
     TIMEOUT_S,
     answered,
@@ -224,16 +224,20 @@ TIMES: dict[str, Script] = {
     ),
 }
 LOADED = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
-RENEWED = Send(RANK_0, renew(2, CLAIM))
-RENEWED_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
+HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
+HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
-RENEWALS: dict[str, Script] = {
+HEARTBEATS: dict[str, Script] = {
     **{
-        f"a load that is {name} is renewed": after(script, (100.0 + RENEW_S, Tick(), RENEWED))
+        f"a load that is {name} is renewed": after(
+            script, (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY)
+        )
         for name, script in {"asking": ASKING, "granted": GRANTED}.items()
     },
     **{
-        f"that a load is {name} is said": after(script, (100.0 + RENEW_S, Tick(), RENEWED_READING))
+        f"that a load is {name} is said": after(
+            script, (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY_READING)
+        )
         for name, script in {
             "reading": READING,
             "checking": after(READING, LANDED),
@@ -245,26 +249,26 @@ RENEWALS: dict[str, Script] = {
     "what was denied is not renewed": after(ASKING, (answered(deny()),), (Tick(),)),
     "they have an interval and share their numbers with asks": after(
         GRANTED,
-        (100.0 + RENEW_S - 0.01, Tick()),
-        (100.0 + RENEW_S, Tick(), RENEWED),
+        (100.0 + HEARTBEAT_S - 0.01, Tick()),
+        (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY),
         (SECOND, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=3))),
-        (100.0 + RENEW_S + RENEW_S, Tick(), Send(RANK_0, renew(4, CLAIM, RIVAL))),
+        (100.0 + HEARTBEAT_S + HEARTBEAT_S, Tick(), Send(RANK_0, renew(4, CLAIM, RIVAL))),
     ),
     # Prefill's configuration counts, not ours.
     "the shortest lease sets their interval": after(
         ASKING,
         (answered(grant(lease_s=0.5)),),
         (100.09, Tick()),
-        (100.11, Tick(), RENEWED),
+        (100.11, Tick(), HEARTBEAT_REPLY),
         (100.20, Tick()),
         (100.21, Tick(), Send(RANK_0, renew(3, CLAIM))),
     ),
     "a short lease at one rank does not hurry the others": after(
         TWO_ASKED,
         (answered(grant(lease_s=0.1), at(1)),),
-        (100.0 + MIN_RENEW_INTERVAL_S, Tick(), Send(at(1), renew(3, CLAIM))),
+        (100.0 + MIN_HEARTBEAT_INTERVAL_S, Tick(), Send(at(1), renew(3, CLAIM))),
         (
-            100.0 + RENEW_S,
+            100.0 + HEARTBEAT_S,
             Tick(),
             Send(at(1), renew(4, CLAIM)),
             Send(RANK_0, renew(5, CLAIM)),
@@ -278,7 +282,7 @@ RENEWALS: dict[str, Script] = {
             *[Send(at(rank), ask(nonce=NONCE2, claim=RIVAL, number=3 + rank)) for rank in (0, 1)],
         ),
         (
-            100.0 + RENEW_S,
+            100.0 + HEARTBEAT_S,
             Tick(),
             Send(RANK_0, renew(5, RIVAL)),
             Send(at(1), renew(6, RIVAL)),
@@ -297,7 +301,7 @@ RENEWALS: dict[str, Script] = {
             Send(RANK_0, ask(claim=RIVAL, number=2, incarnation=OTHER_RANK_LIFE)),
         ),
         (
-            100.0 + RENEW_S,
+            100.0 + HEARTBEAT_S,
             Tick(),
             Send(RANK_0, renew(3, CLAIM, reading=1)),
             Send(RANK_0, renew(4, RIVAL, incarnation=OTHER_RANK_LIFE)),
@@ -311,9 +315,9 @@ def test_time(script: Script) -> None:
     loading(script).validate()
 
 
-@each_of(RENEWALS)
+@each_of(HEARTBEATS)
 def test_renewals(script: Script) -> None:
-    play(decode_machine(renew_interval_s=RENEW_S), script)
+    play(decode_machine(heartbeat_interval_s=HEARTBEAT_S), script)
 
 
 def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:

@@ -33,7 +33,7 @@ from support.records import (
     CLAIM,
     CONTEXT,
     ENGINE_LIFE,
-    GENERATION,
+    FENCE_TOKEN,
     NONCE,
     RANK_LIFE,
     READER,
@@ -142,7 +142,7 @@ WIRE = [
         id="ask",
     ),
     pytest.param(
-        grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
+        grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN], id="grant"
     ),
     pytest.param(deny(), ["Deny", 9, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
@@ -166,12 +166,14 @@ WIRE = [
     ),
     pytest.param(
         renew(6, CLAIM, reading=1),
-        ["Renew", 9, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
         id="renew",
     ),
-    pytest.param(renew(6), ["Renew", 9, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(renew(6), ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
     pytest.param(recall(), ["Recall", 9, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(renewed(CLAIM), ["Renewed", 9, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
+    pytest.param(
+        renewed(CLAIM), ["HeartbeatReply", 9, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"
+    ),
     pytest.param(release(), ["Release", 9, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
         release(complete=False), ["Release", 9, RANK_LIFE, *OFFER_WIRE, False], id="release"
@@ -235,7 +237,7 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {"Describe", "Drain", "SetWeights"},
     messages.decode_to_rank: {
-        *["Ask", "DigestRequest", "PackRequest", "Renew", "Release", "StatusRequest"],
+        *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
     },
     messages.decode_answer: {
         "Description",
@@ -244,7 +246,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "Deny",
         "DigestReply",
         "PackReply",
-        "Renewed",
+        "HeartbeatReply",
         "Recall",
         "VersionRefusal",
     },
@@ -376,8 +378,8 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(grant(tables=(Table(0, b""),) * 65), "length <= 64", id="groups"),
         pytest.param(grant(slot=1 << 20), "`int` <= 1048575", id="slot"),
         pytest.param(grant(slot=-1), "`int` >= 0", id="negative slot"),
-        pytest.param(grant(generation=b"\1" * 15), "length >= 16", id="short generation"),
-        pytest.param(grant(generation=b"\1" * 17), "length <= 16", id="long generation"),
+        pytest.param(grant(fence_token=b"\1" * 15), "length >= 16", id="short fence_token"),
+        pytest.param(grant(fence_token=b"\1" * 17), "length <= 16", id="long fence_token"),
         pytest.param(digest_request(end=0), "`int` >= 1", id="digest of nothing"),
         pytest.param(digest_request(end=1 << 31), "`int` <= 2147483647", id="end"),
         pytest.param(digest_request(slices=()), "length >= 1", id="no slices"),

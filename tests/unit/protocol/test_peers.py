@@ -18,11 +18,11 @@ from nixl_kv.protocol.events import (
     DropPeer,
     Failure,
     FailureKind,
-    JoinPeer,
-    PeerJoined,
+    HandshakeDone,
     PeerKey,
     PeerRefused,
     Send,
+    StartHandshake,
     Tick,
     Transition,
 )
@@ -76,7 +76,7 @@ def connecting() -> PeerBook:
 def ready(connecting: PeerBook) -> PeerBook:
     """Its peer has two ranks."""
     connecting.on_fits(fits(2))
-    connecting.on_joined(PeerJoined(PEER), 100.0)
+    connecting.on_handshake_done(HandshakeDone(PEER), 100.0)
     return connecting
 
 
@@ -104,7 +104,7 @@ def test_a_peer_that_is_not_known_is_asked_who_it_is_once(unknown: PeerBook) -> 
 
 def test_a_connection_stays_while_another_life_is_asked_for_there(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
-    assert connecting.on_description(description(), HOME) == [JoinPeer(PEER, description())]
+    assert connecting.on_description(description(), HOME) == [StartHandshake(PEER, description())]
     assert connecting.on_refused(PEER, REFUSED, 100.1) == []
     event = PeerRefused(NEXT_LIFE, "another dtype")
     actions = connecting.on_refused(NEXT_LIFE, event, 100.2)
@@ -129,7 +129,7 @@ def test_a_description_that_was_not_asked_for_is_ignored(
 
 
 def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
-    for expected in ([JoinPeer(PEER, description()), Disconnect(HOME)], []):
+    for expected in ([StartHandshake(PEER, description()), Disconnect(HOME)], []):
         assert connecting.on_description(description(), HOME) == expected
 
 
@@ -226,12 +226,12 @@ def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -
 def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: PeerBook) -> None:
     """Joining those before it may take long."""
     assert connecting.on_description(description(), HOME) == [
-        JoinPeer(PEER, description()),
+        StartHandshake(PEER, description()),
         Disconnect(HOME),
     ]
     connecting.on_fits(fits())
     assert connecting.deadlines.next == math.inf
-    connecting.on_joined(PeerJoined(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
+    connecting.on_handshake_done(HandshakeDone(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
     assert [peer.state for peer in connecting.known.values()] == [State.READY]
 
 
@@ -244,8 +244,8 @@ def test_only_a_connecting_peer_is_overdue(state: str, request: pytest.FixtureRe
 
 STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = [
     (lambda book: book.get_or_connect(PEER, 100.0), {PEER: State.CONNECTING}),
-    (lambda book: book.on_fits(fits()), {PEER: State.JOINING}),
-    (lambda book: book.on_joined(PeerJoined(PEER), 100.0), {PEER: State.READY}),
+    (lambda book: book.on_fits(fits()), {PEER: State.HANDSHAKING}),
+    (lambda book: book.on_handshake_done(HandshakeDone(PEER), 100.0), {PEER: State.READY}),
     (lambda book: book.on_endpoint_lost(lost(at(0)), 101.0), {PEER: State.GONE}),
     (
         lambda book: book.get_or_connect(THIRD, 100.0),
@@ -260,7 +260,7 @@ def test_the_book_has_its_peers_and_says_whether_time_matters(unknown: PeerBook)
     for step, expected in STEPS:
         step(unknown)
         assert {peer.key: peer.state for peer in unknown.known.values()} == expected
-        waits_for_time = bool(expected) and State.JOINING not in expected.values()
+        waits_for_time = bool(expected) and State.HANDSHAKING not in expected.values()
         assert (unknown.deadlines.next < math.inf) == waits_for_time
 
 
@@ -276,7 +276,7 @@ def test_a_peer_has_the_endpoints_of_its_ranks_once_they_are_described() -> None
 @pytest.mark.parametrize("before", State, ids=lambda state: state.name)
 @pytest.mark.parametrize(
     "event",
-    [fits(2), PeerJoined(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
+    [fits(2), HandshakeDone(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
     ids=lambda event: type(event).__name__,
 )
 def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
@@ -303,7 +303,7 @@ def test_each_transition_of_a_peer_is_recorded_once() -> None:
     for _ in range(2):
         book.get_or_connect(PEER, 100.0)
     book.on_fits(fits(3))
-    book.on_joined(PeerJoined(PEER), 100.0)
+    book.on_handshake_done(HandshakeDone(PEER), 100.0)
     for _ in range(2):
         book.on_endpoint_lost(lost(at(1)), 101.0)
     on_tick(book, 101.0, PEER)
@@ -312,8 +312,8 @@ def test_each_transition_of_a_peer_is_recorded_once() -> None:
     book.on_refused(PEER, REFUSED, 103.1)
     steps = [
         ("", "CONNECTING", "PrepareLoad"),
-        ("CONNECTING", "JOINING", "PeerFits: 3 of 3 ranks"),
-        ("JOINING", "READY", "PeerJoined"),
+        ("CONNECTING", "HANDSHAKING", "PeerFits: 3 of 3 ranks"),
+        ("HANDSHAKING", "READY", "HandshakeDone"),
         ("READY", "GONE", "EndpointLost: closed"),
         ("GONE", OVER, "Tick"),
         ("", "CONNECTING", "PrepareLoad"),

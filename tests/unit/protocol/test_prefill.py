@@ -6,7 +6,7 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
+from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId
 from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import (
     OVER,
@@ -78,14 +78,14 @@ NOT_THIS_READER = "claimed by another, or ended for this reader"
 NOT_GRANTED = "a digest of blocks that are not granted to it"
 
 
-def generation(number: int) -> Generation:
-    return Generation(bytes([number]) * 16)
+def fence_token(number: int) -> FenceToken:
+    return FenceToken(bytes([number]) * 16)
 
 
 @pytest.fixture(autouse=True)
 def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(1, 256))
-    monkeypatch.setattr(prefill, "new_generation", lambda: generation(next(numbers)))
+    monkeypatch.setattr(prefill, "new_fence_token", lambda: fence_token(next(numbers)))
 
 
 def new_machine(
@@ -117,7 +117,7 @@ def denied(reason: str, **changed: Any) -> list[Action]:
     return [AskDenied(changed.get("nonce", NONCE), reason), replied(deny(**changed))]
 
 
-WRITTEN, GRANT = WriteSlot(FIRST_SLOT, generation(1)), replied(grant())
+WRITTEN, GRANT = WriteSlot(FIRST_SLOT, fence_token(1)), replied(grant())
 RELEASE, RELEASE_INCOMPLETE = asked(release()), asked(release(complete=False))
 READ = (RELEASE, *ended(OfferEnd.READ))
 """Everybody has read it: only now it has ended."""
@@ -172,23 +172,23 @@ GRANTS: dict[str, Script] = {
         (101.0 + LEASE_S - 0.01, Tick()),
         (101.0 + LEASE_S, Tick(), *EXPIRED),
     ),
-    "each offer has a slot and a generation of its own": after(
+    "each offer has a slot and a fence_token of its own": after(
         GRANTED,
         (OFFER_2,),
         (
             asked(ask(nonce=NONCE2, claim=RIVAL)),
-            WriteSlot(2, generation(2)),
-            replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
+            WriteSlot(2, fence_token(2)),
+            replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, fence_token=fence_token(2))),
         ),
     ),
-    "a slot that is used again gets a new generation": after(
+    "a slot that is used again gets a new fence_token": after(
         GRANTED,
         READ,
         (OFFER_2,),
         (
             asked(ask(nonce=NONCE2)),
-            WriteSlot(FIRST_SLOT, generation(2)),
-            replied(grant(nonce=NONCE2, generation=generation(2))),
+            WriteSlot(FIRST_SLOT, fence_token(2)),
+            replied(grant(nonce=NONCE2, fence_token=fence_token(2))),
         ),
     ),
 }
@@ -354,8 +354,8 @@ TIMES: dict[str, Script] = {
         (OFFER_2,),
         (
             asked(ask(nonce=NONCE2)),
-            WriteSlot(2, generation(2)),
-            replied(grant(nonce=NONCE2, slot=2, generation=generation(2))),
+            WriteSlot(2, fence_token(2)),
+            replied(grant(nonce=NONCE2, slot=2, fence_token=fence_token(2))),
         ),
         (OFFER_3,),
         (90.0, publish_offer(OFFER_3.nonce, OFFER_3.request)),
@@ -495,8 +495,8 @@ CHUNKS: dict[str, Script] = {
         (OFFER_2,),
         (
             asked(ask(nonce=NONCE2)),
-            WriteSlot(FIRST_SLOT, generation(2)),
-            replied(grant(nonce=NONCE2, generation=generation(2))),
+            WriteSlot(FIRST_SLOT, fence_token(2)),
+            replied(grant(nonce=NONCE2, fence_token=fence_token(2))),
         ),
         (asked(pack_request(nonce=NONCE2)), pack(pack_request(nonce=NONCE2), 1)),
         (packed(CHUNK_0),),
@@ -510,8 +510,8 @@ RIVALS: Script = [
     (OFFER_2,),
     (
         asked(ask(nonce=NONCE2, claim=RIVAL)),
-        WriteSlot(2, generation(2)),
-        replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
+        WriteSlot(2, fence_token(2)),
+        replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, fence_token=fence_token(2))),
     ),
 ]
 WAITS = (asked(OTHER_CHUNK),)
@@ -556,7 +556,7 @@ def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
 
 GRANTED_ANEW: Script = after(
     OFFERED,
-    (ASK, WriteSlot(FIRST_SLOT, generation(2)), replied(grant(generation=generation(2)))),
+    (ASK, WriteSlot(FIRST_SLOT, fence_token(2)), replied(grant(fence_token=fence_token(2)))),
 )
 
 
@@ -630,7 +630,7 @@ DIGESTS: dict[str, Script] = {
         for name, step in {
             "a complete release": READ,
             "an incomplete release": (RELEASE_INCOMPLETE, *ABORTED),
-            "a renewal without the claim": (asked(renew(2)), *ABORTED, replied(renewed())),
+            "a heartbeat without the claim": (asked(renew(2)), *ABORTED, replied(renewed())),
             "the lease": (100.0 + LEASE_S, Tick(), *EXPIRED),
         }.items()
     },
@@ -660,7 +660,7 @@ DIGESTS: dict[str, Script] = {
     ),
 }
 NOTHING_LOST = replied(renewed())
-RENEWALS: dict[str, Script] = {
+HEARTBEATS: dict[str, Script] = {
     "one extends the lease": after(
         GRANTED,
         (101.5, asked(renew(2, CLAIM)), NOTHING_LOST),
@@ -741,8 +741,8 @@ RENEWALS: dict[str, Script] = {
 }
 RECALL, RECLAIM = replied(recall()), ReclaimBlocks(2)
 RECALLED: Script = after(GRANTED, (101.0, RECLAIM, RECALL))
-RENEW_READING = asked(renew(2, CLAIM, reading=1))
-READING: Script = after(GRANTED, (101.0, RENEW_READING, NOTHING_LOST))
+HEARTBEAT_READING = asked(renew(2, CLAIM, reading=1))
+READING: Script = after(GRANTED, (101.0, HEARTBEAT_READING, NOTHING_LOST))
 TAKEN_BACK = ended(OfferEnd.REVOKED)
 HELD = 100.0 + HOLD_S
 IS_HELD = (HELD - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST)
@@ -759,9 +759,9 @@ RECALLS: dict[str, Script] = {
     ),
     "what is read is not recalled": after(READING, IS_HELD, (HELD, Tick()), (RECLAIM,), READ),
     "a read that has begun ends a recall": after(
-        RECALLED, (RENEW_READING, NOTHING_LOST), (101.0 + RECALL_S, Tick()), READ
+        RECALLED, (HEARTBEAT_READING, NOTHING_LOST), (101.0 + RECALL_S, Tick()), READ
     ),
-    "a renewal that names no read does not": after(
+    "a heartbeat that names no read does not": after(
         RECALLED, (asked(renew(2, CLAIM)), NOTHING_LOST), (101.0 + RECALL_S, Tick(), *TAKEN_BACK)
     ),
     "a reader releases what it does not read": after(RECALLED, (RELEASE_INCOMPLETE, *TAKEN_BACK)),
@@ -806,7 +806,7 @@ RECALLS: dict[str, Script] = {
         (RELEASE_INCOMPLETE, *TAKEN_BACK),
     ),
     "one that is published later is read all the while": after(
-        PREPARED, (ASK, WRITTEN, GRANT), (RENEW_READING, NOTHING_LOST), (publish_offer(),), READ
+        PREPARED, (ASK, WRITTEN, GRANT), (HEARTBEAT_READING, NOTHING_LOST), (publish_offer(),), READ
     ),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(
@@ -840,7 +840,7 @@ ALL: dict[str, Script] = {
         "time": TIMES,
         "digests": DIGESTS,
         "chunks": CHUNKS,
-        "renewals": RENEWALS,
+        "heartbeats": HEARTBEATS,
         "recalls": RECALLS,
         "commands": COMMANDS,
     }.items()
@@ -860,7 +860,7 @@ def test_the_scripts_above_make_each_transition_of_the_table(
     for script in [*ALL.values(), *ONE_SLOT]:
         numbers = iter(range(1, 256))
         monkeypatch.setattr(
-            prefill, "new_generation", lambda numbers=numbers: generation(next(numbers))
+            prefill, "new_fence_token", lambda numbers=numbers: fence_token(next(numbers))
         )
         new_machine(script, recorded.append, num_ring_slots=1 if script in ONE_SLOT else 4)
     moves = [move for move in recorded if move.before and " denied" not in move.cause]
@@ -871,7 +871,7 @@ def test_the_scripts_above_make_each_transition_of_the_table(
         for end in ends
     }
     assert {move.cause for move in moves if move.after == OVER} == {
-        *["Release: read", "Release: aborted", "Release: not_needed", "Renew: aborted"],
+        *["Release: read", "Release: aborted", "Release: not_needed", "Heartbeat: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
         *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
     }
@@ -900,12 +900,12 @@ def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
         [
             *PREPARED,
             (OFFER_2,),
-            (ASK, WriteSlot(0, generation(1)), replied(grant(slot=0))),
+            (ASK, WriteSlot(0, fence_token(1)), replied(grant(slot=0))),
             (second, *full),
             (RELEASE, ClearSlot(0), OfferEnded(NONCE, P1, OfferEnd.READ)),
         ],
     )
-    assert machine.handle(second, 100.2)[0] == WriteSlot(0, generation(2))
+    assert machine.handle(second, 100.2)[0] == WriteSlot(0, fence_token(2))
     machine.validate()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Generation, Rank
+from nixl_kv.ids import Claim, FenceToken, Rank
 from nixl_kv.protocol.events import (
     OVER,
     ReclaimBlocks,
@@ -56,7 +56,7 @@ def new_binding(*ranks: int, ended: set[int] | None = None) -> Binding:
         CLAIM,
         DECODE,
         slot=0,
-        generation=Generation(bytes(16)),
+        fence_token=FenceToken(bytes(16)),
         leases=leases,
         held_until=20.0,
         ended=set(map(Rank, ended or ())),

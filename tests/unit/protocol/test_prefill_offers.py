@@ -6,7 +6,7 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
+from nixl_kv.ids import Claim, FenceToken, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Record, Tick, Transition
 from nixl_kv.protocol.prefill import Binding, PrefillMachine, RingBook, State
@@ -157,7 +157,7 @@ def test_the_book_checks_that_each_slot_is_granted_once_or_free(
         assert offer is not None
         offer.state = State.GRANTED
         leases = {Rank(0): 1.0}
-        offer.binding = Binding(CLAIM, DECODE, slot, Generation(bytes(16)), leases, held_until=9.0)
+        offer.binding = Binding(CLAIM, DECODE, slot, FenceToken(bytes(16)), leases, held_until=9.0)
     machine._free_slots = free
     with pytest.raises(LocalProtocolError) as raised:
         machine.validate()

@@ -7,6 +7,7 @@ import pytest
 SWAPS = """
 from nixl_kv.ids import Endpoint, RequestId
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.messages import HeartbeatReply
 from nixl_kv.protocol.ticket import Ticket
 
 home = Endpoint("tcp://10.0.0.1:5600")
@@ -24,14 +25,14 @@ def swapped(ask: messages.Ask, grant: messages.Grant, ticket: Ticket, request: R
     messages.Deny(incarnation=ask.incarnation, nonce=ask.claim, claim=ask.claim, reader=ask.reader)
     messages.Deny(incarnation=ask.incarnation, nonce=ask.nonce, claim=ask.nonce, reader=ask.reader)
     messages.Deny(incarnation=ask.nonce, nonce=ask.nonce, claim=ask.claim, reader=ask.reader)
-    messages.Renewed(incarnation=ask.incarnation, reader=ask.reader, number=1, lost=(ask.nonce,))
+    HeartbeatReply(incarnation=ask.incarnation, reader=ask.reader, number=1, lost=(ask.nonce,))
     messages.Reader(engine=ask.incarnation, incarnation=ask.incarnation, rank=ask.reader.rank)
     messages.Describe(incarnation=ask.incarnation, engine=ask.incarnation)
     events.WriteSlot(grant.slot, b"sixteen bytes...")
     events.PublishOffer(request, ticket.nonce)
     events.PrepareLoad(request, ticket, ticket.nonce)
     events.PeerKey(ticket.incarnation, ticket.engine, home)
-    events.SlotRead(request, 0, grant.generation)
+    events.SlotRead(request, 0, grant.fence_token)
 """
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from lab.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
+from nixl_kv.ids import Endpoint, FenceToken, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import (
     PeerBroken,
     ReadDone,
@@ -56,11 +56,11 @@ def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> 
     (done,) = reading.start([2, 9], [7, 3], range(8))
     assert isinstance(done, ReadDone)
     assert np.array_equal(reading.cache.blocks([2, 9]), reading.prefill.cache.blocks([7, 3]))
-    generation = new_generation()
-    reading.prefill.slots.write(3, generation)
-    assert reading.read_slot(3) == [SlotRead(D1, R0, generation)]
+    fence_token = new_fence_token()
+    reading.prefill.slots.write(3, fence_token)
+    assert reading.read_slot(3) == [SlotRead(D1, R0, fence_token)]
     assert reading.agent.reads == []
-    assert reading.read_slot(3) == [SlotRead(D1, R0, generation)], "its entry was not free again"
+    assert reading.read_slot(3) == [SlotRead(D1, R0, fence_token)], "its entry was not free again"
 
 
 def test_what_breaks_when_it_is_posted_fails_at_once(reading: Reading) -> None:
@@ -117,8 +117,8 @@ def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
 
 
 def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
-    """Or else the generation of a former read could stand for what was never read."""
-    first, second = new_generation(), new_generation()
+    """Or else the fence_token of a former read could stand for what was never read."""
+    first, second = new_fence_token(), new_fence_token()
     reading.prefill.slots.write(3, first)
     assert reading.read_slot(3) == []
     assert reading.agent.poll() == [SlotRead(D1, R0, first)]
@@ -134,7 +134,7 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
 
 def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
     assert reading.read_slot(5) == []
-    assert reading.agent.poll() == [SlotRead(D1, R0, Generation(bytes(16)))]
+    assert reading.agent.poll() == [SlotRead(D1, R0, FenceToken(bytes(16)))]
 
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:

@@ -13,15 +13,14 @@ from lab.local.engine import MODEL
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import LocalProtocolError, PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Endpoint, Rank, RequestId, new_generation
+from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import (
     AbandonRead,
     DataEvent,
     DropPeer,
-    JoinPeer,
+    HandshakeDone,
     PeerBroken,
     PeerFits,
-    PeerJoined,
     PeerKey,
     PeerRefused,
     PeersMoved,
@@ -29,6 +28,7 @@ from nixl_kv.protocol.events import (
     ReadFailed,
     ReadSlot,
     SlotRead,
+    StartHandshake,
     StartLoad,
     StartRead,
 )
@@ -73,7 +73,7 @@ class Reading:
 
     def join(self, description: Description, peer: PeerKey = PEER) -> list[DataEvent]:
         """What comes of it, after as many turns as it takes."""
-        ended = self.agents.execute(JoinPeer(peer, description))
+        ended = self.agents.execute(StartHandshake(peer, description))
         while isinstance(ended[-1], PeerFits):
             assert self.agents.is_busy
             ended += self.poll()
@@ -130,7 +130,7 @@ def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
     assert isinstance(fits, PeerFits)
     assert fits.peer == PEER
     assert {route.remote_rank: route.readers for route in fits.routes} == {0: (0,), 1: (0,)}
-    assert reading.joined == PeerJoined(PEER)
+    assert reading.joined == HandshakeDone(PEER)
 
 
 def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
@@ -161,7 +161,7 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
         monkeypatch.setattr(transport, name, noted)
     peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.2.{n}:5600")) for n in range(3)]
     for peer in peers:
-        reading.agents.execute(JoinPeer(peer, reading.description))
+        reading.agents.execute(StartHandshake(peer, reading.description))
     reading.agents.poll()
     calls.clear()
     reading.start(D2, block=8)
@@ -172,7 +172,7 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
     joined: list[DataEvent] = []
     while len(joined) < 2:
         joined += reading.poll()
-    assert joined == [PeerJoined(peer) for peer in peers[:2]]
+    assert joined == [HandshakeDone(peer) for peer in peers[:2]]
     adds = [place for place, name in enumerate(calls) if name == "add_peer"]
     assert len(adds) == 4
     for one, next_one in itertools.pairwise(adds):
@@ -181,12 +181,12 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
 
 
 def test_joins_are_counted_in_seconds(reading: Reading) -> None:
-    (fits,) = reading.agents.execute(JoinPeer(OTHER, reading.description))
+    (fits,) = reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert isinstance(fits, PeerFits)
     reading.clock.now += 0.25
     while not (joined := reading.poll()):
         pass
-    assert joined == [PeerJoined(OTHER)]
+    assert joined == [HandshakeDone(OTHER)]
     assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
 
 
@@ -209,7 +209,7 @@ def test_a_peer_that_is_dropped_is_not_joined(
 
     reading.agents.execute(DropPeer(PEER))  # which has the same agents
     monkeypatch.setattr(transport, "add_peer", add)
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     for step in range(steps):
         assert (reading.poll if step % 2 else reading.agents.poll)() == []
     reading.agents.execute(DropPeer(OTHER))
@@ -225,7 +225,7 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
     """An engine that is known under two addresses."""
     dropped: list[PeerName] = []
     monkeypatch.setattr(reading.agents.current.transport, "drop_peer", dropped.append)
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     while reading.agents.is_busy:
         reading.poll()
     reading.agents.execute(DropPeer(OTHER))
@@ -238,7 +238,7 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
 
 
 def test_a_read_waits_for_the_join(reading: Reading) -> None:
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert reading.start(D1, peer=OTHER) == []
     assert reading.agents.execute(ReadSlot(OTHER, R1, D2, 2)) == []
     assert reading.agents.poll() == []
@@ -246,12 +246,12 @@ def test_a_read_waits_for_the_join(reading: Reading) -> None:
     ended: list[DataEvent] = []
     while len(ended) < 3:
         ended += reading.poll()
-    assert {type(event) for event in ended} == {PeerJoined, ReadDone, SlotRead}
+    assert {type(event) for event in ended} == {HandshakeDone, ReadDone, SlotRead}
 
 
 def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
     reading.fabric.lost_peers.add(reading.prefill[1].transport.name)
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert reading.start(D1, R1, peer=OTHER) == []
     ended: list[DataEvent] = []
     while not ended:
@@ -263,7 +263,7 @@ def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
 
 
 def test_a_read_that_waits_can_be_abandoned_at_once(reading: Reading) -> None:
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     for request in (D1, D2):
         assert reading.start(request, peer=OTHER) == []
     abandoned = reading.agents.execute(AbandonRead(D1, R0))
@@ -280,11 +280,11 @@ def test_another_agent_goes_on_with_the_join(reading: Reading) -> None:
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.background.work()
     reading.fabric.reads_hang = False
     ended: list[DataEvent] = []
-    while not any(isinstance(event, PeerJoined) for event in ended):
+    while not any(isinstance(event, HandshakeDone) for event in ended):
         ended += reading.poll()
     assert len(reading.transports) == 2
     assert reading.start(D2) == []
@@ -296,7 +296,7 @@ def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Readi
     """Also if somebody else is read meanwhile; its next read prepares it anew."""
     ranks = [ReadableRank(reading.fabric, Sizes(heads=1), first_head=head) for head in range(2)]
     description = engine_of(*ranks)
-    events = reading.agents.execute(JoinPeer(OTHER, description))
+    events = reading.agents.execute(StartHandshake(OTHER, description))
     reading.poll()
     reading.background.work()  # its first rank is added, and the connection breaks
     reading.fabric.lost_peers.add(ranks[0].transport.name)
@@ -305,7 +305,7 @@ def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Readi
     events += reading.start(D1)
     for _ in range(20):
         events += reading.poll()
-    assert PeerJoined(OTHER) in events
+    assert HandshakeDone(OTHER) in events
     assert not reading.agents.is_busy
     reading.fabric.lost_peers.clear()
     events = reading.start(D2, peer=OTHER)
@@ -322,7 +322,7 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
     ranks = [
         ReadableRank(reading.fabric, sizes, first_head=n * sizes.heads) for n in range(num_ranks)
     ]
-    assert reading.join(engine_of(*ranks), OTHER)[-1] == PeerJoined(OTHER)
+    assert reading.join(engine_of(*ranks), OTHER)[-1] == HandshakeDone(OTHER)
     while reading.agents.is_busy:
         reading.poll()
     added: list[bytes] = []
@@ -351,7 +351,7 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
 
 def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> None:
     reading.fabric.reads_hang = True
-    assert reading.join(reading.description, OTHER)[-1] == PeerJoined(OTHER)
+    assert reading.join(reading.description, OTHER)[-1] == HandshakeDone(OTHER)
     agent = reading.agents.current
     assert len(agent.warm_ups) == 4, "data and a slot of each rank"
     assert reading.agents.is_busy
@@ -378,7 +378,7 @@ def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: R
 
 
 def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
-    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.agents.poll()
     assert len(reading.background) > 0
     reading.agents.close()
@@ -411,7 +411,7 @@ def forget_some(reading: Reading, count: int) -> None:
     for number in range(count):
         peer = replace(PEER, endpoint=Endpoint(f"tcp://10.0.1.{number}:5600"))
         engine = engine_of(ReadableRank(reading.fabric, Sizes()))
-        assert reading.join(engine, peer)[-1] == PeerJoined(peer)
+        assert reading.join(engine, peer)[-1] == HandshakeDone(peer)
         reading.agents.execute(DropPeer(peer))
     while reading.agents.is_busy:
         reading.poll()
@@ -468,8 +468,8 @@ def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading
 
 
 def test_reads_of_data_and_slots_end(reading: Reading) -> None:
-    generation = new_generation()
-    reading.prefill[1].slots.write(2, generation)
+    fence_token = new_fence_token()
+    reading.prefill[1].slots.write(2, fence_token)
     assert not reading.agents.is_busy
     assert reading.start(D1) == []
     assert reading.agents.execute(ReadSlot(PEER, R1, D2, 2)) == []
@@ -478,7 +478,7 @@ def test_reads_of_data_and_slots_end(reading: Reading) -> None:
     assert reading.agents.is_read(D2)
     done, slot = reading.poll()
     assert isinstance(done, ReadDone)
-    assert slot == SlotRead(D2, R1, generation)
+    assert slot == SlotRead(D2, R1, fence_token)
     assert not reading.agents.is_busy
     assert not reading.agents.is_read(D1)
 

@@ -1,4 +1,4 @@
-"""A page of generation slots."""
+"""A page of fence_token slots."""
 
 import ctypes
 
@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from nixl_kv.geometry.layout import Span
-from nixl_kv.ids import Generation
+from nixl_kv.ids import FenceToken
 from nixl_kv.transport.base import SlotPage, slot_rows
 
 CLEAR = bytes(16)
 
 
-def generation(first: int) -> Generation:
+def fence_token(first: int) -> FenceToken:
     """A new one each time: what a page does to one is not done to what it is compared with."""
-    return Generation(bytes(range(first, first + 16)))
+    return FenceToken(bytes(range(first, first + 16)))
 
 
 def contents(page: SlotPage) -> list[bytes]:
@@ -43,38 +43,38 @@ def test_the_page_begins_on_a_page_boundary_of_its_memory(count: int) -> None:
 def test_writing_and_clearing_a_slot_touches_no_other() -> None:
     page = SlotPage(4)
     for slot in range(4):
-        page.write(slot, generation(101))
-    page.write(2, generation(1))
-    assert contents(page) == [generation(101), generation(101), generation(1), generation(101)]
+        page.write(slot, fence_token(101))
+    page.write(2, fence_token(1))
+    assert contents(page) == [fence_token(101), fence_token(101), fence_token(1), fence_token(101)]
     page.clear(1)
-    assert contents(page) == [generation(101), CLEAR, generation(1), generation(101)]
+    assert contents(page) == [fence_token(101), CLEAR, fence_token(1), fence_token(101)]
     assert [page.read(slot) for slot in range(4)] == [
-        generation(101),
+        fence_token(101),
         CLEAR,
-        generation(1),
-        generation(101),
+        fence_token(1),
+        fence_token(101),
     ]
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_last_slot_is_inside_the_page(count: int) -> None:
     page = SlotPage(count)
-    page.write(count - 1, generation(1))
-    assert contents(page)[-1] == generation(1)
+    page.write(count - 1, fence_token(1))
+    assert contents(page)[-1] == fence_token(1)
 
 
 @pytest.mark.parametrize("length", [0, 15, 17])
 def test_only_a_whole_generation_can_be_written(length: int) -> None:
     page = SlotPage(2)
     with pytest.raises(ValueError, match=f"^{length} bytes; allowed: 16$"):
-        page.write(0, Generation(b"x" * length))
+        page.write(0, FenceToken(b"x" * length))
     assert contents(page) == [CLEAR] * 2
 
 
 def test_all_slots_can_be_cleared_at_once() -> None:
     page = SlotPage(3)
     for slot in range(3):
-        page.write(slot, generation(slot))
+        page.write(slot, fence_token(slot))
     page.clear_all()
     assert contents(page) == [CLEAR] * 3
 
@@ -83,7 +83,7 @@ def test_all_slots_can_be_cleared_at_once() -> None:
 @pytest.mark.parametrize("action", ["write", "clear", "read"])
 def test_a_slot_outside_of_the_page_is_an_error(slot: int, action: str) -> None:
     page = SlotPage(4)
-    arguments = (slot, generation(1)) if action == "write" else (slot,)
+    arguments = (slot, fence_token(1)) if action == "write" else (slot,)
     with pytest.raises(IndexError, match=f"^slot {slot}; allowed: 0 to 3$"):
         getattr(page, action)(*arguments)
     assert contents(page) == [CLEAR] * 4
