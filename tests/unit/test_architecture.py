@@ -88,3 +88,30 @@ def test_a_forbidden_word_in_code_is_detected(source: str, expected: str) -> Non
 )
 def test_comments_docstrings_and_longer_words_are_free(source: str) -> None:
     assert forbidden_words(source) == set()
+
+
+READING_PATH = re.findall(
+    r"^\| \d+ \| `([a-z_/]+\.py)` \| (`[^|]+`) \|",
+    (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+def num_lines(path: str, name: str) -> int:
+    """The lines of a definition such as `Class.method`."""
+    body: list[ast.stmt] = ast.parse((PACKAGE / path).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        (found,) = [
+            each
+            for each in body
+            if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part
+        ]
+        body = found.body
+    assert found.end_lineno is not None
+    return found.end_lineno - found.lineno + 1
+
+
+def test_ten_files_lead_through_one_load_in_1500_lines() -> None:
+    assert len(READING_PATH) == 10
+    names = [(path, name) for path, text in READING_PATH for name in re.findall("`([^`]+)`", text)]
+    assert sum(num_lines(*each) for each in names) <= 1500
