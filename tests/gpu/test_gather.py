@@ -233,7 +233,7 @@ def _altered(one: Owner, what: str) -> messages.Export:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("another host", "not another one"),
+        ("another host", "it is on another host"),
         ("another life", "has ended"),
         ("no process", "No such process|Invalid argument"),
         ("garbage", "cuIpcOpenMemHandle"),
