@@ -178,7 +178,7 @@ class Scheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         metadata = output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata):
+        if isinstance(metadata, WorkerMetadata) and self._ranks:
             # Some ranks have a new incarnation, so the engine has one too.
             for rank, description in metadata.rank_descriptions.items():
                 self._ranks[rank] = decode_rank(description)

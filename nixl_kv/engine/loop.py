@@ -119,7 +119,7 @@ class Outstanding:
                 self._loads[command.request] = command.num_tokens
             case events.PrepareOffer():
                 self._prepared[command.nonce] = None
-            case events.PublishOffer():
+            case events.PublishOffer() if command.nonce not in self._published:
                 end = self._prepared.pop(command.nonce, events.OfferEnd.LOST)
                 if end is not None:
                     self._results.append(events.OfferEnded(command.nonce, command.request, end))

@@ -133,12 +133,16 @@ class Serving:
 
     def _end(self, job: Future[Any]) -> bool:
         self._job = None
+        if not self._is_replacing:
+            self.stay_awake(SERVE_ON_S)  # the checker's connection ends here, too
         try:
             result = job.result()
         except TransportError as error:
             message = "cannot check whether peers can read this rank: %s; trying again"
             if self._is_replacing:
                 message = "cannot make another NIXL agent: %s; trying again"
+                # The present agent may work again, unless UCX closed its socket: check it first.
+                self._is_replacing = not descriptors.are_open(self._listening)
             self._log.warning(message, error)
             self._try_again()
             return False
@@ -149,7 +153,6 @@ class Serving:
         return isinstance(result, tuple)
 
     def _on_checked(self, failure: str | None) -> None:
-        self.stay_awake(SERVE_ON_S)
         if failure is None:
             if self._counts.get(UNREADABLE) or self._has_failed:
                 logger.info("peers can read this rank again")

@@ -293,17 +293,21 @@ class ReadAgent:
         ]
 
     def collect(self) -> list[Ended]:
-        """Return the preparations that have ended, and forget engines with a broken connection.
+        """Return the preparations that have ended, and forget engines with a broken connection."""
+        self.drop_broken()
+        return self.ranks.collect()
 
-        They are forgotten once nothing reads them, and later reads add them again. Reads that
-        waited for such an engine have failed by then, so that none waits for ever.
+    def drop_broken(self) -> None:
+        """Forget engines with a broken connection once nothing reads them.
+
+        A new read adds such an engine again, so it calls this first. A read that waited for the
+        engine does not: it fails with the connection, or it could wait for ever.
         """
         for peer in list(self.broken) if self.broken and not self.ranks.is_adding else ():
             is_read = any(read.remote.peer == peer for read in (*self.reads, *self.warm_ups))
             if not is_read and not self.ranks.is_preparing(peer):
                 self.broken.remove(peer)
                 self.ranks.drop(peer, is_lost=True)
-        return self.ranks.collect()
 
     def close(self) -> None:
         """Wait for copies and end the transport. Then nothing of this agent writes.

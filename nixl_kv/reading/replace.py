@@ -138,6 +138,8 @@ class Agents:
             case events.DropPeer():
                 self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
+                if self.current.broken:
+                    self.current.drop_broken()
                 return self._start(action)
             case events.ReadChunk():
                 return [event for agent in self.polled for event in agent.on_chunk(action)]

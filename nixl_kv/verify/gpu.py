@@ -116,7 +116,7 @@ class TorchDigester:
         numbers = np.concatenate([row + each for row, _, each in heads])
         bases = np.concatenate([one.base + each * one.region.head_stride for _, one, each in heads])
         bases -= self._address
-        own = np.array(first.positions)
+        own = np.arange(first.positions.start, first.positions.stop)
         tokens, is_kept = first.tokens(own)
         own, tokens = own[is_kept], tokens[is_kept]
         block, within = np.divmod(own - first.first_position, first.group.block_size)

@@ -191,7 +191,8 @@ def count_bytes(local_slices: Sequence[LocalSlice]) -> int:
         first = batch[0][1]
         num_tokens = len(first.positions)
         if first.other.count > 1:
-            _, is_kept = first.tokens(np.array(first.positions))
+            positions = np.arange(first.positions.start, first.positions.stop)
+            _, is_kept = first.tokens(positions)
             num_tokens = int(np.count_nonzero(is_kept))
         num_bytes += num_tokens * sum(one.num_heads for _, one in batch) * first.part.content
     return num_bytes

@@ -314,6 +314,21 @@ def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Readi
     assert [type(event) for event in events] == [ReadDone]
 
 
+def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(reading: Reading) -> None:
+    """As decode's queue starts the next load in the turn in which a read breaks."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.fabric.lost_peers.add(reading.prefill[0].transport.name)
+    broken = reading.agents.poll()
+    assert {type(event) for event in broken} == {ReadFailed, PeerBroken}
+    reading.fabric.lost_peers.clear()
+    reading.fabric.reads_hang = False
+    events = reading.start(D2)
+    for _ in range(20):
+        events += reading.poll()
+    assert [type(event) for event in events] == [ReadDone]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
     reading: Reading, num_ranks: int, monkeypatch: pytest.MonkeyPatch
