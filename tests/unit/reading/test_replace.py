@@ -324,6 +324,7 @@ def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(reading: R
     reading.fabric.lost_peers.clear()
     reading.fabric.reads_hang = False
     events = reading.start(D2)
+    assert events == [], "it waits until the engine has been added again"
     for _ in range(20):
         events += reading.poll()
     assert [type(event) for event in events] == [ReadDone]
