@@ -8,14 +8,13 @@ engine.stop()
 """
 
 import contextlib
-import math
 import os
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -26,9 +25,10 @@ from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
+from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation, short
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
@@ -198,7 +198,9 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=partial(build_status, spec, parts, spec.clock()),
+            report_status=partial(
+                build_status, parts, spec.rank, spec.roles, spec.clock, spec.clock()
+            ),
             on_load_ended=self._load_ended.set,
         )
 
@@ -373,81 +375,3 @@ def slots_for(layout: CacheLayout) -> int:
     # The slots bound the offers that are granted at a time. Each has a block of its own.
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
-
-
-def build_status(
-    spec: RankSpec, parts: Parts, started_at: float, question: messages.StatusRequest
-) -> messages.Status:
-    """Read the state of the machines for `nixl-kv status`, without changing it.
-
-    The status is an open record: the tool shows every key of it. Add a key here to show more.
-    `started_at` is a time of the rank's clock.
-    """
-    now = spec.clock()
-    peers, links = [*parts.decode.peers.known.values()], parts.control.links()
-    offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
-    return messages.Status(
-        incarnation=parts.description.incarnation,
-        facts={
-            "engine": parts.decode.reader.engine,
-            "rank": spec.rank,
-            "roles": spec.roles,
-            "uptime_s": now - started_at,
-            "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
-        },
-        totals={
-            "peers": len(peers),
-            "links": len(links),
-            "offers": len(offers),
-            "loads": len(loads),
-            "reads": sum(len(agent.reads) for agent in parts.agents.polled),
-            "digests": len(parts.digests),
-            "packs": len(parts.packs or ()),
-            "events": len(parts.event_log),
-        },
-        lists={
-            "peers": [
-                {
-                    "engine": peer.key.engine,
-                    "incarnation": short(peer.key.incarnation),
-                    "endpoint": peer.key.endpoint,
-                    "state": peer.state.name,
-                    "detail": "" if peer.failure is None else peer.failure.detail,
-                }
-                for peer in peers[: messages.MAX_LISTED]
-            ],
-            "links": [asdict(link) for link in links[: messages.MAX_LISTED]],
-            "offers": [
-                {
-                    "request": offer.request,
-                    "nonce": short(offer.nonce),
-                    "num_tokens": offer.prepared.num_tokens,
-                    "state": offer.state.name,
-                    "waits_for": offer.waits_for,
-                    # None: the offer does not expire by itself
-                    "ends_in_s": _finite(offer.due_at(max) - now),
-                }
-                for offer in offers[: messages.MAX_LISTED]
-            ],
-            "loads": [
-                {
-                    "request": load.request,
-                    "nonce": short(load.ticket.nonce),
-                    "peer": str(load.peer),
-                    "reads": [[read.rank, read.state.name] for read in load.reads.values()],
-                    "waits_for": load.waits_for,
-                    # None: the load waits for local blocks, without a deadline
-                    "late_in_s": _finite(load.deadline - now),
-                }
-                for load in loads[: messages.MAX_LISTED]
-            ],
-            "story": [
-                {"time": time, **transition._asdict()}  # seconds since the epoch
-                for time, transition in parts.event_log.story(question.request)
-            ],
-        },
-    )
-
-
-def _finite(seconds: float) -> float | None:
-    return None if seconds == math.inf else seconds

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import NixlKVError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group
 from nixl_kv.geometry.plan import Plan, plan
 from nixl_kv.protocol import events, messages
@@ -84,8 +84,8 @@ class PackQueue:
                 self._counts["chunks_packed"] += 1
                 self._counts["chunk_bytes"] += pack.num_bytes
                 self._counts["chunk_seconds"] += self._clock() - pack.started_at
-            except Exception as error:  # noqa: BLE001 - of another thread: this chunk alone fails
-                refusal = str(error) or type(error).__name__
+            except (NixlKVError, ValueError) as error:
+                refusal = str(error)
             self._packs.remove(pack)
             request = action.pack_request
             ended.append(events.ChunkPacked(action.route, request, action.slot, refusal))
@@ -102,6 +102,9 @@ class PackQueue:
             planning = self._crop(pack.action.pack_request.layers)
             if not planning.done():
                 return False
+            failure = planning.exception()  # of the background thread; it fails the chunk alone
+            if failure is not None:
+                raise TransportError(str(failure) or type(failure).__name__) from failure
             self._start(pack, planning.result())
         return self._staging.copier.poll(pack.copy)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nixl_kv.engine.engine import build_status
-from nixl_kv.ids import ANY_INCARNATION, short
+from nixl_kv.engine.status import build_status
+from nixl_kv.ids import ANY_INCARNATION, Rank, short
 from nixl_kv.protocol.messages import (
     MAX_LISTED,
     Status,
@@ -18,9 +18,9 @@ TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
 
 def status(rank: Stepped, request: str = "") -> Status:
     """What it says when it has run for ten seconds."""
+    spec, now = rank.engine.spec, rank.world.clock()
     question = StatusRequest(incarnation=ANY_INCARNATION, request=request)
-    started_at = rank.world.clock() - 10
-    answer = build_status(rank.engine.spec, rank.parts, started_at, question)
+    answer = build_status(rank.parts, Rank(0), spec.roles, lambda: now, now - 10, question)
     assert decode_to_tool(encode(answer)) == answer
     return answer
 

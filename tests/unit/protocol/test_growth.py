@@ -23,6 +23,7 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.ticket import Ticket
+from support.records import hex32
 from support.scripts import decode_machine
 
 FEW, MANY = 20, 400
@@ -31,10 +32,6 @@ LEASE_S = 5.0
 TABLES = (Table.of([1, 2, 3]),)
 CONTEXT = "0" * 32
 READER = messages.Reader(engine=EngineId("decode"), incarnation=Incarnation("f" * 32), rank=Rank(0))
-
-
-def hex32(number: int) -> str:
-    return f"{number:032x}"
 
 
 def calls_of(step: Callable[[], object]) -> int:

@@ -1,0 +1,91 @@
+"""Builds the status of a rank for `nixl-kv status`, on the transfer thread.
+
+The status is an open record: `nixl-kv status` shows every key of it. Add a key here to show more.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+from nixl_kv.engine.loop import Parts
+from nixl_kv.ids import Rank, short
+from nixl_kv.protocol import messages
+
+
+def build_status(
+    parts: Parts,
+    rank: Rank,
+    roles: str,
+    clock: Callable[[], float],
+    started_at: float,
+    question: messages.StatusRequest,
+) -> messages.Status:
+    """Read the state of the machines without changing it. `started_at` is a time of `clock`."""
+    now = clock()
+    peers, links = [*parts.decode.peers.known.values()], parts.control.links()
+    offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
+    return messages.Status(
+        incarnation=parts.description.incarnation,
+        facts={
+            "engine": parts.decode.reader.engine,
+            "rank": rank,
+            "roles": roles,
+            "uptime_s": now - started_at,
+            "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
+        },
+        totals={
+            "peers": len(peers),
+            "links": len(links),
+            "offers": len(offers),
+            "loads": len(loads),
+            "reads": sum(len(agent.reads) for agent in parts.agents.polled),
+            "digests": len(parts.digests),
+            "packs": len(parts.packs or ()),
+            "events": len(parts.event_log),
+        },
+        lists={
+            "peers": [
+                {
+                    "engine": peer.key.engine,
+                    "incarnation": short(peer.key.incarnation),
+                    "endpoint": peer.key.endpoint,
+                    "state": peer.state.name,
+                    "detail": "" if peer.failure is None else peer.failure.detail,
+                }
+                for peer in peers[: messages.MAX_LISTED]
+            ],
+            "links": [asdict(link) for link in links[: messages.MAX_LISTED]],
+            "offers": [
+                {
+                    "request": offer.request,
+                    "nonce": short(offer.nonce),
+                    "num_tokens": offer.prepared.num_tokens,
+                    "state": offer.state.name,
+                    "waits_for": offer.waits_for,
+                    # None: the offer does not expire by itself
+                    "ends_in_s": _finite(offer.due_at(max) - now),
+                }
+                for offer in offers[: messages.MAX_LISTED]
+            ],
+            "loads": [
+                {
+                    "request": load.request,
+                    "nonce": short(load.ticket.nonce),
+                    "peer": str(load.peer),
+                    "reads": [[read.rank, read.state.name] for read in load.reads.values()],
+                    "waits_for": load.waits_for,
+                    # None: the load waits for local blocks, without a deadline
+                    "late_in_s": _finite(load.deadline - now),
+                }
+                for load in loads[: messages.MAX_LISTED]
+            ],
+            "story": [
+                {"time": time, **transition._asdict()}  # seconds since the epoch
+                for time, transition in parts.event_log.story(question.request)
+            ],
+        },
+    )
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds
