@@ -310,15 +310,16 @@ def test_what_makes_too_many_views_is_read_as_it_is(
     assert blocks_are_there(world)
 
 
+@pytest.mark.parametrize("error", [TransportError("too many views"), MemoryError()])
 def test_what_cannot_be_planned_is_planned_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     staging = pack_queue(world)._staging
     planned: list[object] = []
 
     def refuse(plan: object) -> None:
         planned.append(plan)
-        raise TransportError("too many views")
+        raise error
 
     monkeypatch.setattr(staging.copier, "prepare", refuse)
     for number in (1, 2):
