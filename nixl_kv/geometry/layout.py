@@ -170,6 +170,8 @@ class Stripe:
         return self.count * self.width
 
     def holds(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if self.count == 1:
+            return np.ones(tokens.shape, np.bool_)
         kept: npt.NDArray[np.bool_] = tokens // self.width % self.count == self.place
         return kept
 
@@ -180,6 +182,8 @@ class Stripe:
         return token // self.period * self.width + token % self.width
 
     def token(self, position: Tokens) -> Tokens:
+        if self.count == 1:
+            return position
         place = position // self.width * self.count + self.place
         return place * self.width + position % self.width
 

@@ -1,8 +1,9 @@
 """Digests of a cache in GPU memory, by the array program of `digest.py` on torch tensors.
 
-One tensor of integers covers the whole cache. Rows are heads. All heads whose content has equal
-strides are one batch, which gathers its words from that tensor by index. So the program digests any
-layout: K transposed in pieces of two bytes, states, content of odd length.
+One tensor of integers covers the whole cache. A view of it has a cell for each place where the
+content of a token can begin, so one index per head and token gathers the content of any layout: K
+transposed in pieces of two bytes, states, content of odd length. Rows are heads. All heads whose
+content has equal strides are one batch.
 
 `torch.compile` makes one kernel of the gather and the sums; without it the same program runs
 operation by operation, several times slower. Both run in chunks: one takes at most 64 MiB beside
@@ -11,10 +12,14 @@ the cache, or 24 bytes for each integer of the longest content if that is more.
 Import this module only where the cache is in GPU memory: it needs torch.
 """
 
+import functools
 import itertools
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
@@ -22,7 +27,7 @@ import numpy as np
 import torch
 
 from nixl_kv.errors import DigestError, get_logger
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Group, Part
 from nixl_kv.gpu import on, translated
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, Ints, Steps
@@ -30,75 +35,109 @@ from nixl_kv.verify.slices import LocalSlice, alike
 
 logger = get_logger(__name__)
 
-MAX_TERMS: Final = 1 << 21
-"""Terms of one call of the compiled program, which writes these 16 MiB once."""
-MAX_UNITS: Final = 1 << 28
-"""Integers that one call of the compiled program reads: 1 GiB takes less than 1 ms. From 2^31 on,
-torch.compile would need a second version."""
+MAX_TERMS: Final = 1 << 22
+"""Terms of one call of a compiled program, which writes these 32 MiB once. Half as many take 5 to
+50 % longer on an H100, twice as many 2 to 7 % less."""
+MAX_UNITS: Final = 1 << 30
+"""Integers that one call of a compiled program reads. From 2^31 on, torch.compile would need a
+second version."""
 MAX_EAGER_UNITS: Final = 1 << 21
-"""Integers that one call of the uncompiled program reads. Index, integer and product take 24 bytes
-each."""
+"""Integers that one call of an uncompiled program reads. Integer, widened integer and product take
+20 bytes each."""
+MAX_PROGRAMS: Final = 8
+"""torch.compile makes no more versions of one function. Few models have two."""
 
 DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 SAMPLE: Final = 509, 4001
-"""Rows and tokens of the call that compiles the program: about as many as in other calls. They
-differ from each other and from any number of units, because torch.compile assumes that equal sizes
-stay equal."""
+"""Rows and tokens of the call that compiles a program: about as many as in other calls."""
 
 Program: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Of the rows and of the columns, of type int64."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the content of a token lies in memory. A program is compiled for one shape.
+
+    All numbers but `unit` count integers of `unit` bytes.
+    """
+
+    unit: int
+    step: int  # content begins at multiples of it
+    length: int
+    count: int
+    stride: int
+    is_state: bool
+
+    @property
+    def num_units(self) -> int:
+        return self.count * self.length
 
 
 def gathered_sums(
+    shape: Shape,
     memory: torch.Tensor,
     bases: torch.Tensor,
     places: torch.Tensor,
-    units: torch.Tensor,
     *numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`digest.sums` of the integers of `memory` at base + place + unit.
+    """`digest.sums` of the content at base + place, in steps of the shape.
 
     `numbers` are the multipliers, the offsets and the numbers of the rows. Shapes: bases (rows,),
-    places (tokens,), units (units of a head's token,).
+    places (tokens,).
     """
-    at = (bases[:, None] + places)[:, :, None] + units
-    mask = (1 << 8 * memory.element_size()) - 1
-    return digest.sums(memory[at].to(torch.int64) & mask, *numbers)
+    extent = (shape.count - 1) * shape.stride + shape.length
+    size = (memory.numel() - extent) // shape.step + 1, shape.count, shape.length
+    cells = memory.as_strided(size, (shape.step, shape.stride, 1))
+    units = cells[bases[:, None] + places].flatten(2).to(torch.int64)
+    return digest.sums(units & (1 << 8 * shape.unit) - 1, *numbers)
 
 
 class TorchDigester:
     """Digests a cache through one tensor of bytes, on the current stream."""
 
-    def __init__(self, memory: torch.Tensor, address: int) -> None:
+    def __init__(self, memory: torch.Tensor, address: int, groups: Sequence[Group]) -> None:
         """`memory` is uint8, and its first byte is at `address`. 4 divides address and length."""
         self._memory = {unit: memory.view(dtype) for unit, dtype in DTYPES.items()}
         self._address = address
-        self._compiled: Program | None = None
+        self._shapes = _shapes(groups, address)
+        self._programs: dict[Shape, Program] = {}
 
-    def compile(self, num_units: int) -> None:
-        """Compile the program, for content of about `num_units` 4-byte words.
+    def compile(self) -> None:
+        """Compile the programs for the cache. States need none: a load has one token of them.
 
         Raises:
             Exception: torch, Triton and the C compiler raise many kinds.
         """
-        program: Program = torch.compile(gathered_sums, dynamic=True)
-        rows, tokens = SAMPLE
-        sizes = rows, tokens, num_units, num_units, tokens, rows
-        zeros = [self._put(np.zeros(size, np.int64)) for size in sizes]
-        for result in program(self._memory[digest.WORD], *zeros):
-            result.cpu()
-        self._compiled = program
+        shapes = dict.fromkeys(self._shapes.values())
+        usual = [one for one in shapes if one.unit == digest.WORD and not one.is_state]
+        for shape in usual[:MAX_PROGRAMS]:
+            program = torch.compile(functools.partial(gathered_sums, shape))
+            rows, tokens = SAMPLE
+            sizes = rows, tokens, shape.num_units, tokens, rows
+            zeros = [one.clone() for one in self._put(*(np.zeros(n, np.int64) for n in sizes))]
+            for at in (0, 1, 3, 4):
+                torch._dynamo.mark_dynamic(zeros[at], 0)  # noqa: SLF001 - documented
+            for result in program(self._memory[shape.unit], *zeros):
+                result.cpu()
+            self._programs[shape] = program
 
-    def digest(self, secret: str, slices: Sequence[LocalSlice]) -> Digest:
+    def launch(self, secret: str, slices: Sequence[LocalSlice]) -> Iterator[Sums | None]:
+        """Start a part of the computation in each step; the last one yields the sums to be."""
         end = digest.last_end(slices)
         num_rows = sum(local.num_heads for local in slices)
+        device = self._memory[1].device
         rows, columns = (
-            self._put(np.zeros(size, np.int64)) for size in (num_rows, digest.num_columns(end))
+            torch.zeros(size, dtype=torch.int64, device=device)
+            for size in (num_rows, digest.num_columns(end))
         )
         for batch in alike(slices):
             if len(batch[0][1].positions):
-                self._add(secret, batch, rows, columns, column=digest.column_tokens(end))
-        return Digest(*(sums.cpu().numpy().view(np.uint64) for sums in (rows, columns)))
+                column = digest.column_tokens(end)
+                yield from self._add(secret, batch, rows, columns, column=column)
+        yield rows, columns
 
     def _add(
         self,
@@ -108,51 +147,75 @@ class TorchDigester:
         columns: torch.Tensor,
         *,
         column: int,
-    ) -> None:
+    ) -> Iterator[None]:
         """Add the sums of `alike` slices. `column` is the number of tokens of a column."""
         first = batch[0][1]
-        part, block_stride = first.part, first.region.block_stride
-        heads = [(row, one, np.arange(one.num_heads)) for row, one in batch]
-        numbers = np.concatenate([row + each for row, _, each in heads])
-        bases = np.concatenate([one.base + each * one.region.head_stride for _, one, each in heads])
-        bases -= self._address
-        own = np.arange(first.positions.start, first.positions.stop)
-        tokens, is_kept = first.tokens(own)
-        own, tokens = own[is_kept], tokens[is_kept]
-        block, within = np.divmod(own - first.first_position, first.group.block_size)
-        places = first.ids[block].astype(np.int64) * block_stride + within * first.token_stride
-        strides = [part.length, part.stride, block_stride, first.token_stride]
-        divisor = int(np.gcd.reduce(np.concatenate([bases, strides])))
-        unit = next(unit for unit in DTYPES if divisor % unit == 0)
-        pieces = np.arange(part.count)[:, None] * part.stride
-        units = (pieces + np.arange(0, part.length, unit)).ravel()
+        shape = self._shapes[_key(first.table_number, first.part)]
+        counts = [one.num_heads for _, one in batch]
+        within = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = np.repeat([row for row, _ in batch], counts) + within
+        strides = np.repeat([one.region.head_stride for _, one in batch], counts)
+        bases = np.repeat([one.base for _, one in batch], counts) + within * strides
+        size, begin = first.group.block_size, first.positions.start - first.first_position
+        step_bytes = shape.step * shape.unit
+        in_block = np.arange(size) * (first.token_stride // step_bytes)
+        places = first.ids[:, None] * np.int64(first.region.block_stride // step_bytes) + in_block
+        places = places.ravel()[begin : begin + len(first.positions)]
+        tokens, is_kept = first.tokens(np.arange(first.positions.start, first.positions.stop))
+        if not is_kept.all():
+            places, tokens = places[is_kept], tokens[is_kept]
         # A word's product is the sum of its units' products, each with the shifted multiplier.
-        word, shift = np.divmod(np.arange(0, part.content, unit), digest.WORD)
-        offset, step, multipliers = digest.numbers_of(secret, part.content)
-        factors = multipliers[word] << (8 * shift)
+        word, shift = np.divmod(np.arange(0, first.part.content, shape.unit), digest.WORD)
+        offset, step, multipliers = digest.numbers_of(secret, first.part.content)
 
-        # torch.compile would make another version for shorter integers, or for a size of 1, which a
-        # chunk of the longest contents could have.
-        is_usual = unit == digest.WORD and min(len(bases), len(places), len(units)) > 1
-        is_usual = is_usual and len(units) <= MAX_UNITS // 16
-        compiled = self._compiled if is_usual else None
-        by_unit = [self._put(one) for one in (units // unit, factors)]
-        by_row = [self._put(one) for one in (bases // unit, numbers)]
-        by_token = [
-            self._put(one) for one in (places // unit, tokens * step + offset, tokens // column)
-        ]
-        for r, t in _chunks(len(bases), len(places), len(units), is_compiled=compiled is not None):
+        base, row, place, token, factors = self._put(
+            (bases - self._address) // step_bytes,
+            numbers,
+            places,
+            tokens,
+            multipliers[word] << (8 * shift),
+        )
+        offsets, column_at = token * int(step) + int(offset), token // column
+        # torch.compile would make another version for a size of 1.
+        program = self._programs.get(shape) if min(len(bases), len(places)) > 1 else None
+        sums = program or functools.partial(gathered_sums, shape)
+        sizes = len(bases), len(places), shape.num_units
+        for r, t in _chunks(*sizes, is_compiled=program is not None):
             # Without copies, torch.compile would make versions for views that begin elsewhere.
-            base, row = (one[r].clone() for one in by_row)
-            place, offsets, column_at = (one[t].clone() for one in by_token)
-            row_sums, token_sums = (compiled or gathered_sums)(
-                self._memory[unit], base, place, *by_unit, offsets, row
-            )
-            rows.index_add_(0, row, row_sums)
-            columns.index_add_(0, column_at, token_sums)
+            views = base[r], place[t], factors, offsets[t], row[r]
+            row_sums, token_sums = sums(self._memory[shape.unit], *(one.clone() for one in views))
+            rows.index_add_(0, row[r], row_sums)
+            columns.index_add_(0, column_at[t], token_sums)
+            yield None
 
-    def _put(self, array: Ints) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._memory[1].device)
+    def _put(self, *arrays: Ints) -> Sequence[torch.Tensor]:
+        """Copy arrays to the device, in one piece."""
+        # Not through pinned memory, which takes 5 ms to allocate.
+        flat = torch.from_numpy(np.concatenate(arrays)).to(self._memory[1].device)
+        return torch.split(flat, [len(array) for array in arrays])
+
+
+def _key(group_number: int, part: Part) -> tuple[int, ...]:
+    return group_number, part.length, part.count, part.stride
+
+
+def _shapes(groups: Sequence[Group], address: int) -> dict[tuple[int, ...], Shape]:
+    """The shapes of the content of a cache, from all places where such content can begin."""
+    alignments: dict[tuple[int, ...], int] = defaultdict(lambda: 4 * digest.WORD)
+    for number, group in enumerate(groups):
+        for region in group.regions:
+            for part in region.parts:
+                begin = region.base + part.offset - address
+                strides = region.block_stride, region.head_stride, region.token_stride_of(part)
+                key = _key(number, part)
+                alignments[key] = math.gcd(alignments[key], begin, *strides)
+    shapes = {}
+    for key, alignment in alignments.items():
+        number, length, count, stride = key
+        unit = math.gcd(digest.WORD, alignment, length, stride)
+        sizes = alignment // unit, length // unit, count, stride // unit
+        shapes[key] = Shape(unit, *sizes, groups[number].keeps_states)
+    return shapes
 
 
 def _chunks(
@@ -173,50 +236,47 @@ def _split(total: int, most: int) -> list[slice]:
 
 
 class GpuDigester(Digester):
-    """Digests the cache of one GPU on its own thread and stream, so the transfer thread is free."""
+    """Digests the cache of one GPU on a stream of its own. No step waits for the GPU."""
 
     pause_s = 0.0001
 
     def __init__(self, layout: CacheLayout) -> None:
-        """Compile the program; a DigestError if this GPU cannot digest the cache at all."""
-        # Wait for the compiler: vLLM captures CUDA graphs next, and another thread that
-        # synchronizes the GPU would break them.
+        """Compile the programs; a DigestError if this GPU cannot digest the cache at all."""
         self._device = torch.device("cuda", layout.device)
-        self._thread = ThreadPoolExecutor(1, "nixl-kv-digest")
-        try:
-            self._thread.submit(self._open, layout).result()
-        except DigestError:
-            self._thread.shutdown()
-            raise
+        # torch.compile makes a version for each state of the calling thread. vLLM has changed the
+        # state of this one; the transfer thread has that of a new one. Wait for it: vLLM captures
+        # CUDA graphs next, and a thread that synchronizes the GPU would break them.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._open, layout).result()
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
         """Digest slices. A step raises a DigestError if the GPU fails or has no memory left."""
-        made = self._thread.submit(self._digest, secret, local_slices)
-        try:
-            while not made.done():
-                yield
-            return made.result()
-        finally:
-            made.cancel()
+        launches = self._digester.launch(secret, local_slices)
+        sums: Sums | None = None
+        while True:
+            with translated(DigestError, "digesting"), on(self._stream):
+                if sums is None:
+                    sums, event = next(launches), self._stream.record_event()
+                elif event.query():
+                    return Digest(*(one.cpu().numpy().view(np.uint64) for one in sums))
+            yield
 
     def close(self) -> None:
-        self._thread.shutdown()
-
-    def _digest(self, secret: str, local_slices: Sequence[LocalSlice]) -> Digest:
-        with translated(DigestError, "digesting"), on(self._stream):
-            return self._digester.digest(secret, local_slices)
+        with translated(DigestError, "closing the digester"):
+            self._stream.synchronize()
 
     def _open(self, layout: CacheLayout) -> None:
-        doing = "opening the cache for digests"
-        with translated(DigestError, doing), torch.cuda.device(self._device):
+        began = time.monotonic()
+        with (
+            translated(DigestError, "opening the cache for digests"),
+            torch.cuda.device(self._device),
+        ):
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with on(self._stream):
-                self._digester = TorchDigester(*self._map(layout))
-        contents = [part.content for g in layout.groups for r in g.regions for part in r.parts]
-        began = time.monotonic()
+                self._digester = TorchDigester(*self._map(layout), layout.groups)
         try:
             with on(self._stream):
-                self._digester.compile(min(max(8, *contents) // 4, 128))
+                self._digester.compile()
         except Exception as error:  # noqa: BLE001 - compilers raise many kinds
             logger.warning(
                 "digests run without torch.compile, several times slower: %s: %s",

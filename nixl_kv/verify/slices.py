@@ -177,8 +177,9 @@ def alike(local_slices: Sequence[LocalSlice]) -> list[list[tuple[int, LocalSlice
     found: dict[tuple[object, ...], list[tuple[int, LocalSlice]]] = {}
     row = 0
     for one in local_slices:
-        strides = one.region.block_stride, one.token_stride
-        shape = one.part.length, one.part.count, one.part.stride
+        region, part = one.region, one.part
+        strides = region.block_stride, region.token_stride_of(part)
+        shape = part.length, part.count, part.stride
         key = one.table_number, one.begin, one.end, one.other, strides, shape
         found.setdefault(key, []).append((row, one))
         row += one.num_heads
