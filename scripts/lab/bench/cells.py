@@ -9,7 +9,7 @@ from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout, Memory
 
 ROLES: Final = ("prefill", "decode")
-VERIFIED: Final = " verified"
+VERIFIED: Final = ", verified"
 """Follows the name of a path whose loads are compared with prefill's digest."""
 
 

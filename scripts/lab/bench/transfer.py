@@ -9,7 +9,7 @@ settings of vLLM's own connector. Each cell's bytes are compared before it is ti
 
 With --verify each path also takes loads that are compared with prefill's digest; "verify adds" is
 the median of their extra time in a round. With --against, engines of another checkout take turns
-with ours, and ratios are ours to theirs. All figures are medians of the rounds.
+with ours on the same paths, and ratios are ours to theirs. All figures are medians of the rounds.
 """
 
 import argparse
@@ -262,7 +262,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
     with contextlib.ExitStack() as stack:
         pairs = {"": stack.enter_context(running_pair(REPO, measured, paths, options))}
         if options.against:
-            theirs = running_pair(options.against, measured, ["auto"], options)
+            theirs = running_pair(options.against, measured, paths, options)
             pairs[AGAINST] = stack.enter_context(theirs)
         for cell in measured:
             yield from rows_of(pairs, cell, options)
@@ -334,7 +334,7 @@ def rows_of(
     wrong = {name: pair.check() for name, pair in pairs.items()}
     ours.prepare_raw(BULK, cell)
     ways: dict[str, Callable[[], Sample]] = {
-        name or path: partial(pair.load, path)
+        f"{name} {path}".strip(): partial(pair.load, path)
         for name, pair in pairs.items()
         for path in pair.paths
     }
@@ -347,9 +347,9 @@ def rows_of(
         ours.end_raw(IN_TREE)
     for name in ways:
         about: dict[str, str | int | float] = {"path": name, **cell.names}
-        if name.startswith("staged"):
+        if "staged" in name:
             about["staging MiB"] = options.staging_mib
-        verdict = verdict_of(wrong[AGAINST if name == AGAINST else ""], good="same bytes")
+        verdict = verdict_of(wrong[AGAINST if name.startswith(AGAINST) else ""], good="same bytes")
         yield Figures(about | figures(samples, name), verdict)
 
 
@@ -393,9 +393,9 @@ def figures(samples: Mapping[str, Sequence[Sample]], name: str) -> dict[str, str
         plain = samples[name.removesuffix(VERIFIED)]
         pairs = zip(times["load"], (sample["load"] for sample in plain), strict=True)
         row["verify adds ms"] = statistics.median(more - less for more, less in pairs) * 1e3
-    if AGAINST in samples and name != AGAINST:
+    if theirs := samples.get(f"{AGAINST} {name}"):
         for one, its_times in times.items():
-            row[f"{one} ratio"] = ratio(its_times, [sample[one] for sample in samples[AGAINST]])
+            row[f"{one} ratio"] = ratio(its_times, [sample[one] for sample in theirs])
     return row
 
 
