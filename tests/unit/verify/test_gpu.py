@@ -83,7 +83,9 @@ def noise(num_bytes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sizes", KINDS, ids=str)
-@pytest.mark.parametrize("limits", [(1 << 22, 1 << 30), (16, 1 << 16)], ids=["usual", "many chunks"])
+@pytest.mark.parametrize(
+    "limits", [(1 << 22, 1 << 30), (16, 1 << 16)], ids=["usual", "many chunks"]
+)
 def test_the_sums_are_those_of_the_reference(
     sizes: Sizes, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
