@@ -82,8 +82,6 @@ class RankSpec:
     make_control: Callable[[], ControlPlane]
     # Facts about other KV in the cache. A prefill engine must have the same, and may have more.
     extras: Mapping[str, str] = field(default_factory=dict)
-    # Makes an agent that checks whether peers can read this rank; None: no checks.
-    make_checker: Callable[[], Transport] | None = None
 
     # Simulations replace these:
     num_slots: int | None = None
@@ -317,8 +315,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     if spec.is_prefill:
         serving = Serving(
             partial(_open_serving, spec, slots, served),
-            slots,
-            make_checker=spec.make_checker,
             background=spec.make_background(1),
             counts=counts,
             clock=spec.clock,
