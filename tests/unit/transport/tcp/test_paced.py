@@ -120,7 +120,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_PIECE_BYTES", "FIRST_PIECE_BYTES", "MIN_PIECE_BYTES"):
+    for name in ("PIECE_BYTES", "SHORT_BYTES"):
         monkeypatch.setattr(paced, name, 16)
 
 
@@ -246,7 +246,9 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
-def test_agents_that_read_nothing_for_a_minute_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_that_read_nothing_for_a_minute_are_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World()
     world.fabric.polls = 20
     local, remote = world.lists([(0, 16, 32, 128)])
@@ -256,7 +258,12 @@ def test_agents_that_read_nothing_for_a_minute_are_closed(monkeypatch: pytest.Mo
     assert len(world.fabric.transports) == 1 + len(world.agents), "they were used a moment ago"
     monkeypatch.setattr(paced, "UNUSED_S", 0.0)
     world.fabric.closes_fail = True
-    assert all(world.reader.tidy() for _ in range(9)), "one that cannot be closed stays"
+    assert all(world.reader.tidy() for _ in range(9)), "one that cannot be closed is kept"
+    kept, num_agents = world.reader._closing[0], len(world.agents)
+    world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
+    assert len(world.agents) > num_agents, "another one was made"
+    assert kept not in world.reader._agents
+    assert "keeps" not in caplog.text
     world.fabric.closes_fail = False
     assert sum(world.reader.tidy() for _ in range(99)) >= len(world.agents) - 2
     assert len(world.fabric.transports) == 2
