@@ -36,15 +36,24 @@ VERBS: Final = "dev/infiniband"
 
 # UCX's transports for an agent that reads over TCP only.
 ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
-# Names in UCX_TLS of transports between processes of one host, between GPUs of one, and of RDMA.
-SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})
-CUDA_IPC: Final = frozenset({"all", "cuda", "cuda_ipc"})
-ROCM_IPC: Final = frozenset({"all", "rocm", "rocm_ipc"})
-RDMA: Final = frozenset({"all", "ib", "gga_mlx5", "srd"}) | {
-    kind + api for kind in ("rc", "dc", "ud") for api in ("", "_v", "_x", "_verbs", "_mlx5")
+# UCX's transports between processes of one host, between GPUs of one, and of RDMA.
+SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
+GPU_IPC: Final = frozenset({"cuda_ipc", "rocm_ipc"})
+RDMA: Final = frozenset(
+    {"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "gga_mlx5", "srd"}
+)
+# What UCX_TLS calls several of them, or one by a short name.
+ALIASES: Final[Mapping[str, frozenset[str]]] = {
+    "all": SHARED | GPU_IPC | RDMA,
+    **dict.fromkeys(("sm", "shm"), SHARED),
+    "mm": frozenset({"posix", "sysv", "xpmem"}),
+    "cuda": frozenset({"cuda_ipc"}),
+    "rocm": frozenset({"rocm_ipc"}),
+    "ib": RDMA,
+    **{kind: frozenset({f"{kind}_verbs", f"{kind}_mlx5"}) for kind in ("rc", "dc", "ud")},
+    **{f"{kind}_v": frozenset({f"{kind}_verbs"}) for kind in ("rc", "ud")},
+    **{f"{kind}_x": frozenset({f"{kind}_mlx5"}) for kind in ("rc", "dc", "ud")},
 }
-# These mean all of their kind; without another one, some of the kind are left.
-WHOLE: Final = frozenset({"all", "sm", "shm", "ib"}) | CUDA_IPC | ROCM_IPC
 
 
 @dataclass(frozen=True)
@@ -100,19 +109,20 @@ def make_rule(own: Place, settings: Mapping[str, str], memory: Memory) -> IsTcp:
 
 
 def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
+    permitted = _permitted(settings)
     if memory == "DRAM":
-        return _may_use(settings, SHARED)
-    uses = [_may_use(settings, kind) for kind in (CUDA_IPC, ROCM_IPC)]
+        return bool(permitted & SHARED)
     # `^cuda_ipc` leaves rocm_ipc, but only because this machine's GPUs are NVIDIA's.
-    return all(uses) if settings.get("TLS", "").startswith("^") else any(uses)
+    is_exclusion = settings.get("TLS", "").startswith("^")
+    return permitted >= GPU_IPC if is_exclusion else bool(permitted & GPU_IPC)
 
 
-def _may_use(settings: Mapping[str, str], transports: frozenset[str]) -> bool:
-    """Whether UCX_TLS permits one of these transports: `a,b` only those, `^a,b` all others."""
+def _permitted(settings: Mapping[str, str]) -> frozenset[str]:
+    """The transports that UCX_TLS permits: `a,b` only those, `^a,b` all others."""
     setting = settings.get("TLS", "all")
-    named = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
-    named &= transports
-    return named.isdisjoint(WHOLE) if setting.startswith("^") else bool(named)
+    names = (name.strip().lstrip("\\") for name in setting.removeprefix("^").split(","))
+    named = frozenset[str]().union(*(ALIASES.get(name, {name}) for name in names))
+    return ALIASES["all"] - named if setting.startswith("^") else named
 
 
 def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
@@ -124,7 +134,7 @@ def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
 
 def _has_rdma(settings: Mapping[str, str], root: Path) -> bool:
     """Whether this process can open an RDMA device with an active port."""
-    if not _may_use(settings, RDMA):
+    if not _permitted(settings) & RDMA:
         return False
     # A container often sees the devices in /sys without those in /dev, and then UCX uses TCP.
     if not any(os.access(verbs, os.R_OK | os.W_OK) for verbs in (root / VERBS).glob("uverbs*")):

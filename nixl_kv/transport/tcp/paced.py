@@ -37,9 +37,9 @@ MAX_STREAMS: Final = 16
 MIN_STREAMS: Final = 2  # one piece travels while the next is requested
 # Keep more in flight than was measured: the measured rate cannot exceed the bytes in flight.
 GAIN: Final = 2.0
-# Between polls of a peer: one poll takes a system call per stream. A piece takes 0.8 ms at 10
-# Gbit/s, and others travel meanwhile.
-PAUSE_S: Final = 0.0001
+# Between polls of a peer, as a share of the round trip: one poll takes a system call per stream.
+PAUSE_SHARE: Final = 0.125
+LONGEST_PAUSE_S: Final = 0.0005
 LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
 # How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
@@ -296,7 +296,7 @@ class PacedTransport:
             self._end_job()
             self._finish(peer)
             self._start(peer)
-            peer.poll_at = now + PAUSE_S
+            peer.poll_at = now + min(peer.window.round_trip_s * PAUSE_SHARE, LONGEST_PAUSE_S)
         if read.failure is not None and not (read.num_in_flight and read.failure is PeerLost):
             raise read.failure(read.reason)
         return not read.num_in_flight and not read.runs
