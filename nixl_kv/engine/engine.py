@@ -35,7 +35,7 @@ from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
 from nixl_kv.reading.gather import build as build_gather
-from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
+from nixl_kv.reading.paths import BuildFeature, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
@@ -232,15 +232,12 @@ class TransferEngine:
         pause_s, longest_s = CLOSING_PAUSES_S
         while True:
             try:
-                loop.close()
-            except TransportError as error:  # a read may still be writing
-                self._unproven = str(error)
+                return loop.close()
             except Exception as error:
-                if str(error) != self._unproven:
+                is_bug = not isinstance(error, TransportError)  # else a read may still be writing
+                if is_bug and str(error) != self._unproven:
                     logger.critical("closing the transfer thread failed; retrying", exc_info=True)
                 self._unproven = str(error)
-            else:
-                return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
@@ -340,7 +337,8 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     serving = None
     if spec.is_prefill:
         serving = Serving(
-            partial(_open_serving, spec, slots, served),
+            spec.make_transport,
+            lambda agent: register(agent, layout, slots, served),
             background=spec.make_background(1),
             counts=counts,
             clock=spec.clock,
@@ -380,16 +378,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         counts=counts,
         description=description,
     )
-
-
-def _open_serving(spec: RankSpec, slots: SlotPage, memory: tuple[ExtraMemory, ...]) -> Transport:
-    transport = spec.make_transport()
-    try:
-        register(transport, spec.layout, slots, memory)
-    except TransportError:
-        transport.close()
-        raise
-    return transport
 
 
 def slots_for(layout: CacheLayout) -> int:

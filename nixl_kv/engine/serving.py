@@ -32,19 +32,22 @@ _Opened: TypeAlias = tuple[Transport, dict[int, int]]
 class Serving:
     """The transfer thread owns it, and calls `progress` while peers may read this rank.
 
-    `open_transport` makes an agent with this rank's memory, on any thread. `background` is a thread
-    for this object alone, which `close` ends. `counts` receives the gauge `unreadable`.
+    `make_transport` makes an agent, and `register` gives it this rank's memory, on any thread.
+    `background` is a thread for this object alone, which `close` ends. `counts` receives the gauge
+    `unreadable`.
     """
 
     def __init__(
         self,
-        open_transport: Callable[[], Transport],
+        make_transport: Callable[[], Transport],
+        register: Callable[[Transport], None],
         *,
         background: Executor,
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        self._open_transport = open_transport
+        self._make_transport = make_transport
+        self._register = register
         self._background = background
         self._counts = counts
         self._clock = clock
@@ -109,8 +112,9 @@ class Serving:
     def _open(self) -> _Opened:
         """Make a new agent, and find the sockets that it listens on. Runs on any thread."""
         try:
-            before, agent = descriptors.listening_sockets(), self._open_transport()
+            before, agent = descriptors.listening_sockets(), self._make_transport()
             try:
+                self._register(agent)
                 agent.metadata()  # peers need it, so an error must show here
                 now = descriptors.listening_sockets()
             except (OSError, TransportError):

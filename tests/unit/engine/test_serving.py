@@ -27,6 +27,7 @@ class World:
         self.failure: TransportError | None = None  # of the next agents that are made
         self.serving = Serving(
             self.open,
+            lambda agent: agent.register(self.slots.span, "DRAM", 0),
             background=self.background,
             counts=self.counts,
             clock=self.clock,
@@ -36,7 +37,6 @@ class World:
         if self.failure is not None:
             raise self.failure
         transport = MemoryTransport(self.fabric)
-        transport.register(self.slots.span, "DRAM", 0)
         self.sockets.append(socket.create_server(("127.0.0.1", 0)))
         return transport
 
@@ -74,7 +74,11 @@ def test_without_a_listening_socket_there_is_nothing_to_check() -> None:
     fabric, clock = Fabric(), Clock()
     counts = defaultdict[str, float](float)
     serving = Serving(
-        lambda: MemoryTransport(fabric), background=Background(), counts=counts, clock=clock
+        lambda: MemoryTransport(fabric),
+        lambda _: None,
+        background=Background(),
+        counts=counts,
+        clock=clock,
     )
     clock.now += IDLE_CHECK_S
     assert not serving.poll()
