@@ -39,20 +39,14 @@ ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 # UCX's transports between processes of one host, between GPUs of one, and of RDMA.
 SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
 GPU_IPC: Final = frozenset({"cuda_ipc", "rocm_ipc"})
-RDMA: Final = frozenset(
-    {"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "gga_mlx5", "srd"}
-)
-# What UCX_TLS calls several of them, or one by a short name.
+RDMA: Final = frozenset({"rc_v", "rc_x", "dc_x", "ud_v", "ud_x", "gga_x", "srd"})
+# What UCX_TLS calls several of them, besides the part before `_`.
 ALIASES: Final[Mapping[str, frozenset[str]]] = {
     "all": SHARED | GPU_IPC | RDMA,
-    **dict.fromkeys(("sm", "shm"), SHARED),
+    "sm": SHARED,
+    "shm": SHARED,
     "mm": frozenset({"posix", "sysv", "xpmem"}),
-    "cuda": frozenset({"cuda_ipc"}),
-    "rocm": frozenset({"rocm_ipc"}),
     "ib": RDMA,
-    **{kind: frozenset({f"{kind}_verbs", f"{kind}_mlx5"}) for kind in ("rc", "dc", "ud")},
-    **{f"{kind}_v": frozenset({f"{kind}_verbs"}) for kind in ("rc", "ud")},
-    **{f"{kind}_x": frozenset({f"{kind}_mlx5"}) for kind in ("rc", "dc", "ud")},
 }
 
 
@@ -119,10 +113,13 @@ def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
 
 def _permitted(settings: Mapping[str, str]) -> frozenset[str]:
     """The transports that UCX_TLS permits: `a,b` only those, `^a,b` all others."""
-    setting = settings.get("TLS", "all")
-    names = (name.strip().lstrip("\\") for name in setting.removeprefix("^").split(","))
-    named = frozenset[str]().union(*(ALIASES.get(name, {name}) for name in names))
-    return ALIASES["all"] - named if setting.startswith("^") else named
+    setting, every = settings.get("TLS", "all"), ALIASES["all"]
+    named: set[str] = set()
+    for entry in setting.removeprefix("^").split(","):
+        name = entry.strip().lstrip("\\").replace("_mlx5", "_x").replace("_verbs", "_v")
+        of_name = {each for each in every if name in (each, each.partition("_")[0])}
+        named |= ALIASES.get(name, of_name)
+    return every - named if setting.startswith("^") else frozenset(named)
 
 
 def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
