@@ -293,9 +293,6 @@ class NixlTransport:
         with _translated("progressing"):
             self._agent.get_new_notifs()
 
-    def tidy(self) -> bool:
-        return False  # NIXL closes connections only with the agent
-
     def close(self) -> None:
         """Destroy the agent, which takes 10 to 40 ms. Nothing else stops a read in progress.
 

@@ -22,7 +22,6 @@ from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
 from nixl_kv.reading import replace
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.tcp import paced
 from support.pair import CONFIG, SmallEngine
 from support.processes import START_S, process_context
 
@@ -80,7 +79,6 @@ def hurry() -> None:
     peers.KEPT_S = SHORT_S  # type: ignore[misc]
     loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
     replace.TIDY_S = SHORT_S  # type: ignore[misc]
-    paced.UNUSED_S = SHORT_S  # type: ignore[misc]
     serving.IDLE_CHECK_S = CHECK_S  # type: ignore[misc]
 
 

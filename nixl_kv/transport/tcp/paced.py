@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -42,10 +42,7 @@ PAUSE_SHARE: Final = 0.125
 LONGEST_PAUSE_S: Final = 0.0005
 LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
-# How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
-# four descriptors.
-UNUSED_S: Final = 60.0
-# How long `close` waits for an agent that connects or closes in the background.
+# How long `close` waits for an agent that connects in the background.
 CONNECTED_S: Final = 2.0
 
 # Of an agent that reads over TCP only, without threads of its own.
@@ -174,11 +171,11 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Job:
-    """A further agent connects to a peer, or closes, in the background."""
+    """A further agent connects to a peer in the background."""
 
-    peer: _Peer | None  # None: it closes
-    agent: Transport | None  # None: connects a new one
-    result: "Future[Any]"  # Transport | str: the agent, or the reason without one
+    peer: _Peer
+    agent: Transport | None  # None: a new one
+    result: "Future[Transport | str]"  # the agent, or the reason without one
 
 
 def pace(
@@ -203,7 +200,7 @@ def pace(
 class PacedTransport:
     """Reads some peers by several agents.
 
-    One background thread makes and closes further connections, because each takes 15 ms, or 40 ms
+    One background thread makes further connections, because each takes 15 ms, or 40 ms
     with a new agent. No other thread uses that agent meanwhile.
     """
 
@@ -225,7 +222,6 @@ class PacedTransport:
         """
         self._first = first
         self._agents = [first]
-        self._closing: list[Transport] = []  # no peer is read through it any longer
         self._make_agent = make_agent
         self._is_tcp = is_tcp
         self._background = background
@@ -310,32 +306,17 @@ class PacedTransport:
     def progress(self) -> None:
         self._first.progress()  # peers read no other agent
 
-    def tidy(self) -> bool:
-        """Close the last agent, if no peer has been read through it for a while."""
-        self._end_job()
-        if self._job is None and not self._closing and len(self._agents) > 1:
-            last, unused_at = len(self._agents) - 1, self._clock() - UNUSED_S
-            streams = [p.streams[last] for p in self._peers.values() if last < len(p.streams)]
-            if all(one.read is None and one.used_at <= unused_at for one in streams):
-                for peer in self._peers.values():
-                    del peer.streams[last:]
-                self._closing.append(self._agents.pop())
-        if self._job is None and self._closing:  # also one that could not be closed before
-            self._job = _Job(None, None, self._background.submit(self._closing[-1].close))
-        return self._job is not None or len(self._agents) > 1
-
     def close(self) -> None:
-        """Close all agents; a TransportError also if one connects or closes too long."""
+        """Close all agents; a TransportError also if one connects too long."""
         self._background.shutdown(wait=False)
         if self._job is not None and not self._job.result.cancel():
             if wait([self._job.result], CONNECTED_S).not_done:
-                raise TransportError("an agent that reads over TCP still connects or closes")
+                raise TransportError("an agent that reads over TCP still connects")
             self._end_job()
         self._job = None
-        for agents in (self._closing, self._agents):
-            while agents:
-                agents[-1].close()
-                agents.pop()
+        while self._agents:
+            self._agents[-1].close()
+            self._agents.pop()
 
     # --- reads
 
@@ -429,17 +410,12 @@ class PacedTransport:
         return agent
 
     def _end_job(self) -> None:
-        """Use a new connection that is complete, or forget an agent that is closed."""
+        """Use a new connection that is complete."""
         job = self._job
         if job is None or not job.result.done():
             return
         self._job = None
-        peer = job.peer
-        if peer is None:
-            if job.result.exception() is None:
-                self._closing.pop()
-            return
-        agent: Transport | str = job.result.result()
+        peer, agent = job.peer, job.result.result()
         number = len(peer.streams)
         if isinstance(agent, str):
             logger.warning(
