@@ -88,7 +88,7 @@ GAUGES: Final = {
 # Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
 # so Prometheus shows a series per rank (label `rank`).
 RANK_GAUGES: Final = {
-    "unreadable": "1 while the rank's own check cannot connect to its memory; else 0.",
+    "unreadable": "1 while peers cannot connect to the rank's memory; else 0.",
     "open_descriptors": "Open file descriptors of the rank's process.",
 }
 

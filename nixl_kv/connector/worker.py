@@ -173,7 +173,7 @@ class Worker:
                 "Until then it transfers no KV and computes all prompts itself"
             ) from error
         self._late_results += self._ending.pop_results()
-        self._late_results.append(events.Counts({"unreadable": 0}))  # the next rank checks anew
+        self._late_results.append(events.Counts({"unreadable": 0}))
         self._ending = None
 
     def shutdown(self) -> None:
@@ -357,7 +357,7 @@ class StaleTails:
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     """Describe this worker's transfer engine. Call it in a worker only."""
     # Imported here because only a worker with a cache needs NIXL.
-    from nixl_kv.transport.nixl import nixl_checker, nixl_transport  # noqa: PLC0415
+    from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415
 
     config = parse_config(vllm_config)
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -374,7 +374,6 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         is_prefill=transfer.is_kv_producer,
         is_decode=is_decode,
         make_transport=partial(nixl_transport, config, layout.memory, is_decode=is_decode),
-        make_checker=partial(nixl_checker, config, is_decode=is_decode),
         make_control=Trust.of(config).control,
     )
 

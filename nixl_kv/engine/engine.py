@@ -8,6 +8,7 @@ engine.stop()
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -16,25 +17,25 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Span
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
 from nixl_kv.reading.gather import build as build_gather
-from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
+from nixl_kv.reading.paths import BuildFeature, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
@@ -50,6 +51,14 @@ STOP_TIMEOUT_S: Final = 30.0
 # The first and the longest pause between two attempts to close; each is twice as long as the last.
 # An attempt may run a full garbage collection, which keeps the GIL from all other threads.
 CLOSING_PAUSES_S: Final = (0.01, 1.0)
+
+PAGE: Final = 2 << 20
+STEP: Final = 32 * PAGE
+# An engine's start waits for huge pages: 64 MiB take 20 to 300 ms.
+LONGEST_S: Final = 5.0
+HUGEPAGE: Final = 14  # MADV_HUGEPAGE: pages that do not exist yet will be huge
+COLLAPSE: Final = 25  # MADV_COLLAPSE, since Linux 6.1: move existing pages now
+SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _background_threads(count: int) -> Executor:
@@ -82,8 +91,6 @@ class RankSpec:
     make_control: Callable[[], ControlPlane]
     # Facts about other KV in the cache. A prefill engine must have the same, and may have more.
     extras: Mapping[str, str] = field(default_factory=dict)
-    # Makes an agent that checks whether peers can read this rank; None: no checks.
-    make_checker: Callable[[], Transport] | None = None
 
     # Simulations replace these:
     num_slots: int | None = None
@@ -225,15 +232,12 @@ class TransferEngine:
         pause_s, longest_s = CLOSING_PAUSES_S
         while True:
             try:
-                loop.close()
-            except TransportError as error:  # a read may still be writing
-                self._unproven = str(error)
+                return loop.close()
             except Exception as error:
-                if str(error) != self._unproven:
+                is_bug = not isinstance(error, TransportError)  # else a read may still be writing
+                if is_bug and str(error) != self._unproven:
                     logger.critical("closing the transfer thread failed; retrying", exc_info=True)
                 self._unproven = str(error)
-            else:
-                return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
@@ -248,6 +252,25 @@ def _leave_pinned_core() -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     except OSError as error:
         logger.debug("the transfer thread stays on its cores: %s", error)
+
+
+def use_huge_pages(spans: Iterable[Span]) -> None:
+    """Move a cache in host memory into pages of 2 MiB where the kernel allows it.
+
+    torch allocates pages of 4 KiB. To read another process's memory, the kernel pins each page of
+    it, so reads between processes of one host take a quarter to a third longer from small pages.
+    """
+    if not SETTING.exists() or "[never]" in SETTING.read_text(encoding="utf-8"):
+        return
+    advise = ctypes.CDLL(None).madvise
+    until = time.monotonic() + LONGEST_S
+    for span in spans:
+        begin, end = -(-span.address // PAGE) * PAGE, (span.address + span.length) // PAGE * PAGE
+        for address in range(begin, end, STEP):
+            pages = ctypes.c_void_p(address), ctypes.c_size_t(min(STEP, end - address))
+            advise(*pages, HUGEPAGE)  # a refusal changes nothing
+            if time.monotonic() < until:
+                advise(*pages, COLLAPSE)
 
 
 def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
@@ -267,8 +290,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
-    background = spec.make_background(1)
-    undo.callback(background.shutdown)
     setup = RankSetup(
         layout=layout,
         config=config,
@@ -316,9 +337,8 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     serving = None
     if spec.is_prefill:
         serving = Serving(
-            partial(_open_serving, spec, slots, served),
-            slots,
-            make_checker=spec.make_checker,
+            spec.make_transport,
+            lambda agent: register(agent, layout, slots, served),
             background=spec.make_background(1),
             counts=counts,
             clock=spec.clock,
@@ -346,7 +366,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     )
     return Parts(
         control=control,
-        background=background,
         prefill=prefill,
         decode=decode,
         agents=agents,
@@ -359,16 +378,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         counts=counts,
         description=description,
     )
-
-
-def _open_serving(spec: RankSpec, slots: SlotPage, memory: tuple[ExtraMemory, ...]) -> Transport:
-    transport = spec.make_transport()
-    try:
-        register(transport, spec.layout, slots, memory)
-    except TransportError:
-        transport.close()
-        raise
-    return transport
 
 
 def slots_for(layout: CacheLayout) -> int:

@@ -364,13 +364,13 @@ class Agents:
         if current.ranks.is_adding or self._opening or self._successor:
             return
         if self.next_due is None:
-            if current.ranks.has_left or current.transport.tidy():
+            if current.ranks.has_left:
                 self.next_due = now + TIDY_S
             return
         if now < self.next_due:
             return
-        has_spares, num_left = current.transport.tidy(), current.ranks.num_left
-        self.next_due = now + TIDY_S if has_spares or num_left else None
+        num_left = current.ranks.num_left
+        self.next_due = now + TIDY_S if num_left else None
         if num_left and current.ranks.num_ready <= num_left * READ_PER_LEFT:
             logger.info(
                 "replacing the NIXL agent: it has open connections to %d ranks that left", num_left

@@ -84,9 +84,6 @@ class Transport(Protocol):
     def progress(self) -> None:
         """Serve peers: on some links a read needs the owner of the memory to take part."""
 
-    def tidy(self) -> bool:
-        """Close idle connections in the background. Returns whether there is more to close."""
-
     def close(self) -> None:
         """End all reads and connections, which may take seconds.
 

@@ -120,31 +120,18 @@ def _check_time(until: float) -> None:
 
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
     """Make the agent of a rank; a TransportError if NIXL cannot create a backend."""
-    options = dict(UCX_OPTIONS)
-    settings, guard = _network(config, is_decode=is_decode)
+    options, settings = dict(UCX_OPTIONS), UCX_ENGINE_CONFIG
+    guard: Guard = partial(filtered_ucx_ports, config.allowed_hosts)
+    # Use loopback only, if other machines neither read this engine nor are read by it. A decode
+    # engine may read other machines although its own `host` is loopback.
+    if config.is_this_machine_only and (config.allowed_hosts.are_local or not is_decode):
+        settings, guard = f"{settings},{ONLY_LOOPBACK}", nullcontext
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
     make = partial(NixlTransport, config.backends, guard=guard)
     # Without transport/tcp, return the first argument.
     return pace(make(ucx_options=options, engine_config=settings), make, config, memory, settings)
-
-
-def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
-    """Make an agent that reads a page of slots as peers do, with as few threads as possible."""
-    settings, guard = _network(config, is_decode=is_decode)
-    options = {"ucx_error_handling_mode": "peer"}
-    return NixlTransport(config.backends, ucx_options=options, engine_config=settings, guard=guard)
-
-
-def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
-    """UCX's settings, and a filter for the ports that it opens."""
-    # Use loopback only, if other machines neither read this engine nor are read by it. A decode
-    # engine may read other machines although its own `host` is loopback.
-    allowed = config.allowed_hosts
-    if config.is_this_machine_only and (allowed.are_local or not is_decode):
-        return f"{UCX_ENGINE_CONFIG},{ONLY_LOOPBACK}", nullcontext
-    return UCX_ENGINE_CONFIG, partial(filtered_ucx_ports, allowed)
 
 
 class _Handle:
@@ -305,9 +292,6 @@ class NixlTransport:
         # NIXL has no call for progress alone. Asking for notifications makes UCX serve peers.
         with _translated("progressing"):
             self._agent.get_new_notifs()
-
-    def tidy(self) -> bool:
-        return False  # NIXL closes connections only with the agent
 
     def close(self) -> None:
         """Destroy the agent, which takes 10 to 40 ms. Nothing else stops a read in progress.

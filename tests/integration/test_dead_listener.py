@@ -70,8 +70,7 @@ def starve(prefill: EndingProcess, tls: str) -> None:
 
 @each_way
 def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: str) -> None:
-    # UCX aborts if descriptors run out while a check makes its agent.
-    with running("prefill rarely checked", tls) as prefill:
+    with running("prefill", tls) as prefill:
         starve(prefill, tls)
         totals = wait_for(prefill.totals, lambda counts: counts.get("serving_restarts", 0) > 0)
         assert totals.get("serving_restarts") == 1

@@ -22,7 +22,6 @@ from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
 from nixl_kv.reading import replace
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.tcp import paced
 from support.pair import CONFIG, SmallEngine
 from support.processes import START_S, process_context
 
@@ -31,9 +30,7 @@ TABLE: Final = range(1, 32)
 TOKENS: Final = len(TABLE) * SIZES.tokens
 SHORT_S: Final = 0.3
 CHECK_S: Final = 2.0
-"""Between prefill's checks: between two of them, nothing of them is counted."""
-RARELY_S: Final = 30.0
-"""The same, where a check must not begin meanwhile."""
+"""Between prefill's checks while it is idle."""
 WAIT_S: Final = 60.0
 """For anything, on a busy machine."""
 
@@ -43,13 +40,6 @@ def transport() -> Transport:
     from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where NIXL is
 
     return nixl_transport(Config(host=HOST), "DRAM")
-
-
-def checker() -> Transport:
-    """As an engine makes it."""
-    from nixl_kv.transport.nixl import nixl_checker  # noqa: PLC0415 - only where NIXL is
-
-    return nixl_checker(Config(host=HOST))
 
 
 @dataclass(frozen=True)
@@ -89,8 +79,7 @@ def hurry() -> None:
     peers.KEPT_S = SHORT_S  # type: ignore[misc]
     loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
     replace.TIDY_S = SHORT_S  # type: ignore[misc]
-    paced.UNUSED_S = SHORT_S  # type: ignore[misc]
-    serving.CHECK_S = CHECK_S  # type: ignore[misc]
+    serving.IDLE_CHECK_S = CHECK_S  # type: ignore[misc]
 
 
 class Side:
@@ -99,25 +88,21 @@ class Side:
     def __init__(self, role: str, tls: str) -> None:
         hurry()
         use_only(tls)
-        if "rarely checked" in role:
-            serving.CHECK_S = RARELY_S  # type: ignore[misc]
-        self.role, self.is_checked = role.split(maxsplit=1)[0], "unchecked" not in role
+        self.role = role.split(maxsplit=1)[0]
+        if "unchecked" in role:
+            serving.IDLE_CHECK_S = serving.AWAKE_CHECK_S = 1e6  # type: ignore[misc]
         self.cache = Cache(SIZES).fill(7) if self.role == "prefill" else Cache(SIZES)
         self.count = 0
         self.begin()
 
     def begin(self) -> None:
         """A new life."""
-        options: dict[str, Any] = {}
-        if self.role == "prefill" and self.is_checked:
-            options["make_checker"] = checker
         self.engine = SmallEngine(
             self.role,
             self.cache,
             transport,
             roles=self.role,
             config=CONFIG,
-            **options,
         )
 
     def end(self) -> None:

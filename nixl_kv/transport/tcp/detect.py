@@ -36,15 +36,18 @@ VERBS: Final = "dev/infiniband"
 
 # UCX's transports for an agent that reads over TCP only.
 ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
-# Names in UCX_TLS of transports between processes of one host, between GPUs of one, and of RDMA.
-SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})
-CUDA_IPC: Final = frozenset({"all", "cuda", "cuda_ipc"})
-ROCM_IPC: Final = frozenset({"all", "rocm", "rocm_ipc"})
-RDMA: Final = frozenset({"all", "ib", "gga_mlx5", "srd"}) | {
-    kind + api for kind in ("rc", "dc", "ud") for api in ("", "_v", "_x", "_verbs", "_mlx5")
+# UCX's transports between processes of one host, between GPUs of one, and of RDMA.
+SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
+GPU_IPC: Final = frozenset({"cuda_ipc", "rocm_ipc"})
+RDMA: Final = frozenset({"rc_v", "rc_x", "dc_x", "ud_v", "ud_x", "gga_x", "srd"})
+# What UCX_TLS calls several of them, besides the part before `_`.
+ALIASES: Final[Mapping[str, frozenset[str]]] = {
+    "all": SHARED | GPU_IPC | RDMA,
+    "sm": SHARED,
+    "shm": SHARED,
+    "mm": frozenset({"posix", "sysv", "xpmem"}),
+    "ib": RDMA,
 }
-# These mean all of their kind; without another one, some of the kind are left.
-WHOLE: Final = frozenset({"all", "sm", "shm", "ib"}) | CUDA_IPC | ROCM_IPC
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,23 @@ def make_rule(own: Place, settings: Mapping[str, str], memory: Memory) -> IsTcp:
 
 
 def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
+    permitted = _permitted(settings)
     if memory == "DRAM":
-        return _may_use(settings, SHARED)
-    uses = [_may_use(settings, kind) for kind in (CUDA_IPC, ROCM_IPC)]
+        return bool(permitted & SHARED)
     # `^cuda_ipc` leaves rocm_ipc, but only because this machine's GPUs are NVIDIA's.
-    return all(uses) if settings.get("TLS", "").startswith("^") else any(uses)
+    is_exclusion = settings.get("TLS", "").startswith("^")
+    return permitted >= GPU_IPC if is_exclusion else bool(permitted & GPU_IPC)
 
 
-def _may_use(settings: Mapping[str, str], transports: frozenset[str]) -> bool:
-    """Whether UCX_TLS permits one of these transports: `a,b` only those, `^a,b` all others."""
-    setting = settings.get("TLS", "all")
-    named = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
-    named &= transports
-    return named.isdisjoint(WHOLE) if setting.startswith("^") else bool(named)
+def _permitted(settings: Mapping[str, str]) -> frozenset[str]:
+    """The transports that UCX_TLS permits: `a,b` only those, `^a,b` all others."""
+    setting, every = settings.get("TLS", "all"), ALIASES["all"]
+    named: set[str] = set()
+    for entry in setting.removeprefix("^").split(","):
+        name = entry.strip().lstrip("\\").replace("_mlx5", "_x").replace("_verbs", "_v")
+        of_name = {each for each in every if name in (each, each.partition("_")[0])}
+        named |= ALIASES.get(name, of_name)
+    return every - named if setting.startswith("^") else frozenset(named)
 
 
 def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
@@ -124,7 +131,7 @@ def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
 
 def _has_rdma(settings: Mapping[str, str], root: Path) -> bool:
     """Whether this process can open an RDMA device with an active port."""
-    if not _may_use(settings, RDMA):
+    if not _permitted(settings) & RDMA:
         return False
     # A container often sees the devices in /sys without those in /dev, and then UCX uses TCP.
     if not any(os.access(verbs, os.R_OK | os.W_OK) for verbs in (root / VERBS).glob("uverbs*")):

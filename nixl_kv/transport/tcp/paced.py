@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -31,24 +31,18 @@ from nixl_kv.transport.tcp.detect import ONLY_TCP, IsTcp, Place, make_rule, ucx_
 
 logger = get_logger(__name__)
 
-MAX_PIECE_BYTES: Final = 1 << 20  # fits into one TCP segment of UCX (2 MiB) with room to spare
-MIN_PIECE_BYTES: Final = 64 << 10
-FIRST_PIECE_BYTES: Final = 256 << 10  # before anything was measured
+PIECE_BYTES: Final = 1 << 20  # fits into one TCP segment of UCX (2 MiB) with room to spare
+SHORT_BYTES: Final = 64 << 10
 MAX_STREAMS: Final = 16
 MIN_STREAMS: Final = 2  # one piece travels while the next is requested
 # Keep more in flight than was measured: the measured rate cannot exceed the bytes in flight.
 GAIN: Final = 2.0
-# A piece has at least the bytes of this time: a shorter one costs the owner as much CPU time.
-SHORTEST_S: Final = 0.001
+# Between polls of a peer, as a share of the round trip: one poll takes a system call per stream.
 PAUSE_SHARE: Final = 0.125
 LONGEST_PAUSE_S: Final = 0.0005
-REMEMBERED_S: Final = 30.0
 LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
-# How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
-# four descriptors.
-UNUSED_S: Final = 60.0
-# How long `close` waits for an agent that connects or closes in the background.
+# How long `close` waits for an agent that connects in the background.
 CONNECTED_S: Final = 2.0
 
 # Of an agent that reads over TCP only, without threads of its own.
@@ -61,71 +55,34 @@ ONLY_PIECE: Final = block_ids([0])
 Run: TypeAlias = tuple[int, int, int, int, int]
 
 
-class _Best:
-    """The greatest value of the last seconds."""
-
-    def __init__(self) -> None:
-        self._values: deque[tuple[float, float]] = deque()  # (time, value), values falling
-
-    def add(self, value: float, now: float) -> None:
-        while self._values and self._values[-1][1] <= value:
-            self._values.pop()
-        self._values.append((now, value))
-        while self._values[0][0] < now - REMEMBERED_S:
-            self._values.popleft()
-
-    @property
-    def value(self) -> float:
-        """0 before the first one."""
-        return self._values[0][1] if self._values else 0.0
-
-
 @dataclass
 class Window:
-    """How many bytes to keep in flight to a peer, from measurements of the last seconds.
+    """How many pieces to keep in flight to a peer.
 
     A link holds rate * round trip bytes. To keep it busy, that many bytes have to be in flight, and
-    one piece more, which the link moves in the meantime. The rate is the best of the last seconds,
-    because a lower one had too little in flight or shared the link. The round trip is the shortest,
-    because a longer one waited in a queue. Times are in seconds of any clock.
+    one piece more, which the link moves in the meantime. The rate is the best yet, because a lower
+    one had too little in flight or shared the link. The round trip is the shortest, because a
+    longer one waited in a queue. Times are in seconds of any clock.
     """
 
     arrived: int = 0  # bytes of all pieces together
-    length: float = 0.0  # average bytes of a piece; small runs make short pieces
-    rate: _Best = field(default_factory=_Best)  # bytes per second
-    speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
+    length: float = PIECE_BYTES  # average bytes of a piece; small runs make short pieces
+    rate: float = 0.0  # bytes per second
+    round_trip_s: float = 1.0  # of a piece
 
-    def end(
-        self, num_bytes: int, now: float, *, at: float, before: int, is_part: bool = True
-    ) -> None:
-        """Record a piece that was requested at `at`, when `before` bytes of others had arrived."""
+    def end(self, num_bytes: int, seconds: float, *, before: int = 0, is_part: bool = True) -> None:
+        """Record a piece that took `seconds`; when it was requested, `before` bytes had arrived."""
         self.arrived += num_bytes
         if is_part:  # of a longer read
-            self.length += (num_bytes - self.length) * (LATEST_SHARE if self.length else 1.0)
-        seconds = max(now - at, 1e-6)
-        self.speed.add(1 / seconds, now)
-        self.rate.add((self.arrived - before) / seconds, now)
-
-    @property
-    def round_trip_s(self) -> float:
-        """Shortest time of a piece; 0 before anything was measured."""
-        return 1 / self.speed.value if self.speed.value else 0.0
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait between polls: one poll takes a system call per stream."""
-        return min(self.round_trip_s * PAUSE_SHARE, LONGEST_PAUSE_S)
-
-    @property
-    def piece_bytes(self) -> int:
-        held = self.rate.value * max(self.round_trip_s, SHORTEST_S)
-        return min(max(int(held) or FIRST_PIECE_BYTES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+            self.length += (num_bytes - self.length) * LATEST_SHARE
+        seconds = max(seconds, 1e-6)
+        self.round_trip_s = min(self.round_trip_s, seconds)
+        self.rate = max(self.rate, (self.arrived - before) / seconds)
 
     @property
     def streams(self) -> int:
         """How many pieces may be in flight, each in a stream of its own."""
-        held = GAIN * self.rate.value * self.round_trip_s
-        wanted = 1 + math.ceil(held / min(self.length or math.inf, self.piece_bytes))
+        wanted = 1 + math.ceil(GAIN * self.rate * self.round_trip_s / self.length)
         return min(max(wanted, MIN_STREAMS), MAX_STREAMS)
 
 
@@ -162,7 +119,7 @@ class _Read:
 
     def __post_init__(self) -> None:
         # Fits into one piece. Such a read, of a fence slot, overtakes long ones.
-        self.is_short = len(self.runs) == 1 and self.runs[0][-1] <= MIN_PIECE_BYTES
+        self.is_short = len(self.runs) == 1 and self.runs[0][-1] <= SHORT_BYTES
 
     def cut_piece(self, limit: int) -> Run:
         here, device, there, their_device, length = self.runs[0]
@@ -214,11 +171,11 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Job:
-    """A further agent connects to a peer, or closes, in the background."""
+    """A further agent connects to a peer in the background."""
 
-    peer: _Peer | None  # None: it closes
-    agent: Transport | None  # None: connects a new one
-    result: "Future[Any]"  # Transport | str: the agent, or the reason without one
+    peer: _Peer
+    agent: Transport | None  # None: a new one
+    result: "Future[Transport | str]"  # the agent, or the reason without one
 
 
 def pace(
@@ -243,7 +200,7 @@ def pace(
 class PacedTransport:
     """Reads some peers by several agents.
 
-    One background thread makes and closes further connections, because each takes 15 ms, or 40 ms
+    One background thread makes further connections, because each takes 15 ms, or 40 ms
     with a new agent. No other thread uses that agent meanwhile.
     """
 
@@ -335,7 +292,7 @@ class PacedTransport:
             self._end_job()
             self._finish(peer)
             self._start(peer)
-            peer.poll_at = now + peer.window.pause_s
+            peer.poll_at = now + min(peer.window.round_trip_s * PAUSE_SHARE, LONGEST_PAUSE_S)
         if read.failure is not None and not (read.num_in_flight and read.failure is PeerLost):
             raise read.failure(read.reason)
         return not read.num_in_flight and not read.runs
@@ -349,25 +306,12 @@ class PacedTransport:
     def progress(self) -> None:
         self._first.progress()  # peers read no other agent
 
-    def tidy(self) -> bool:
-        """Close the last agent, if no peer has been read through it for a while."""
-        self._end_job()
-        if self._job is None and len(self._agents) > 1:
-            last, unused_at = len(self._agents) - 1, self._clock() - UNUSED_S
-            streams = [p.streams[last] for p in self._peers.values() if last < len(p.streams)]
-            if all(one.read is None and one.used_at <= unused_at for one in streams):
-                for peer in self._peers.values():
-                    del peer.streams[last:]
-                agent = self._agents[-1]
-                self._job = _Job(None, agent, self._background.submit(agent.close))
-        return self._job is not None or len(self._agents) > 1
-
     def close(self) -> None:
-        """Close all agents; a TransportError also if one connects or closes too long."""
+        """Close all agents; a TransportError also if one connects too long."""
         self._background.shutdown(wait=False)
         if self._job is not None and not self._job.result.cancel():
             if wait([self._job.result], CONNECTED_S).not_done:
-                raise TransportError("an agent that reads over TCP still connects or closes")
+                raise TransportError("an agent that reads over TCP still connects")
             self._end_job()
         self._job = None
         while self._agents:
@@ -386,8 +330,7 @@ class PacedTransport:
                 if not stream.agent.poll(stream.handle):
                     continue
                 peer.window.end(
-                    *(stream.num_bytes, self._clock()),
-                    at=stream.used_at,
+                    *(stream.num_bytes, self._clock() - stream.used_at),
                     before=stream.arrived,
                     is_part=not read.is_short,
                 )
@@ -417,7 +360,7 @@ class PacedTransport:
         read = peer.queue[0]
         # The first piece of a connection waits for the connection, so it is short.
         is_new = stream.used_at == -math.inf
-        run = read.cut_piece(MIN_PIECE_BYTES if is_new else peer.window.piece_bytes)
+        run = read.cut_piece(SHORT_BYTES if is_new else PIECE_BYTES)
         here, device, there, their_device, length = run
         if not read.runs:
             peer.queue.popleft()
@@ -467,17 +410,12 @@ class PacedTransport:
         return agent
 
     def _end_job(self) -> None:
-        """Use a new connection that is complete, or forget an agent that is closed."""
+        """Use a new connection that is complete."""
         job = self._job
         if job is None or not job.result.done():
             return
         self._job = None
-        peer = job.peer
-        if peer is None:  # an agent that cannot be closed stays, and `tidy` tries again
-            if job.result.exception() is None:
-                self._agents.pop()
-            return
-        agent: Transport | str = job.result.result()
+        peer, agent = job.peer, job.result.result()
         number = len(peer.streams)
         if isinstance(agent, str):
             logger.warning(

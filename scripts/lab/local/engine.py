@@ -114,7 +114,6 @@ class LocalEngine:
         num_ring_slots: int | None = None,
         feature_options: Mapping[str, Any] | None = None,
         only: Container[int] | None = None,
-        make_checker: Callable[[], Transport] | None = None,
     ) -> None:
         """Start all ranks, and describe them.
 
@@ -132,7 +131,6 @@ class LocalEngine:
             feature_options: further options of `features_with`.
             only: the ranks that are started; by default all. An engine that decodes can have
                 others in other processes.
-            make_checker: called for each check of a rank that peers can read it; None: no check.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -152,7 +150,6 @@ class LocalEngine:
                 is_prefill="prefill" in roles,
                 is_decode="decode" in roles,
                 make_transport=make_transport,
-                make_checker=make_checker,
                 make_control=make_control,
                 features=features_with(
                     make_memory=partial(_allocate, layout, staging_bytes),

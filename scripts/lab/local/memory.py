@@ -136,9 +136,6 @@ class MemoryTransport:
     def progress(self) -> None:
         """Nothing to do: a reader copies by itself."""
 
-    def tidy(self) -> bool:
-        return False
-
     def close(self) -> None:
         """Leave the fabric. Reads in progress never complete."""
         if self._fabric.closes_fail:

@@ -236,7 +236,7 @@ class RankLife:
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():
-            if isinstance(result, events.NewLife):  # it does not check itself
+            if isinstance(result, events.NewLife):  # its agent listens nowhere
                 raise Violation("unexpected report", f"{self.seat.name}: {result}")
             if isinstance(result, events.Counts):
                 self.counts.update(result.counts)

@@ -43,7 +43,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     def transport(*_: object, **__: object) -> MemoryTransport:
         return MemoryTransport(fabric)
 
-    nixl = SimpleNamespace(nixl_transport=transport, nixl_checker=transport)
+    nixl = SimpleNamespace(nixl_transport=transport)
     monkeypatch.setitem(sys.modules, "nixl_kv.transport.nixl", nixl)
     return fabric
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_kv.engine import huge_pages
-from nixl_kv.engine.huge_pages import LONGEST_S, PAGE, STEP, use_huge_pages
+from nixl_kv.engine import engine
+from nixl_kv.engine.engine import LONGEST_S, PAGE, STEP, use_huge_pages
 from nixl_kv.geometry.layout import Span
 
 SMAPS = Path("/proc/self/smaps")
@@ -38,7 +38,7 @@ def small_pages(num_bytes: int) -> np.ndarray:
 @pytest.fixture
 def memory() -> np.ndarray:
     memory = small_pages(4 * PAGE)
-    if not huge_pages.is_allowed():
+    if not engine.SETTING.exists() or "[never]" in engine.SETTING.read_text():
         pytest.skip("this machine has no huge pages, or forbids them")
     return memory
 
@@ -67,13 +67,15 @@ def test_a_machine_that_forbids_them_keeps_small_pages(
     setting = tmp_path / "enabled"
     if text is not None:
         setting.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(huge_pages, "SETTING", setting)
+    monkeypatch.setattr(engine, "SETTING", setting)
     before = in_huge_pages(memory.ctypes.data)
     use_huge_pages([Span(memory.ctypes.data, len(memory))])
     assert in_huge_pages(memory.ctypes.data) == before
 
 
-def test_a_large_cache_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_cache_does_not_delay_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     advised: list[tuple[int, int]] = []
 
     class Library:
@@ -81,15 +83,18 @@ def test_a_large_cache_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch)
             pass
 
         @staticmethod
-        def madvise(address: huge_pages.ctypes.c_void_p, _: object, advice: int) -> int:
+        def madvise(address: engine.ctypes.c_void_p, _: object, advice: int) -> int:
             advised.append((address.value or 0, advice))
             return 0
 
-    monkeypatch.setattr(huge_pages.ctypes, "CDLL", Library)
-    monkeypatch.setattr(huge_pages, "is_allowed", lambda: True)
+    monkeypatch.setattr(engine.ctypes, "CDLL", Library)
+    setting = tmp_path / "enabled"
+    setting.write_text("[always] madvise never", encoding="utf-8")
+    monkeypatch.setattr(engine, "SETTING", setting)
     seconds = count(0.0, LONGEST_S / 2)
-    use_huge_pages([Span(STEP, 4 * STEP)], clock=lambda: next(seconds))
-    assert [at for at, advice in advised if advice == huge_pages.HUGEPAGE] == [
+    monkeypatch.setattr(engine.time, "monotonic", lambda: next(seconds))
+    use_huge_pages([Span(STEP, 4 * STEP)])
+    assert [at for at, advice in advised if advice == engine.HUGEPAGE] == [
         STEP * n for n in (1, 2, 3, 4)
     ]
-    assert [at for at, advice in advised if advice == huge_pages.COLLAPSE] == [STEP]
+    assert [at for at, advice in advised if advice == engine.COLLAPSE] == [STEP]

@@ -351,10 +351,6 @@ class PlantingTransport:
         """Unchanged."""
         self._inner.progress()
 
-    def tidy(self) -> bool:
-        """Unchanged."""
-        return self._inner.tidy()
-
     def close(self) -> None:
         """Unchanged."""
         self._inner.close()

@@ -41,6 +41,7 @@ SILENT = None
         pytest.param(HERE, HERE, "DRAM", "sm,tcp", False, id="with an alias of shared memory"),
         pytest.param(HERE, HERE, "DRAM", "^cma", False, id="shared memory but CMA"),
         pytest.param(HERE, HERE, "DRAM", "^sm", True, id="no shared memory"),
+        pytest.param(HERE, HERE, "DRAM", "^mm,cma,knem", True, id="no transport of shared memory"),
         pytest.param(HERE, HERE, "VRAM", "sm,tcp,cuda_copy", True, id="no CUDA IPC"),
         pytest.param(HERE, HERE, "VRAM", "^cuda_ipc", True, id="no CUDA IPC on NVIDIA"),
         pytest.param(HERE, HERE, "VRAM", "^tcp", False, id="another excluded"),
@@ -97,6 +98,10 @@ def test_a_machine_without_any_of_it_has_a_place(tmp_path: Path) -> None:
         pytest.param("4: ACTIVE", True, {"TLS": "rc,ud"}, True, id="TLS with it"),
         pytest.param("4: ACTIVE", True, {"TLS": "rc_x"}, True, id="TLS with an alias"),
         pytest.param("4: ACTIVE", True, {"TLS": "^ib"}, False, id="TLS excludes it"),
+        pytest.param(
+            *("4: ACTIVE", True, {"TLS": "^rc,dc,ud,gga_mlx5,srd"}, False), id="TLS excludes each"
+        ),
+        pytest.param("4: ACTIVE", True, {"TLS": "^rc_x"}, True, id="TLS excludes one of them"),
         pytest.param("4: ACTIVE", True, {"NET_DEVICES": "lo"}, False, id="only loopback"),
         pytest.param("4: ACTIVE", True, {"NET_DEVICES": "eth0,mlx5_0:1"}, True, id="named"),
         pytest.param("4: ACTIVE", True, {"NET_DEVICES": "mlx5_1:1"}, False, id="another named"),

@@ -5,13 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.transport.tcp.paced import (
-    FIRST_PIECE_BYTES,
-    LONGEST_PAUSE_S,
-    MAX_PIECE_BYTES,
     MAX_STREAMS,
-    MIN_PIECE_BYTES,
     MIN_STREAMS,
-    REMEMBERED_S,
+    PIECE_BYTES,
     Window,
 )
 
@@ -31,19 +27,18 @@ class Link:
         begin, left = self.now, num_bytes
         while left or self.under_way:
             while left and len(self.under_way) < self.window.streams:
-                piece = min(left, self.window.piece_bytes, run or left)
+                piece = min(left, PIECE_BYTES, run or left)
                 left -= piece
                 self.free_at = max(self.free_at, self.now + self.round_trip_s) + piece / self.rate
                 self.under_way.append((self.free_at, piece, self.now, self.window.arrived))
             self.under_way.sort(key=lambda one: one[0])
             self.now, piece, at, before = self.under_way.pop(0)
-            self.window.end(piece, self.now, at=at, before=before)
+            self.window.end(piece, self.now - at, before=before)
         return self.now - begin
 
 
 def test_while_nothing_is_known_little_is_under_way() -> None:
-    window = Window()
-    assert (window.streams, window.piece_bytes) == (MIN_STREAMS, FIRST_PIECE_BYTES)
+    assert Window().streams == MIN_STREAMS
 
 
 @pytest.mark.parametrize("round_trip_s", [1e-4, 1e-3, 1e-2])
@@ -53,7 +48,7 @@ def test_a_link_is_filled_whatever_its_round_trip(rate: float, round_trip_s: flo
     link.move(int(rate / 2))
     seconds = link.move(int(rate))
     assert seconds == pytest.approx(1.0, rel=0.1)
-    assert link.window.rate.value == pytest.approx(rate, rel=0.1)
+    assert link.window.rate == pytest.approx(rate, rel=0.1)
 
 
 def test_a_short_link_has_few_streams_and_a_long_one_many() -> None:
@@ -66,42 +61,17 @@ def test_a_short_link_has_few_streams_and_a_long_one_many() -> None:
     assert streams[1e-2] == MAX_STREAMS
 
 
-def test_how_long_nobody_looks_is_a_part_of_the_round_trip() -> None:
-    link = Link(1.25e9, 1e-3)
-    assert link.window.pause_s == 0
-    link.move(1)
-    assert link.window.pause_s == pytest.approx(1e-3 / 8, rel=0.1)
-    slow = Link(1.25e9, 1.0)
-    slow.move(1)
-    assert slow.window.pause_s == LONGEST_PAUSE_S
-
-
 def test_small_runs_are_read_in_as_many_streams_as_there_may_be() -> None:
     link = Link(1.25e9, 1e-3)
     link.move(1 << 28, run=16 << 10)
     assert link.window.streams > MIN_STREAMS
-    assert link.window.piece_bytes < MAX_PIECE_BYTES
-
-
-def test_what_was_measured_long_ago_does_not_count() -> None:
-    link = Link(1.25e9, 1e-3)
-    link.move(1 << 28)
-    link.rate = 1.25e7
-    link.move(1 << 20)
-    assert link.window.rate.value > 1e9
-    link.now += REMEMBERED_S
-    link.move(1 << 20)
-    assert link.window.rate.value < 2e7
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(0, 100)), min_size=1),
 )
 def test_whatever_was_measured_it_stays_within_bounds(ends: list[tuple[int, float]]) -> None:
-    window, now = Window(), 0.0
+    window = Window()
     for num_bytes, seconds in ends:
-        at, before = now, window.arrived
-        now += seconds
-        window.end(num_bytes, now, at=at, before=before)
+        window.end(num_bytes, seconds, before=window.arrived)
         assert MIN_STREAMS <= window.streams <= MAX_STREAMS
-        assert MIN_PIECE_BYTES <= window.piece_bytes <= MAX_PIECE_BYTES
