@@ -506,37 +506,21 @@ CHUNKS: dict[str, Script] = {
 }
 
 OTHER_CHUNK = pack_request(nonce=NONCE2, claim=RIVAL)
-RIVALS: Script = [
+ONE_SLOT: Script = after(
+    PACKED,
     (OFFER_2,),
     (
         asked(ask(nonce=NONCE2, claim=RIVAL)),
         WriteSlot(2, fence_token(2)),
         replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, fence_token=fence_token(2))),
     ),
-]
-WAITS = (asked(OTHER_CHUNK),)
-SLOT_TAKEN_BACK: dict[str, Script] = {
-    "a slot is not kept for ever while others wait for it": after(
-        PACKED,
-        *RIVALS,
-        WAITS,
-        (
-            100.0 + HOLD_S - 0.1,
-            asked(renew(3, CLAIM, RIVAL, reading=2)),
-            replied(renewed(number=3)),
-        ),
-        (100.0 + HOLD_S, Tick(), *EXPIRED, pack(OTHER_CHUNK)),
-    ),
-    "a slot goes to the next one with the end of its offer": after(
-        PACKED, *RIVALS, WAITS, (*READ, pack(OTHER_CHUNK))
-    ),
-}
-ONE_SLOT = list(SLOT_TAKEN_BACK.values())
+    (asked(OTHER_CHUNK),),
+    (*READ, pack(OTHER_CHUNK)),
+)
 
 
-@each_of(SLOT_TAKEN_BACK)
-def test_the_only_slot_of_a_ring(script: Script) -> None:
-    new_machine(script, num_ring_slots=1).validate()
+def test_the_only_slot_of_a_ring_goes_to_the_next_reader_with_the_end_of_its_offer() -> None:
+    new_machine(ONE_SLOT, num_ring_slots=1).validate()
 
 
 def test_a_rank_without_a_ring_packs_nothing() -> None:
@@ -857,12 +841,12 @@ def test_the_scripts_above_make_each_transition_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded: list[Transition] = []
-    for script in [*ALL.values(), *ONE_SLOT]:
+    for script in ALL.values():
         numbers = iter(range(1, 256))
         monkeypatch.setattr(
             prefill, "new_fence_token", lambda numbers=numbers: fence_token(next(numbers))
         )
-        new_machine(script, recorded.append, num_ring_slots=1 if script in ONE_SLOT else 4)
+        new_machine(script, recorded.append)
     moves = [move for move in recorded if move.before and " denied" not in move.cause]
     assert {(move.before, move.cause.partition(":")[0], move.after) for move in moves} == {
         (state.name, event.__name__, OVER if end is None else end.name)

@@ -191,7 +191,7 @@ def fill_ring(world: World) -> RingBook:
     for slot in range(RING_SLOTS):
         holder = OTHERS[slot % 2]
         assert ring.wait(holder, b"route", pack_request(world, nonce=holder[0], chunk=slot))
-        ((_, given),) = ring.pop_packable(world.clock())
+        ((_, given),) = ring.pop_packable()
         assert ring.on_packed(given, is_packed=True)
     return ring
 
