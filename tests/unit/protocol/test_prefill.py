@@ -931,9 +931,8 @@ def test_an_offer_cannot_be_published_twice() -> None:
     with pytest.raises(LocalProtocolError) as raised:
         machine.handle(publish_offer(), 101.0)
     assert str(raised.value) == (
-        "offer (request 'p1'): PublishOffer leads from OFFERED to OFFERED; "
-        "allowed: ['Ask to GRANTED', 'Release to OVER', 'Tick to OVER', 'RevokeOffer to OVER', "
-        "'ReclaimBlocks to OVER']"
+        "offer (request 'p1', peer ''): PublishOffer leads from OFFERED to OFFERED; "
+        "allowed: the transitions in docs/protocol.md"
     )
     play(machine, [(100.0 + TTL_S, Tick(), UNCLAIMED)])
 

@@ -75,7 +75,9 @@ def test_only_transitions_of_the_table_are_possible(state: State, event: object)
     name = type(event).__name__
     for after in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
         to = after.name if after else OVER
-        words = rf"^offer \(request 'p1'\): {name} leads from {state.name} to {to}; allowed: "
+        words = (
+            rf"^offer \(request 'p1', peer ''\): {name} leads from {state.name} to {to}; allowed: "
+        )
         with pytest.raises(LocalProtocolError, match=words):
             offer.move(after, event)
     assert (offer.state, recorded) == (state, [])
