@@ -166,14 +166,6 @@ class Offer:
         states, about = (self.state, after), (self.request, peer)
         self.state = MACHINE.move(self.record, states, event, about, detail)
 
-    def validate(self) -> None:
-        if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
-            raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
-        if (self.state is State.OFFERED) != (self.ends_at < math.inf):
-            raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
-        if self.binding is not None and not self.binding.readers:
-            raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
-
 
 @dataclass
 class _Slot:
@@ -259,12 +251,6 @@ class RingBook:
         numbers = range(len(self.slots))
         self.slots = [_Slot(None, 0) if slot in writing else None for slot in numbers]
 
-    def validate(self) -> None:
-        free = self.slots.count(None)
-        for holder, _ in self.waiting:
-            if may_take(len(self._held(holder)), free):
-                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
-
     def _held(self, holder: Holder) -> list[tuple[int, _Slot]]:
         return [(n, slot) for n, slot in enumerate(self.slots) if slot and slot.holder == holder]
 
@@ -294,8 +280,8 @@ class PrefillMachine:
         self._offer_ttl_s = offer_ttl_s
         self._lease_s = lease_s
         self._hold_s = hold_s
-        self._num_slots = num_slots
-        self._free_slots = list(range(num_slots))
+        self.num_slots = num_slots
+        self.free_slots = list(range(num_slots))
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
@@ -326,7 +312,7 @@ class PrefillMachine:
     @property
     def any_granted(self) -> bool:
         """Whether a reader may be reading this rank's memory."""
-        return len(self._free_slots) < self._num_slots
+        return len(self.free_slots) < self.num_slots
 
     @property
     def next_due(self) -> float | None:
@@ -341,19 +327,11 @@ class PrefillMachine:
         self.ring.clear(writing)
         for table in (self.offers, self._by_reader, self._due):
             table.clear()
-        self._free_slots = list(range(self._num_slots))
+        self.free_slots = list(range(self.num_slots))
 
     def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
         self._incarnation = incarnation
         self.clear(writing)
-
-    def validate(self) -> None:
-        bound = [o.binding.slot for o in self.offers.values() if o.binding is not None]
-        if sorted(bound + self._free_slots) != list(range(self._num_slots)):
-            raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
-        for offer in self.offers.values():
-            offer.validate()
-        self.ring.validate()
 
     def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
@@ -433,14 +411,14 @@ class PrefillMachine:
             return "its blocks were recalled" if offer.state is State.RECALLED else ""
         if rank not in ask.readers:
             return f"rank {rank} is not among its own readers"
-        return "" if self._free_slots else "all fence slots are granted"
+        return "" if self.free_slots else "all fence slots are granted"
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
         offer.binding = binding = Binding(
             ask.claim,
             ask.reader.engine,
-            self._free_slots.pop(),
+            self.free_slots.pop(),
             new_fence_token(),
             dict.fromkeys(ask.readers, now + self._lease_s),
             held_until=now + self._hold_s,
@@ -656,7 +634,7 @@ class PrefillMachine:
         self._remove(offer)
         if binding is None:
             return [ended]
-        self._free_slots.append(binding.slot)
+        self.free_slots.append(binding.slot)
         for rank in binding.leases:
             self.ring.release((offer.nonce, rank))
             held = self._by_reader[binding.engine, rank]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lab.local.offers import check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId
@@ -520,7 +521,7 @@ ONE_SLOT: Script = after(
 
 
 def test_the_only_slot_of_a_ring_goes_to_the_next_reader_with_the_end_of_its_offer() -> None:
-    new_machine(ONE_SLOT, num_ring_slots=1).validate()
+    check_prefill(new_machine(ONE_SLOT, num_ring_slots=1))
 
 
 def test_a_rank_without_a_ring_packs_nothing() -> None:
@@ -533,9 +534,9 @@ def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
     machine.clear(writing=[1])
     play(machine, GRANTED_ANEW)
     play(machine, [(asked(CHUNK_0), pack(CHUNK_0, 0)), (asked(CHUNK_1), pack(CHUNK_1, 2))])
-    machine.validate()
+    check_prefill(machine)
     play(machine, [(packed(CHUNK_1, 1),)])
-    machine.validate()
+    check_prefill(machine)
 
 
 GRANTED_ANEW: Script = after(
@@ -834,7 +835,7 @@ ALL: dict[str, Script] = {
 
 @each_of(ALL)
 def test_an_offer(script: Script) -> None:
-    new_machine(script).validate()
+    check_prefill(new_machine(script))
 
 
 def test_the_scripts_above_make_each_transition_of_the_table(
@@ -890,7 +891,7 @@ def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
         ],
     )
     assert machine.handle(second, 100.2)[0] == WriteSlot(0, fence_token(2))
-    machine.validate()
+    check_prefill(machine)
 
 
 def test_whose_digest_is_wanted() -> None:
@@ -940,6 +941,6 @@ def test_an_offer_cannot_be_published_twice() -> None:
 def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
     machine = new_machine(SHARED)
     machine.clear()
-    machine.validate()
+    check_prefill(machine)
     assert len(list(machine.offers.values())) == 0
     play(machine, [DENIED_UNKNOWN])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.local.offers import check_prefill, check_ring
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Nonce, Rank, RequestId
@@ -68,7 +69,7 @@ def recorded() -> list[Transition]:
 def machine(recorded: list[Transition]) -> Iterator[PrefillMachine]:
     machine = new_machine(recorded.append, num_slots=2)
     yield machine
-    machine.validate()
+    check_prefill(machine)
 
 
 # What it says of itself
@@ -139,10 +140,10 @@ def test_the_book_checks_its_offers() -> None:
     machine.handle(prepare_offer(), 100.0)
     offer = machine.offers.get(NONCE)
     assert offer is not None
-    machine.validate()
+    check_prefill(machine)
     offer.ends_at = 1.0
     with pytest.raises(LocalProtocolError, match="PREPARED with an end"):
-        machine.validate()
+        check_prefill(machine)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +167,9 @@ def test_the_book_checks_that_each_slot_is_granted_once_or_free(
         offer.state = State.GRANTED
         leases = {Rank(0): 1.0}
         offer.binding = Binding(CLAIM, DECODE, slot, FenceToken(bytes(16)), leases, held_until=9.0)
-    machine._free_slots = free
+    machine.free_slots = free
     with pytest.raises(LocalProtocolError) as raised:
-        machine.validate()
+        check_prefill(machine)
     assert str(raised.value) == f"slots {bound} granted, {free} free"
 
 
@@ -313,6 +314,6 @@ def test_no_chunk_waits_beside_free_slots_of_the_ring() -> None:
     ring = RingBook(2)
     assert ring.wait((NONCE, Rank(0)), b"route", pack_request())
     with pytest.raises(LocalProtocolError, match="waits beside 2 free slots"):
-        ring.validate()
+        check_ring(ring)
     assert [slot for _, slot in ring.pop_packable()] == [0]
-    ring.validate()
+    check_ring(ring)
