@@ -18,6 +18,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
+from nixl_kv.errors import printable
 from nixl_kv.geometry.layout import (
     ALL_TOKENS,
     WINDOW_EDGE,
@@ -189,12 +190,8 @@ class Mismatch:
     remote: object
 
     def __str__(self) -> str:
-        return f"{self.field} is {_short(self.local)} here and {_short(self.remote)} there"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+        here, there = (printable(repr(v), SHOWN_CHARACTERS) for v in (self.local, self.remote))
+        return f"{self.field} is {here} here and {there} there"
 
 
 def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
