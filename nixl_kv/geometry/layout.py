@@ -369,10 +369,8 @@ class Table:
     def piece_numbers(self, group: Group, tokens: range, per_block: int) -> BlockIds:
         """For each token, the number of the piece that holds it; negative if its entry is absent.
 
-        Each block of the group has `per_block` pieces, numbered through all blocks of the cache.
-
-        Raises:
-            ValueError: for a token behind the table's end, or an id that the cache does not have.
+        Each block of the group has `per_block` pieces, numbered through all blocks of the cache. A
+        ValueError names a token behind the table's end, or an id that the cache does not have.
         """
         ids = self._ids_of(tokens, group.entry_size)
         if ids.size and not (ids.min() >= ABSENT and ids.max() < group.num_entries):
