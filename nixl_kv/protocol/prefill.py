@@ -460,16 +460,14 @@ class PrefillMachine:
         offer, rank = self.offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
-        if self._granted_to(request) is None:
-            # The request may have overtaken the reader's ask. A denial would end the reader's whole
-            # load; without an answer it repeats the request.
-            binding, is_meant = offer.binding, request.incarnation == self._incarnation
-            if is_meant and (
-                binding is None
-                or (rank not in binding.asked and binding.expects(request.claim, request.reader))
-            ):
-                return []
+        binding = offer.binding
+        is_expected = binding is None or binding.expects(request.claim, request.reader)
+        if request.incarnation != self._incarnation or not is_expected:
             return self._deny(request, route, "a digest of blocks that are not granted to it")
+        # The request may have overtaken the reader's ask. A denial would end the reader's whole
+        # load; without an answer it repeats the request.
+        if binding is None or rank not in binding.asked:
+            return []
         if not offer.is_written:
             offer.early[type(request), rank] = events.Asked(route, request)
             return []
