@@ -1,4 +1,4 @@
-"""What must hold of a prefill rank's offers, fence slots and ring between two events.
+"""Checks a prefill rank's offers, fence slots and ring between two events.
 
 Each function raises LocalProtocolError and says what does not hold.
 """
