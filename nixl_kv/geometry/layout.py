@@ -373,10 +373,8 @@ class Table:
     def piece_numbers(self, group: Group, tokens: range, per_block: int) -> BlockIds:
         """For each token, the number of the piece that holds it; negative if its entry is absent.
 
-        Each block of the group has `per_block` pieces, numbered through all blocks of the cache.
-
-        Raises:
-            ValueError: for a token behind the table's end, or an id that the cache does not have.
+        Each block of the group has `per_block` pieces, numbered through all blocks of the cache. A
+        ValueError names a token behind the table's end, or an id that the cache does not have.
         """
         ids = self._ids_of(tokens, group.entry_size)
         if ids.size and not (ids.min() >= ABSENT and ids.max() < group.num_entries):
@@ -426,7 +424,13 @@ class TokenSegment:
 def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
     """Cut one period of the tokens that both sides keep at the block edges of both."""
     unit, period = _unit_and_period(local, remote)
-    tokens, is_cut = _cuts(local, remote, unit, period)
+    tokens = np.arange(0, period, unit)
+    tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
+    is_cut = np.zeros(len(tokens), dtype=bool)
+    for group in (local, remote):
+        positions = group.stripe.position(tokens)
+        is_cut |= positions % group.block_size == 0
+        is_cut |= np.diff(positions, prepend=-unit) != unit
     first = np.flatnonzero(is_cut)
     lengths = np.diff(first, append=len(tokens)) * unit
     return [
@@ -439,21 +443,7 @@ def num_token_segments(local: Group, remote: Group) -> int:
     """The number of segments in one period, or an upper bound if counting them is expensive."""
     unit, period = _unit_and_period(local, remote)
     units = period // unit
-    return units if units > MAX_UNITS else int(_cuts(local, remote, unit, period)[1].sum())
-
-
-def _cuts(
-    local: Group, remote: Group, unit: int, period: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Every `unit`th token of a period that both sides keep, and whether a segment begins there."""
-    tokens = np.arange(0, period, unit)
-    tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
-    is_cut = np.zeros(len(tokens), dtype=bool)
-    for group in (local, remote):
-        positions = group.stripe.position(tokens)
-        is_cut |= positions % group.block_size == 0
-        is_cut |= np.diff(positions, prepend=-unit) != unit
-    return tokens, is_cut
+    return units if units > MAX_UNITS else len(token_segments(local, remote))
 
 
 def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:

@@ -7,9 +7,8 @@ them: `routes` covers the heads of a reader with those of the remote ranks, for 
 both have.
 
 `layout_mismatches` and the functions beside it name each field that differs, with both values, so
-that an operator knows which flag to change. The engines may differ in tensor and pipeline parallel
-size, block size, physical order and grouping of layers. The remote engine may have more layers than
-the local one, which reads. Ranks are numbered `pp_rank * tp + tp_rank`.
+that an operator knows which flag to change. The remote engine may have more layers than the local
+one, which reads. Ranks are numbered `pp_rank * tp + tp_rank`.
 """
 
 import itertools
@@ -18,6 +17,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
+from nixl_kv.errors import printable
 from nixl_kv.geometry.layout import (
     ALL_TOKENS,
     WINDOW_EDGE,
@@ -89,14 +89,11 @@ class Route:
 def routes(
     reader: Rank, readers: Sequence[Holdings], remotes: Sequence[Holdings]
 ) -> tuple[Route, ...]:
-    """The routes of one rank of a decode engine to the ranks of a prefill engine.
+    """The routes of one rank of a decode engine to the ranks of a prefill engine; see `assign`.
 
     Every rank of the decode engine computes the same assignment from the same records, so each can
     tell a remote rank who its readers are. Extra copies have no reader: the rank `remote rank mod
     number of readers` releases them.
-
-    Raises:
-        ValueError: if a reader holds heads that no remote rank holds.
     """
     shares = assign(readers, remotes)
     result = []
@@ -115,10 +112,8 @@ def assign(
     """Divide the heads of all layers: for each reader, its share of each remote rank.
 
     A reader reads each head of each of its tokens once, from as few remote ranks as it can. Readers
-    of the same heads are spread over the remote ranks that have copies of them.
-
-    Raises:
-        ValueError: if a reader holds heads that no remote rank holds.
+    of the same heads are spread over the remote ranks that have copies of them. A ValueError names
+    a head that no remote rank holds.
     """
     # Layers that all ranks of both engines hold in the same way are assigned together. Compare
     # records by identity: hashing 4,000 of them takes milliseconds.
@@ -189,12 +184,8 @@ class Mismatch:
     remote: object
 
     def __str__(self) -> str:
-        return f"{self.field} is {_short(self.local)} here and {_short(self.remote)} there"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+        here, there = (printable(repr(v), SHOWN_CHARACTERS) for v in (self.local, self.remote))
+        return f"{self.field} is {here} here and {there} there"
 
 
 def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
@@ -259,10 +250,7 @@ def layout_mismatches(
 ) -> list[Mismatch]:
     """Every reason why this engine cannot read another one, the most general first.
 
-    Args:
-        local: the layouts of all ranks of this engine.
-        remote: the layouts of all ranks of the other engine.
-        local_pieces: `pieces` of the local layouts, if the caller keeps them.
+    Each side is the layouts of all its ranks. A caller may keep the local ones' `pieces`.
     """
     mine = pieces(local) if local_pieces is None else local_pieces
     theirs = pieces(remote)

@@ -111,8 +111,7 @@ class Overlap:
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
         """The runs of `num_tokens` tokens from two slots of a block on, relative to the bases.
 
-        Raises:
-            IncompatiblePeer: if a block has too many pieces.
+        An IncompatiblePeer says that a block has too many pieces.
         """
         num_heads = self.heads[1] - self.heads[0]
         parts = sum(part.count for side in self.sides for part in side.parts)
@@ -262,18 +261,12 @@ class Plan:
     def pieces(
         self, local: Sequence[Table], remote: Sequence[Table], tokens: range
     ) -> tuple[Pieces, ...]:
-        """The pieces of each of `paged_rows` for one request.
+        """The pieces of each of `paged_rows` for one request; each side has one table per group.
 
-        Args:
-            local: the block table of each local group. Absent blocks are not read.
-            remote: the block table of each remote group.
-            tokens: the tokens to read, from an entry's edge in each local table on. Tokens after
-                their end, up to the next block edge of either side, are read as well, since they
-                belong to the same request on both sides.
-
-        Raises:
-            ValueError: for a table that is too short, a block id that a cache does not have (it
-                would name a piece of another row), or an absent remote block for a local one.
+        Absent local blocks are not read. `tokens` begin at an entry's edge in each local table.
+        Tokens after their end, up to the next block edge of either side, are read as well: they
+        belong to the same request. A ValueError names a table that is too short, a block id that
+        a cache does not have, or an absent remote block for a local one.
         """
         for side, tables in enumerate((local, remote)):
             if len(tables) != len(self.groups[side]):
@@ -354,10 +347,8 @@ class Plan:
 def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) -> Plan:
     """Plan what to read of a remote rank's cache: `share`, or all that both ranks have.
 
-    `match.layout_mismatches` must have found no difference between their engines.
-
-    Raises:
-        IncompatiblePeer: if there are too many pieces or rows.
+    `match.layout_mismatches` must have found no difference between their engines. An
+    IncompatiblePeer says that there are too many pieces or rows.
     """
     lists = _RowList(local.device), _RowList(remote.device)
     paged_rows = tuple(

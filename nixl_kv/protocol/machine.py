@@ -47,17 +47,10 @@ class Machine(Generic[_State]):
         """
         (before, after), (request, peer) = states, about
         kind, name = type(event).__name__, events.OVER if after is None else after.name
-        moves = self.table[before]
-        if after not in moves.get(type(event), ()):
-            subject = ", ".join(filter(None, (request and f"request {request!r}", peer)))
-            allowed = [
-                f"{each.__name__} to {events.OVER if state is None else state.name}"
-                for each in moves
-                for state in moves[each]
-            ]
+        if after not in self.table[before].get(type(event), ()):
             raise LocalProtocolError(
-                f"{self.name} ({subject}): {kind} leads from {before.name} to {name}; "
-                f"allowed: {allowed}"
+                f"{self.name} (request {request!r}, peer {peer!r}): {kind} leads from "
+                f"{before.name} to {name}; allowed: the transitions in docs/protocol.md"
             )
         cause = f"{kind}: {detail}" if detail else kind
         record(events.Transition(request, peer, before.name, name, cause, num_bytes))

@@ -50,6 +50,9 @@ _Engine = Annotated[EngineId, NAME]
 _Rank = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
 _Ranks = Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Head = Annotated[int, Meta(ge=0, lt=1 << 17)]
+_EndHead = Annotated[int, Meta(ge=1, le=1 << 17)]
+_Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Text = Annotated[str, Meta(max_length=512)]
 _Label = Annotated[str, Meta(max_length=MAX_LABEL)]
 _Facts = Annotated[
@@ -229,18 +232,13 @@ class KVSlice:
     """Some heads of one layer, from token `begin` on, of the tokens that all `stripes` keep."""
 
     layer: str
-    first_head: int  # counted over the model
-    end_head: int
-    begin: int
-    stripes: tuple[Stripe, ...] = ()
+    first_head: _Head  # counted over the model
+    end_head: _EndHead
+    begin: _Token
+    stripes: Annotated[tuple[Stripe, ...], Meta(max_length=2)] = ()
 
     def __post_init__(self) -> None:
-        # Peers send these numbers.
-        check_range(f"first head of {self.layer!r}", self.first_head, low=0, high=1 << 17)
-        low, high = self.first_head + 1, (1 << 17) + 1
-        check_range(f"end of the heads of {self.layer!r}", self.end_head, low=low, high=high)
-        check_range(f"begin of {self.layer!r}", self.begin, low=0, high=1 << 31)
-        check_range(f"number of stripes of {self.layer!r}", len(self.stripes), low=0, high=3)
+        check_range("end_head", self.end_head, low=self.first_head + 1, high=(1 << 17) + 1)
 
 
 class DigestRequest(_OfClaim, frozen=True, kw_only=True):
@@ -262,8 +260,8 @@ _Chunk = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
 class LayerHeads(_Record, frozen=True, kw_only=True):
     layer: _Text
-    first: Annotated[int, Meta(ge=0, lt=1 << 17)]  # counted over the model
-    end: Annotated[int, Meta(ge=1, le=1 << 17)]
+    first: _Head  # counted over the model
+    end: _EndHead
 
 
 class PackRequest(_OfClaim, frozen=True, kw_only=True):
@@ -271,7 +269,7 @@ class PackRequest(_OfClaim, frozen=True, kw_only=True):
 
     number: _Count  # that of `Ask`; prefill ignores an overtaken request
     chunk: _Chunk
-    begin: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    begin: _Token
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
     layers: Annotated[tuple[LayerHeads, ...], Meta(min_length=1, max_length=MAX_SLICES)]
     # All chunks that the reader waits for or still reads; ring slots with others are free.
@@ -332,7 +330,7 @@ ToTool: TypeAlias = Status | Draining | WeightsSet | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
+class _AnyMessage(msgspec.Struct, frozen=True, array_like=True):
     """The fields that all versions have. msgspec skips the rest of the array."""
 
     kind: msgspec.Raw
@@ -340,7 +338,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 _Kind = TypeVar("_Kind")
-_head_decoder = msgspec.msgpack.Decoder(_Head)
+_head_decoder = msgspec.msgpack.Decoder(_AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -11,7 +11,7 @@ it reports the end, and the caller reuses the blocks only after that report.
 
 import enum
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -43,7 +43,7 @@ class State(MachineState):
 
 
 # None ends the offer. A Release, a Heartbeat or an expired lease ends a granted one only with its
-# last reader. A Tick also ends an offer that keeps a ring slot too long while other chunks wait.
+# last reader.
 TRANSITIONS: Final[Table[State]] = {
     State.PREPARED: {
         events.PublishOffer: (State.OFFERED,),
@@ -59,20 +59,17 @@ TRANSITIONS: Final[Table[State]] = {
         events.ReclaimBlocks: (None,),
     },
     State.GRANTED: {
-        events.PublishOffer: (State.GRANTED,),
         events.ReclaimBlocks: (State.RECALLED,),
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
         events.Tick: (State.RECALLED, None),
     },
     State.RECALLED: {
-        events.PublishOffer: (State.RECALLED,),
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
         events.Tick: (None,),
     },
     State.READING: {
-        events.PublishOffer: (State.READING,),
         messages.Release: (None,),
         messages.Heartbeat: (None,),
         events.Tick: (None,),
@@ -169,20 +166,11 @@ class Offer:
         states, about = (self.state, after), (self.request, peer)
         self.state = MACHINE.move(self.record, states, event, about, detail)
 
-    def validate(self) -> None:
-        if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
-            raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
-        if (self.state is State.OFFERED) != (self.ends_at < math.inf):
-            raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
-        if self.binding is not None and not self.binding.readers:
-            raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
-
 
 @dataclass
 class _Slot:
     holder: Holder | None  # the reader; None: it has left, and the chunk is still being packed
     chunk: int
-    since: float  # monotonic seconds
     is_packed: bool = False  # the reader may read it
 
 
@@ -212,14 +200,6 @@ class RingBook:
         self.slots: list[_Slot | None] = [None] * num_slots  # None: free
         self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
 
-    @property
-    def blocking(self) -> tuple[float, Holder] | None:
-        """If chunks wait for a slot: since when a reader has had one longest, and that reader."""
-        if not self.waiting or not all(self.slots):
-            return None
-        held = [(slot.since, slot.holder) for slot in self.slots if slot and slot.holder]
-        return min(held, default=None)
-
     def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
         """The slot that a reader has for a chunk, and whether the chunk is in it."""
         held = self._held(holder)
@@ -234,13 +214,13 @@ class RingBook:
         self.waiting[key] = route, request
         return True
 
-    def pop_packable(self, now: float) -> list[tuple[WaitingChunk, int]]:
+    def pop_packable(self) -> list[tuple[WaitingChunk, int]]:
         """Give free slots to waiting chunks, in order: pack each into its slot."""
         packable: list[tuple[WaitingChunk, int]] = []
         for (holder, chunk), waiting in list(self.waiting.items()):
             if may_take(len(self._held(holder)), self.slots.count(None)):
                 slot = self.slots.index(None)
-                self.slots[slot] = _Slot(holder, chunk, now)
+                self.slots[slot] = _Slot(holder, chunk)
                 del self.waiting[holder, chunk]
                 packable.append((waiting, slot))
         return packable
@@ -269,13 +249,7 @@ class RingBook:
         """Forget all readers. The slots in `writing` are still being written."""
         self.waiting.clear()
         numbers = range(len(self.slots))
-        self.slots = [_Slot(None, 0, 0.0) if slot in writing else None for slot in numbers]
-
-    def validate(self) -> None:
-        free = self.slots.count(None)
-        for holder, _ in self.waiting:
-            if may_take(len(self._held(holder)), free):
-                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
+        self.slots = [_Slot(None, 0) if slot in writing else None for slot in numbers]
 
     def _held(self, holder: Holder) -> list[tuple[int, _Slot]]:
         return [(n, slot) for n, slot in enumerate(self.slots) if slot and slot.holder == holder]
@@ -306,8 +280,8 @@ class PrefillMachine:
         self._offer_ttl_s = offer_ttl_s
         self._lease_s = lease_s
         self._hold_s = hold_s
-        self._num_slots = num_slots
-        self._free_slots = list(range(num_slots))
+        self.num_slots = num_slots
+        self.free_slots = list(range(num_slots))
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
@@ -318,7 +292,6 @@ class PrefillMachine:
             case events.Tick():
                 due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
-                actions += self._take_back_slot(event, now)
             case events.DigestMade():
                 actions = self._on_digest_made(event)
             case events.ChunkPacked():
@@ -326,7 +299,7 @@ class PrefillMachine:
             case _:
                 actions = self._on_command(event, now)
         # Slots that the event has freed take waiting chunks.
-        for (route, request), slot in self.ring.pop_packable(now) if self.ring.waiting else ():
+        for (route, request), slot in self.ring.pop_packable() if self.ring.waiting else ():
             tables = self.offers[request.nonce].prepared.tables
             actions.append(events.PackChunk(route, request, tables, slot))
         return actions
@@ -339,15 +312,12 @@ class PrefillMachine:
     @property
     def any_granted(self) -> bool:
         """Whether a reader may be reading this rank's memory."""
-        return len(self._free_slots) < self._num_slots
+        return len(self.free_slots) < self.num_slots
 
     @property
     def next_due(self) -> float | None:
         """When a `Tick` does something; None: never."""
-        due, blocking = self._due.next, self.ring.blocking if self.ring.waiting else None
-        if blocking is not None:
-            due = min(due, blocking[0] + self._hold_s)
-        return None if due == math.inf else due
+        return None if self._due.next == math.inf else self._due.next
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         return self._granted_to(request) is not None
@@ -357,19 +327,11 @@ class PrefillMachine:
         self.ring.clear(writing)
         for table in (self.offers, self._by_reader, self._due):
             table.clear()
-        self._free_slots = list(range(self._num_slots))
+        self.free_slots = list(range(self.num_slots))
 
     def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
         self._incarnation = incarnation
         self.clear(writing)
-
-    def validate(self) -> None:
-        bound = [o.binding.slot for o in self.offers.values() if o.binding is not None]
-        if sorted(bound + self._free_slots) != list(range(self._num_slots)):
-            raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
-        for offer in self.offers.values():
-            offer.validate()
-        self.ring.validate()
 
     def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
@@ -383,9 +345,7 @@ class PrefillMachine:
         if offer is None:  # readers can be quicker than a command, even to the end
             return []
         match command:
-            case events.PublishOffer() if offer.binding is not None:
-                offer.move(offer.state, command)
-            case events.PublishOffer():
+            case events.PublishOffer() if offer.binding is None:
                 offer.move(State.OFFERED, command)
                 offer.ends_at = now + self._offer_ttl_s
                 self._due.set(offer.nonce, offer.ends_at)
@@ -399,15 +359,6 @@ class PrefillMachine:
                 early, offer.early = offer.early, {}
                 return [a for asked in early.values() for a in self._on_message(asked, now)]
         return []
-
-    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> Actions:
-        actions: Actions = []
-        for offer in self.to_reclaim(command.num_blocks):
-            if offer.state is State.OFFERED:
-                actions += self._end(offer, command, OfferEnd.REVOKED)
-            else:
-                actions += self.recall(offer, command, now)
-        return actions
 
     # --- asks
 
@@ -460,14 +411,14 @@ class PrefillMachine:
             return "its blocks were recalled" if offer.state is State.RECALLED else ""
         if rank not in ask.readers:
             return f"rank {rank} is not among its own readers"
-        return "" if self._free_slots else "all fence slots are granted"
+        return "" if self.free_slots else "all fence slots are granted"
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
         offer.binding = binding = Binding(
             ask.claim,
             ask.reader.engine,
-            self._free_slots.pop(),
+            self.free_slots.pop(),
             new_fence_token(),
             dict.fromkeys(ask.readers, now + self._lease_s),
             held_until=now + self._hold_s,
@@ -509,16 +460,14 @@ class PrefillMachine:
         offer, rank = self.offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
-        if self._granted_to(request) is None:
-            # The request may have overtaken the reader's ask. A denial would end the reader's whole
-            # load; without an answer it repeats the request.
-            binding, is_meant = offer.binding, request.incarnation == self._incarnation
-            if is_meant and (
-                binding is None
-                or (rank not in binding.asked and binding.expects(request.claim, request.reader))
-            ):
-                return []
+        binding = offer.binding
+        is_expected = binding is None or binding.expects(request.claim, request.reader)
+        if request.incarnation != self._incarnation or not is_expected:
             return self._deny(request, route, "a digest of blocks that are not granted to it")
+        # The request may have overtaken the reader's ask. A denial would end the reader's whole
+        # load; without an answer it repeats the request.
+        if binding is None or rank not in binding.asked:
+            return []
         if not offer.is_written:
             offer.early[type(request), rank] = events.Asked(route, request)
             return []
@@ -573,16 +522,6 @@ class PrefillMachine:
 
     def _packed(self, request: messages.PackRequest, route: bytes, slot: int | None) -> Actions:
         return [self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)]
-
-    def _take_back_slot(self, tick: events.Tick, now: float) -> Actions:
-        """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
-        blocking = self.ring.blocking
-        if blocking is None or now < blocking[0] + self._hold_s:
-            return []
-        offer = self.offers[blocking[1][0]]
-        if offer.binding is not None:
-            offer.binding.ended.update(offer.binding.leases)
-        return self.settle(offer, tick, OfferEnd.EXPIRED)
 
     # --- leases
 
@@ -660,35 +599,22 @@ class PrefillMachine:
         asked = [(rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked]
         return [self._reply(binding.routes[rank], messages.Recall, ask) for rank, ask in asked]
 
-    def to_reclaim(self, num_blocks: int) -> list[Offer]:
-        """The fewest offers to end or recall: unclaimed ones, then unread ones, oldest first.
-
-        Of the unread ones, those of the engine that holds most go first.
-        """
-        unclaimed = [offer for offer in self.offers.values() if offer.state is State.OFFERED]
-        granted: dict[EngineId, list[Offer]] = {}
-        held: Counter[EngineId] = Counter()
-        for offer in self.offers.values():
-            if offer.binding is None:
-                continue
-            held[offer.binding.engine] += offer.num_blocks
-            if offer.state is State.GRANTED:
-                granted.setdefault(offer.binding.engine, []).append(offer)
-            elif offer.state is State.RECALLED:
-                num_blocks -= offer.num_blocks
-        chosen: list[Offer] = []
-        while num_blocks > 0 and (unclaimed or granted):
-            if unclaimed:
-                offer = unclaimed.pop(0)
-            else:
-                engine = max(granted, key=lambda each: held[each])
-                offer = granted[engine].pop(0)
-                held[engine] -= offer.num_blocks
-                if not granted[engine]:
-                    del granted[engine]
-            chosen.append(offer)
-            num_blocks -= offer.num_blocks
-        return chosen
+    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> Actions:
+        """End as few unclaimed offers as are needed, then recall unread ones; oldest first."""
+        offers = list(self.offers.values())
+        missing = command.num_blocks  # beside the recalled ones, which come back soon
+        missing -= sum(offer.num_blocks for offer in offers if offer.state is State.RECALLED)
+        actions: Actions = []
+        for state in (State.OFFERED, State.GRANTED):
+            for offer in offers:
+                if missing <= 0 or offer.state is not state:
+                    continue
+                missing -= offer.num_blocks
+                if state is State.OFFERED:
+                    actions += self._end(offer, command, OfferEnd.REVOKED)
+                else:
+                    actions += self.recall(offer, command, now)
+        return actions
 
     # --- the end of an offer
 
@@ -706,7 +632,7 @@ class PrefillMachine:
         self._remove(offer)
         if binding is None:
             return [ended]
-        self._free_slots.append(binding.slot)
+        self.free_slots.append(binding.slot)
         for rank in binding.leases:
             self.ring.release((offer.nonce, rank))
             held = self._by_reader[binding.engine, rank]

@@ -82,10 +82,9 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.engine.isprintable():
-            raise ValueError("engine has characters that cannot be printed")
-        if not self.weights.isprintable():
-            raise ValueError("weights has characters that cannot be printed")
+        for name in ("engine", "weights"):
+            if not getattr(self, name).isprintable():
+                raise ValueError(f"{name} has characters that cannot be printed")
         if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
 

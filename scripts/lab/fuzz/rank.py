@@ -16,6 +16,7 @@ from lab.fuzz.samples import CacheMemory
 from lab.local.engine import features_with
 from lab.local.memory import Fabric, MemoryTransport
 from lab.local.memory_control import MemoryControl, MemoryNetwork
+from lab.local.offers import check_prefill
 from lab.sim.data_plane import Background
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -192,7 +193,7 @@ class RankUnderTest:
         if (np.delete(self.cache, BLOCKS, axis=1) != UNTOUCHED).any():
             raise BrokenPromiseError("blocks of another request were written")
         self._parts.decode.validate()
-        self._parts.prefill.validate()
+        check_prefill(self._parts.prefill)
 
     def _named(self, payload: bytes) -> bytes:
         """The payload with the true incarnation in place of the placeholder."""

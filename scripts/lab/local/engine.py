@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from lab.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
@@ -279,7 +280,7 @@ class LocalEngine:
         self.directory.stop()
         for rank in self.ranks:
             rank.parts.decode.validate()
-            rank.parts.prefill.validate()
+            check_prefill(rank.parts.prefill)
 
 
 def tables_from(layout: CacheLayout, tables: Tables, begin: int) -> tuple[Table, ...]:

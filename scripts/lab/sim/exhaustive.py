@@ -63,7 +63,7 @@ OPAQUE: Final = (
 """What is no part of the state, or is looked at by itself."""
 
 LEFT_OUT: Final = frozenset(
-    {"_agent", "_counts", "_free_slots", "counts", "seconds", "started_at"}  # `_agent` holds the op
+    {"_agent", "_counts", "counts", "free_slots", "seconds", "started_at"}  # `_agent` holds the op
 )
 """Attributes that decide nothing."""
 

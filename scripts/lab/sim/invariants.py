@@ -20,6 +20,7 @@ blocks stay as they are on prefill until nothing reads them.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lab.local.offers import check_prefill
 from lab.sim.cache import NULL_BLOCK
 from lab.sim.data_plane import Read
 from lab.sim.engine import Engine
@@ -257,7 +258,7 @@ def _validate(rank: RankLife) -> None:
     if rank.has_died:
         return
     try:
-        rank.parts.prefill.validate()
+        check_prefill(rank.parts.prefill)
         rank.parts.decode.validate()
     except LocalProtocolError as error:
         raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

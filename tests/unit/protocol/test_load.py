@@ -586,7 +586,7 @@ def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -
     (read,) = load.reads.values()
     for other in set(State).difference(TRANSITIONS[state].get(type(event), ())):
         words = f"{type(event).__name__} leads from {state.name} to {other.name}; allowed: "
-        with pytest.raises(LocalProtocolError, match=f"'d1', rank 0 .*: {words}"):
+        with pytest.raises(LocalProtocolError, match=f"'d1', peer 'rank 0 .*: {words}"):
             load._move(read, other, event, 100.0)
     assert (read.state, recorded) == (state, [])
 

@@ -437,8 +437,13 @@ def test_a_message_out_of_bounds_is_refused(message: Message, error: str) -> Non
 
 
 SLICE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "no heads": ({"first_head": 2}, "end of the heads of 'layer.0' is 2; allowed: 3 to 131072"),
-    "begin": ({"begin": 1 << 31}, "begin of 'layer.0' is 2147483648"),
+    "no heads": ({"first_head": 2}, "end_head is 2; allowed: 3 to 131072"),
+    "a negative head": ({"first_head": -1}, "Expected `int` >= 0"),
+    "a far head": ({"first_head": 1 << 17, "end_head": 1 << 17}, "Expected `int` <= 131071"),
+    "too many heads": ({"end_head": (1 << 17) + 1}, "Expected `int` <= 131072"),
+    "a negative begin": ({"begin": -1}, "Expected `int` >= 0"),
+    "begin": ({"begin": 1 << 31}, "Expected `int` <= 2147483647"),
+    "stripes": ({"stripes": [{}] * 3}, "Expected `array` of length <= 2"),
     "layer": ({"layer": None}, "Expected `str`, got"),
 }
 SHAPE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lab.local.offers import check_offer
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, FenceToken, Rank
 from nixl_kv.protocol.events import (
@@ -75,7 +76,9 @@ def test_only_transitions_of_the_table_are_possible(state: State, event: object)
     name = type(event).__name__
     for after in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
         to = after.name if after else OVER
-        words = rf"^offer \(request 'p1'\): {name} leads from {state.name} to {to}; allowed: "
+        words = (
+            rf"^offer \(request 'p1', peer ''\): {name} leads from {state.name} to {to}; allowed: "
+        )
         with pytest.raises(LocalProtocolError, match=words):
             offer.move(after, event)
     assert (offer.state, recorded) == (state, [])
@@ -136,7 +139,7 @@ def test_which_readers_are_expected(claim: Claim, who: Reader, *, expected: bool
 def test_an_offer_in_order_says_what_it_waits_for_and_until_when(
     offer: Offer, waits_for: str, expires_at: float
 ) -> None:
-    offer.validate()
+    check_offer(offer)
     assert offer.waits_for == waits_for
     assert offer.due_at(max) == expires_at
 
@@ -157,4 +160,4 @@ def test_an_offer_in_order_says_what_it_waits_for_and_until_when(
 )
 def test_an_offer_that_contradicts_itself_is_invalid(offer: Offer, error: str) -> None:
     with pytest.raises(LocalProtocolError, match=error):
-        offer.validate()
+        check_offer(offer)

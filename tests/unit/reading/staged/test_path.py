@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lab.local.caches import Sizes
+from lab.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Table
@@ -91,7 +92,7 @@ def pack_queue(world: World) -> PackQueue:
 
 def nothing_is_left(world: World) -> bool:
     """Neither a slot of either ring, nor a copy."""
-    world.prefill.parts.prefill.validate()
+    check_prefill(world.prefill.parts.prefill)
     ring = world.prefill.parts.prefill.ring
     return free_slots(world) == RING_SLOTS and not any(ring.slots) and not world.prefill.parts.packs
 
@@ -191,7 +192,7 @@ def fill_ring(world: World) -> RingBook:
     for slot in range(RING_SLOTS):
         holder = OTHERS[slot % 2]
         assert ring.wait(holder, b"route", pack_request(world, nonce=holder[0], chunk=slot))
-        ((_, given),) = ring.pop_packable(world.clock())
+        ((_, given),) = ring.pop_packable()
         assert ring.on_packed(given, is_packed=True)
     return ring
 
