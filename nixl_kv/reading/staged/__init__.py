@@ -18,15 +18,13 @@ from nixl_kv.reading.staged.path import StagedPath
 logger = get_logger(__name__)
 
 
-def _make_threads() -> Executor:
-    return ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies")
-
-
 def build(
     setup: RankSetup,
     *,
     wrap_copier: Callable[[Copier], Copier] = lambda copier: copier,
-    make_threads: Callable[[], Executor] = _make_threads,
+    make_threads: Callable[[], Executor] = lambda: ThreadPoolExecutor(
+        NUM_THREADS, "nixl-kv-copies"
+    ),
     make_memory: Callable[[int], Buffer] | None = None,
     num_slots: int | None = None,
 ) -> Feature:

@@ -61,9 +61,6 @@ class PackQueue:
         self._crops: OrderedDict[_Layers, Future[_Crop]] = OrderedDict()  # also those that failed
         self._packs: list[_Pack] = []
 
-    def __repr__(self) -> str:
-        return f"<PackQueue: {len(self._packs)} chunks>"
-
     def __len__(self) -> int:
         return len(self._packs)
 

@@ -67,28 +67,10 @@ _ON_PREFILL: Final = (State.ASKED, State.PACKED, State.READING)
 _WRITING: Final = (State.READING, State.SCATTERING)
 
 
-class FreeSlots:
-    """The slots of decode's ring that nothing writes into."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self._free = deque(range(ring.num_slots))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def pop(self, held: int) -> int | None:
-        """Give a slot to a read that holds `held` slots; None if it must wait."""
-        return self._free.popleft() if may_take(held, len(self._free)) else None
-
-    def add(self, slot: int) -> None:
-        self._free.append(slot)
-
-
 class HeldSlots:
-    """The slots of decode's ring that one read holds."""
+    """The slots of decode's ring that one read holds. Nothing writes into those in `free`."""
 
-    def __init__(self, free: FreeSlots) -> None:
+    def __init__(self, free: deque[int]) -> None:
         self._free = free
         self._num_held = 0
         self._spare: int | None = None  # the last one that it holds, while it is empty
@@ -96,16 +78,15 @@ class HeldSlots:
     def open(self) -> bool:
         """Whether the read holds a slot, or gets one now."""
         if not self._num_held:
-            self._spare = self._free.pop(0)
-            self._num_held = int(self._spare is not None)
+            self._spare = self.take()
         return self._num_held > 0
 
     def take(self) -> int | None:
         """Return an empty slot, if the read holds or gets one."""
         slot, self._spare = self._spare, None
-        if slot is None:
-            slot = self._free.pop(self._num_held)
-            self._num_held += slot is not None
+        if slot is None and may_take(self._num_held, len(self._free)):
+            slot = self._free.popleft()
+            self._num_held += 1
         return slot
 
     def put(self, slot: int) -> None:
@@ -114,13 +95,13 @@ class HeldSlots:
             self._spare = slot
         else:
             self._num_held -= 1
-            self._free.add(slot)
+            self._free.append(slot)
 
     def close(self) -> None:
         """Return the empty slot: the read needs no more slots."""
         if self._spare is not None:
             self._num_held = 0
-            self._free.add(self._spare)
+            self._free.append(self._spare)
             self._spare = None
 
 
@@ -177,7 +158,7 @@ class StagedPath(ReadPath):
 
     def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
         self.staging = staging
-        self.slots = FreeSlots(staging.ring)
+        self.slots = deque(range(staging.ring.num_slots))  # free ones
         self._layout = layout
         self._is_forced = is_forced
 
@@ -219,6 +200,7 @@ class StagedPath(ReadPath):
                 for layer, heads in crop.share.items()
             )
             paged = tuple(each for each in direct.paged_rows if each.groups == crop.groups)
+            per_local = -(-groups[0].entry_size // groups[1].entry_size)  # remote entries
             found.append(
                 _Crop(
                     number=len(found),
@@ -226,7 +208,7 @@ class StagedPath(ReadPath):
                     groups=groups,
                     entry_bytes=size,
                     max_entries=min(ring.capacity(size), staging.ring.capacity(size)),
-                    least_entries=_least_entries(groups, size, staging.memory),
+                    least_entries=max(LEAST_CHUNK[staging.memory] // size, per_local + 1),
                     rows=(
                         _entry_rows(staging.ring, size, staging.device),
                         _entry_rows(ring, size, remote.device),
@@ -238,12 +220,6 @@ class StagedPath(ReadPath):
                 )
             )
         return found
-
-
-def _least_entries(groups: tuple[Group, Group], size: int, memory: Memory) -> int:
-    """The fewest entries that are worth a chunk; they must cover one local entry."""
-    mine, theirs = (group.entry_size for group in groups)
-    return max(LEAST_CHUNK[memory] // size, -(-mine // theirs) + 1)
 
 
 def _entry_rows(ring: Ring, size: int, device: int) -> Rows:
