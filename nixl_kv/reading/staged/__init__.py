@@ -1,6 +1,6 @@
 """Staged reads: prefill packs small runs into a ring, and decode reads and scatters them.
 
-Start with `path`, which has decode's half; `packs` has prefill's.
+Start with `path`, which has both halves.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.reading.paths import Buffer, Feature, RankSetup, allocate
 from nixl_kv.reading.staged.copier import NUM_THREADS, Copier, HostCopier, Staging, split
 from nixl_kv.reading.staged.layout import NUM_SLOTS
-from nixl_kv.reading.staged.packs import PackQueue
-from nixl_kv.reading.staged.path import StagedPath
+from nixl_kv.reading.staged.path import PackQueue, StagedPath
 
 logger = get_logger(__name__)
 

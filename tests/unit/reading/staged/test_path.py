@@ -23,8 +23,7 @@ from nixl_kv.protocol.messages import PackReply
 from nixl_kv.protocol.prefill import RingBook
 from nixl_kv.reading import paths
 from nixl_kv.reading.staged import copier as host_copy
-from nixl_kv.reading.staged.packs import PackQueue
-from nixl_kv.reading.staged.path import StagedPath
+from nixl_kv.reading.staged.path import PackQueue, StagedPath
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
 
 TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
