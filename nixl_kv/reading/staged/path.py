@@ -360,7 +360,7 @@ class StagedOp(ReadOp):
                     return
             except PeerLost as error:
                 self._end(chunk)
-                self._fail(error)
+                self._stop(error)
                 return
             self._on_landed(chunk)
         elif chunk.state is State.SCATTERING:
@@ -370,7 +370,7 @@ class StagedOp(ReadOp):
                     self._tell()
             except TransportError as error:
                 self._end(chunk)
-                self._stop(str(error))
+                self._stop(error)
 
     def _fetch(self, chunk: _Chunk) -> None:
         """Read prefill's slot, if decode's ring has a free one."""
@@ -381,7 +381,7 @@ class StagedOp(ReadOp):
         try:
             chunk.handle, chunk.state = self._post(chunk, chunk.slot), State.READING
         except TransportError as error:
-            self._fail(error)
+            self._stop(error)
 
     def _post(self, chunk: _Chunk, slot: int) -> Any:
         """Post one READ from a slot of prefill's ring into a slot of decode's."""
@@ -412,7 +412,7 @@ class StagedOp(ReadOp):
             chunk.state = State.SCATTERING
         except (TransportError, ValueError) as error:
             self._end(chunk)
-            self._stop(str(error))
+            self._stop(error)
             return
         # The next request would tell prefill that its slot is free. After the last one, tell it
         # with a request for the chunk that has landed: `holds` lacks it, so prefill packs nothing.
@@ -428,7 +428,7 @@ class StagedOp(ReadOp):
             if part.num_bytes:
                 self._direct.append(DirectOp(part, self._staging.memory, plan=direct))
         except ValueError as error:
-            self._stop(str(error))
+            self._stop(error)
 
     def _poll_direct(self, op: DirectOp) -> None:
         if op.poll():
@@ -445,13 +445,10 @@ class StagedOp(ReadOp):
 
     # --- the end
 
-    def _fail(self, error: TransportError) -> None:
-        self.is_connection_lost |= isinstance(error, PeerLost)
-        self._stop(str(error))
-
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str | Exception) -> None:
         """Request nothing more. The operation ends when its reads and copies have ended."""
-        self._is_stopped, self.failure = True, self.failure or why
+        self.is_connection_lost |= isinstance(why, PeerLost)
+        self._is_stopped, self.failure = True, self.failure or str(why)
         for chunk in list(self._active.values()):
             if chunk.state not in _WRITING:
                 self._end(chunk)
