@@ -40,16 +40,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Launch:
-    """One request's jobs of one unit: `numbers` holds the jobs, shape (jobs, 8), then the pieces.
+    """One request's jobs of one unit.
 
-    Pieces are pairs (local, remote), of the plan's `paged` rows in this order.
+    `numbers` holds the jobs, shape (jobs, 8), then the pieces: pairs (local, remote).
     """
 
     unit: int
     numbers: Ints
     num_jobs: int
     num_tiles: int
-    paged: tuple[int, ...] = ()
 
 
 class Tiling:
@@ -105,7 +104,7 @@ def _launch(unit: int, jobs: list[Job], pieces: Sequence[Pieces], tile_bytes: in
         count = len(wanted.local)
         row[:] = (tiles, job.first, job.count, job.width, *job.strides, places[job.paged], count)
         tiles += -(-job.count * count * job.width * unit // tile_bytes)
-    return Launch(unit, np.concatenate([table.ravel(), *parts]), len(jobs), tiles, tuple(places))
+    return Launch(unit, np.concatenate([table.ravel(), *parts]), len(jobs), tiles)
 
 
 def _rows_of(rows: Rows, first: npt.NDArray[np.int32]) -> Ints:

@@ -159,10 +159,14 @@ def open_digests(
     Raises:
         ConfigError: the rank `verifies` and cannot digest KV.
     """
-    digester = None
-    is_used = layout.memory == "DRAM" or is_prefill or verifies
+    digester: Digester | None = None
     try:
-        digester = open_digester(layout) if is_used else None
+        if layout.memory == "DRAM":
+            digester = Digester()
+        elif is_prefill or verifies:
+            from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - torch: GPUs only
+
+            digester = GpuDigester(layout)
     except (ImportError, DigestError) as error:
         if verifies:
             raise ConfigError(
@@ -170,15 +174,6 @@ def open_digests(
             ) from error
         logger.warning("loads that read from this rank cannot be verified: %s", error)
     return DigestQueue(layout, digester, counts, clock)
-
-
-def open_digester(layout: CacheLayout) -> Digester:
-    """A digester for the memory that holds the cache; an ImportError or DigestError without one."""
-    if layout.memory == "DRAM":
-        return Digester()
-    from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - torch: GPUs only
-
-    return GpuDigester(layout)
 
 
 def _awaits_reply(action: events.DigestAction) -> bool:

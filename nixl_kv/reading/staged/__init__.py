@@ -1,6 +1,6 @@
 """Staged reads: prefill packs small runs into a ring, and decode reads and scatters them.
 
-Start with `path`, which has decode's half; `packs` has prefill's.
+Start with `path`, which has both halves.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,18 @@ from nixl_kv.protocol import messages
 from nixl_kv.reading.paths import Buffer, Feature, RankSetup, allocate
 from nixl_kv.reading.staged.copier import NUM_THREADS, Copier, HostCopier, Staging, split
 from nixl_kv.reading.staged.layout import NUM_SLOTS
-from nixl_kv.reading.staged.packs import PackQueue
-from nixl_kv.reading.staged.path import StagedPath
+from nixl_kv.reading.staged.path import PackQueue, StagedPath
 
 logger = get_logger(__name__)
-
-
-def _make_threads() -> Executor:
-    return ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies")
 
 
 def build(
     setup: RankSetup,
     *,
     wrap_copier: Callable[[Copier], Copier] = lambda copier: copier,
-    make_threads: Callable[[], Executor] = _make_threads,
+    make_threads: Callable[[], Executor] = lambda: ThreadPoolExecutor(
+        NUM_THREADS, "nixl-kv-copies"
+    ),
     make_memory: Callable[[int], Buffer] | None = None,
     num_slots: int | None = None,
 ) -> Feature:

@@ -1,5 +1,7 @@
 """Staged reads: prefill packs short runs into a ring, NIXL reads slots of it, decode scatters them.
 
+`StagedPath` and `StagedOp` are decode's half, `PackQueue` is prefill's.
+
 Decode cuts a read into chunks that fit into a slot of either ring. It requests each chunk, and
 prefill packs the chunk into a slot of its ring. Decode reads that slot into a slot of its own ring
 and copies it from there into the cache. Several chunks of a read are in progress at a time.
@@ -10,23 +12,27 @@ free slots in order. Decode reads chunks directly that prefill cannot pack.
 
 NIXL writes into a slot and a copy writes into the cache even after the load was cancelled. So a
 slot is free, and the operation has ended, only when both have ended.
+
+On prefill, `protocol` assigns the slots, so the ring bounds the chunks in progress. A background
+thread plans each crop once.
 """
 
 import enum
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.errors import IncompatiblePeer, PeerLost, TransportError, get_logger
+from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill import may_take, most_slots
 from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
-from nixl_kv.reading.staged.copier import PreparedCopy, Staging
+from nixl_kv.reading.staged.copier import Copy, PreparedCopy, Staging
 from nixl_kv.reading.staged.layout import (
     LEAST_CHUNK,
     LEAST_CHUNKS,
@@ -67,28 +73,10 @@ _ON_PREFILL: Final = (State.ASKED, State.PACKED, State.READING)
 _WRITING: Final = (State.READING, State.SCATTERING)
 
 
-class FreeSlots:
-    """The slots of decode's ring that nothing writes into."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self._free = deque(range(ring.num_slots))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def pop(self, held: int) -> int | None:
-        """Give a slot to a read that holds `held` slots; None if it must wait."""
-        return self._free.popleft() if may_take(held, len(self._free)) else None
-
-    def add(self, slot: int) -> None:
-        self._free.append(slot)
-
-
 class HeldSlots:
-    """The slots of decode's ring that one read holds."""
+    """The slots of decode's ring that one read holds. Nothing writes into those in `free`."""
 
-    def __init__(self, free: FreeSlots) -> None:
+    def __init__(self, free: deque[int]) -> None:
         self._free = free
         self._num_held = 0
         self._spare: int | None = None  # the last one that it holds, while it is empty
@@ -96,16 +84,15 @@ class HeldSlots:
     def open(self) -> bool:
         """Whether the read holds a slot, or gets one now."""
         if not self._num_held:
-            self._spare = self._free.pop(0)
-            self._num_held = int(self._spare is not None)
+            self._spare = self.take()
         return self._num_held > 0
 
     def take(self) -> int | None:
         """Return an empty slot, if the read holds or gets one."""
         slot, self._spare = self._spare, None
-        if slot is None:
-            slot = self._free.pop(self._num_held)
-            self._num_held += slot is not None
+        if slot is None and may_take(self._num_held, len(self._free)):
+            slot = self._free.popleft()
+            self._num_held += 1
         return slot
 
     def put(self, slot: int) -> None:
@@ -114,13 +101,13 @@ class HeldSlots:
             self._spare = slot
         else:
             self._num_held -= 1
-            self._free.add(slot)
+            self._free.append(slot)
 
     def close(self) -> None:
         """Return the empty slot: the read needs no more slots."""
         if self._spare is not None:
             self._num_held = 0
-            self._free.add(self._spare)
+            self._free.append(self._spare)
             self._spare = None
 
 
@@ -177,7 +164,7 @@ class StagedPath(ReadPath):
 
     def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
         self.staging = staging
-        self.slots = FreeSlots(staging.ring)
+        self.slots = deque(range(staging.ring.num_slots))  # free ones
         self._layout = layout
         self._is_forced = is_forced
 
@@ -219,6 +206,7 @@ class StagedPath(ReadPath):
                 for layer, heads in crop.share.items()
             )
             paged = tuple(each for each in direct.paged_rows if each.groups == crop.groups)
+            per_local = -(-groups[0].entry_size // groups[1].entry_size)  # remote entries
             found.append(
                 _Crop(
                     number=len(found),
@@ -226,7 +214,7 @@ class StagedPath(ReadPath):
                     groups=groups,
                     entry_bytes=size,
                     max_entries=min(ring.capacity(size), staging.ring.capacity(size)),
-                    least_entries=_least_entries(groups, size, staging.memory),
+                    least_entries=max(LEAST_CHUNK[staging.memory] // size, per_local + 1),
                     rows=(
                         _entry_rows(staging.ring, size, staging.device),
                         _entry_rows(ring, size, remote.device),
@@ -238,12 +226,6 @@ class StagedPath(ReadPath):
                 )
             )
         return found
-
-
-def _least_entries(groups: tuple[Group, Group], size: int, memory: Memory) -> int:
-    """The fewest entries that are worth a chunk; they must cover one local entry."""
-    mine, theirs = (group.entry_size for group in groups)
-    return max(LEAST_CHUNK[memory] // size, -(-mine // theirs) + 1)
 
 
 def _entry_rows(ring: Ring, size: int, device: int) -> Rows:
@@ -378,7 +360,7 @@ class StagedOp(ReadOp):
                     return
             except PeerLost as error:
                 self._end(chunk)
-                self._fail(error)
+                self._stop(error)
                 return
             self._on_landed(chunk)
         elif chunk.state is State.SCATTERING:
@@ -388,7 +370,7 @@ class StagedOp(ReadOp):
                     self._tell()
             except TransportError as error:
                 self._end(chunk)
-                self._stop(str(error))
+                self._stop(error)
 
     def _fetch(self, chunk: _Chunk) -> None:
         """Read prefill's slot, if decode's ring has a free one."""
@@ -399,7 +381,7 @@ class StagedOp(ReadOp):
         try:
             chunk.handle, chunk.state = self._post(chunk, chunk.slot), State.READING
         except TransportError as error:
-            self._fail(error)
+            self._stop(error)
 
     def _post(self, chunk: _Chunk, slot: int) -> Any:
         """Post one READ from a slot of prefill's ring into a slot of decode's."""
@@ -430,7 +412,7 @@ class StagedOp(ReadOp):
             chunk.state = State.SCATTERING
         except (TransportError, ValueError) as error:
             self._end(chunk)
-            self._stop(str(error))
+            self._stop(error)
             return
         # The next request would tell prefill that its slot is free. After the last one, tell it
         # with a request for the chunk that has landed: `holds` lacks it, so prefill packs nothing.
@@ -446,7 +428,7 @@ class StagedOp(ReadOp):
             if part.num_bytes:
                 self._direct.append(DirectOp(part, self._staging.memory, plan=direct))
         except ValueError as error:
-            self._stop(str(error))
+            self._stop(error)
 
     def _poll_direct(self, op: DirectOp) -> None:
         if op.poll():
@@ -463,13 +445,10 @@ class StagedOp(ReadOp):
 
     # --- the end
 
-    def _fail(self, error: TransportError) -> None:
-        self.is_connection_lost |= isinstance(error, PeerLost)
-        self._stop(str(error))
-
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str | Exception) -> None:
         """Request nothing more. The operation ends when its reads and copies have ended."""
-        self._is_stopped, self.failure = True, self.failure or why
+        self.is_connection_lost |= isinstance(why, PeerLost)
+        self._is_stopped, self.failure = True, self.failure or str(why)
         for chunk in list(self._active.values()):
             if chunk.state not in _WRITING:
                 self._end(chunk)
@@ -484,3 +463,140 @@ class StagedOp(ReadOp):
             chunk.slot = None
         if self._is_stopped or not (self._active or self._waiting):
             self._slots.close()
+
+
+# --- prefill's half
+
+# Plans that are kept. A decode engine uses one per pair of ranks and groups.
+MAX_CROPS: Final = 256
+
+_Layers: TypeAlias = tuple[messages.LayerHeads, ...]
+
+
+@dataclass(frozen=True)
+class _PackCrop:
+    """How this rank packs one share of a group."""
+
+    number: int  # the group's
+    group: Group
+    entry_bytes: int
+    plan: Plan
+    prepared: PreparedCopy
+
+
+@dataclass(eq=False)
+class _Pack:
+    action: events.PackChunk
+    started_at: float
+    copy: Copy = None  # set when its crop is planned
+    num_bytes: int = 0
+
+
+class PackQueue:
+    """Chunks in progress. Chunks, their bytes and their seconds are added to `counts`."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        staging: Staging,
+        background: Executor,
+        counts: defaultdict[str, float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._staging = staging
+        self._background = background
+        self._counts = counts
+        self._clock = clock
+        self._crops: OrderedDict[_Layers, Future[_PackCrop]] = (
+            OrderedDict()
+        )  # also those that failed
+        self._packs: list[_Pack] = []
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    @property
+    def writing(self) -> list[int]:
+        return [pack.action.slot for pack in self._packs]
+
+    def add(self, action: events.PackChunk) -> None:
+        self._packs.append(_Pack(action, self._clock()))
+
+    def poll(self) -> list[events.ChunkPacked]:
+        ended: list[events.ChunkPacked] = []
+        for pack in list(self._packs):
+            action, refusal = pack.action, None
+            try:
+                if not self._has_ended(pack):
+                    continue
+                self._counts["chunks_packed"] += 1
+                self._counts["chunk_bytes"] += pack.num_bytes
+                self._counts["chunk_seconds"] += self._clock() - pack.started_at
+            except (NixlKVError, ValueError) as error:
+                refusal = str(error)
+            self._packs.remove(pack)
+            request = action.pack_request
+            ended.append(events.ChunkPacked(action.route, request, action.slot, refusal))
+        return ended
+
+    def close(self) -> None:
+        for pack in self._packs:
+            if pack.copy is not None:
+                self._staging.copier.end(pack.copy)
+        self._background.shutdown(wait=False)
+
+    def _has_ended(self, pack: _Pack) -> bool:
+        if pack.copy is None:
+            planning = self._crop(pack.action.pack_request.layers)
+            if not planning.done():
+                return False
+            failure = planning.exception()  # of the background thread; it fails the chunk alone
+            if failure is not None:
+                raise TransportError(str(failure) or type(failure).__name__) from failure
+            self._start(pack, planning.result())
+        return self._staging.copier.poll(pack.copy)
+
+    def _start(self, pack: _Pack, crop: _PackCrop) -> None:
+        action, request, ring = pack.action, pack.action.pack_request, self._staging.ring
+        table = action.tables[crop.number]
+        entries = staged_entries(table, crop.group, range(request.begin, request.end))
+        capacity = ring.capacity(crop.entry_bytes)
+        if not 0 < len(entries) <= capacity:
+            raise ValueError(f"a chunk has {len(entries)} entries; allowed: 1 to {capacity}")
+        first = ring.first_entry(action.slot, crop.entry_bytes)
+        size = crop.group.entry_size
+        pieces = crop.plan.pieces(
+            [staged_table(table, entries, first)],
+            action.tables,
+            range(entries.start * size, entries.stop * size),
+        )
+        pack.num_bytes = crop.plan.num_bytes(pieces)
+        pack.copy = self._staging.copier.start(crop.prepared, pieces)
+
+    def _crop(self, layers: _Layers) -> "Future[_PackCrop]":
+        """How to pack these heads. A refusal is repeated each time."""
+        if layers not in self._crops:
+            try:
+                self._crops[layers] = self._background.submit(self._plan, layers)
+            except RuntimeError as error:  # the process exits
+                raise TransportError(f"planning a chunk: {error}") from error
+            if len(self._crops) > MAX_CROPS:
+                self._crops.popitem(last=False)
+        self._crops.move_to_end(layers)
+        return self._crops[layers]
+
+    def _plan(self, layers: _Layers) -> _PackCrop:
+        """Plan a crop; on a background thread."""
+        layer, wanted = layers[0].layer, {each.layer: (each.first, each.end) for each in layers}
+        if len(wanted) < len(layers):
+            raise ValueError("a chunk names a layer twice; allowed: once")
+        regions = self._layout.regions
+        if layer not in regions:
+            raise ValueError(f"layer {layer!r} is not on this rank")
+        number, _ = regions[layer]
+        group = self._layout.groups[number]
+        staged = self._staging.layout(group, wanted)
+        planned = plan(staged, self._layout, wanted)
+        prepared = self._staging.copier.prepare(planned)
+        return _PackCrop(number, group, entry_bytes(staged), planned, prepared)

@@ -218,6 +218,7 @@ def _left_in_rings(parts: Parts) -> Iterator[str]:
     if parts.packs or any(parts.prefill.ring.slots):
         yield f"{sum(map(bool, parts.prefill.ring.slots))} slots that were packed"
     for path in parts.agents.peers.paths:
-        slots = getattr(path, "slots", None)  # of a path that reads into a ring
-        if slots is not None and len(slots) < slots.ring.num_slots:
-            yield f"{slots.ring.num_slots - len(slots)} slots that were read"
+        # Only a path that reads into a ring has these.
+        slots, staging = getattr(path, "slots", None), getattr(path, "staging", None)
+        if slots is not None and staging is not None and len(slots) < staging.ring.num_slots:
+            yield f"{staging.ring.num_slots - len(slots)} slots that were read"

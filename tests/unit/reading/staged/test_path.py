@@ -24,8 +24,7 @@ from nixl_kv.protocol.messages import PackReply
 from nixl_kv.protocol.prefill import RingBook
 from nixl_kv.reading import paths
 from nixl_kv.reading.staged import copier as host_copy
-from nixl_kv.reading.staged.packs import PackQueue
-from nixl_kv.reading.staged.path import StagedPath
+from nixl_kv.reading.staged.path import PackQueue, StagedPath
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
 
 TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
@@ -220,13 +219,11 @@ def test_chunks_wait_until_others_have_read_prefills_slots(
 
 def test_reads_wait_for_slots_of_decodes_ring(world: World) -> None:
     slots = staged_path(world).slots
-    taken = [slots.pop(0) for _ in range(RING_SLOTS)]
+    taken = [slots.popleft() for _ in range(RING_SLOTS)]
     start(world)
     world.run(20)
     assert world.decode.ends() == []
-    for slot in taken:
-        assert slot is not None
-        slots.add(slot)
+    slots.extend(taken)
     arrives(world)
 
 
@@ -416,8 +413,8 @@ def test_one_slot_is_enough_for_all_of_a_read(
     start_long(world)
     world.until(lambda: len(packs) == 3)
     slots = staged_path(world).slots
-    taken = [slots.pop(0) for _ in range(RING_SLOTS - 1)]
-    assert None not in taken
+    for _ in range(RING_SLOTS - 1):
+        slots.popleft()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
     world.until(has_ended(world))
