@@ -290,6 +290,8 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
+    background = spec.make_background(1)
+    undo.callback(background.shutdown)
     setup = RankSetup(
         layout=layout,
         config=config,
@@ -366,6 +368,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     )
     return Parts(
         control=control,
+        background=background,
         prefill=prefill,
         decode=decode,
         agents=agents,

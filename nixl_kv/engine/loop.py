@@ -8,6 +8,7 @@ is in flight or a peer may read this rank, and otherwise uses no CPU.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -38,6 +39,11 @@ SERVING_PAUSE_S: Final = 0.001
 # The time that one turn spends at most on received messages. Heartbeats must not wait for the
 # messages of hundreds of peers.
 RECEIVING_S: Final = 0.05
+# A longer description is decoded on another thread. 550 kB, of 16 ranks and 126 layers, take 18 ms
+# to decode and check; this thread then only compares summaries, in 5 to 10 ms.
+BACKGROUND_BYTES: Final = 32 << 10
+# Descriptions that wait for that thread. Decoding further ones here slows down their senders.
+MAX_DECODING: Final = 8
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
 # Transitions that the log shows below the line about a failed load, for this number of failed loads
@@ -57,6 +63,7 @@ class Parts:
     """
 
     control: ControlPlane
+    background: Executor  # decodes long descriptions, on one thread
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
@@ -158,6 +165,8 @@ class Outstanding:
 
 
 _Event: TypeAlias = events.DecodeEvent | events.PrefillEvent
+# A description from an endpoint, decoded on the background thread.
+_Decoded: TypeAlias = tuple[Endpoint, "Future[messages.Answer]"]
 
 
 class Loop:
@@ -184,6 +193,7 @@ class Loop:
         self._report_status = report_status
         self._on_load_ended = on_load_ended
         self._received: deque[Received] = deque()
+        self._decoding: deque[_Decoded] = deque()
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
@@ -205,6 +215,7 @@ class Loop:
             Exception: the first other error of closing a part.
         """
         self.parts.slots.clear_all()  # first of all, so that readers of this rank notice
+        self.parts.background.shutdown(cancel_futures=True)
         errors: list[Exception] = []
         for part in list(self._to_close):
             try:
@@ -228,8 +239,8 @@ class Loop:
         parts = self.parts
         parts.counts["thread_restarts"] += 1
         parts.slots.clear_all()  # first of all: no grant is valid any longer
-        self._received.clear()
-        self._doubted.clear()
+        for queue in (self._received, self._decoding, self._doubted):
+            queue.clear()
         parts.decode.clear()
         parts.prefill.clear(parts.writing)
         parts.digests.clear()
@@ -269,7 +280,8 @@ class Loop:
         """How long this turn may wait, in seconds; None: without a limit."""
         parts, digests = self.parts, self.parts.digests
         digests_wait_s = digests.wait_s if digests.jobs else None
-        if self._commands or digests_wait_s == 0:
+        has_decoded = self._decoding and self._decoding[0][1].done()
+        if self._commands or has_decoded or digests_wait_s == 0:
             return 0
         if parts.packs or digests_wait_s is not None:
             return READING_PAUSE_S
@@ -345,8 +357,11 @@ class Loop:
             self._on_received(self._received.popleft())
             if self._clock() >= until:
                 break
+        # One in a turn: checks take milliseconds.
+        if self._decoding and self._decoding[0][1].done():
+            self._on_received(self._decoding.popleft())
 
-    def _on_received(self, item: Received) -> None:
+    def _on_received(self, item: Received | _Decoded) -> None:
         """Handle one message or loss. An invalid message is logged and changes nothing."""
         try:
             match item:
@@ -354,13 +369,23 @@ class Loop:
                     self._on_request(item)
                 case FromEndpoint():
                     self._doubted.discard(item.endpoint)
-                    answer = messages.decode_answer(item.payload)
-                    self._handle(events.Answered(item.endpoint, answer))
+                    self._on_answer(item)
+                case (endpoint, decoded):
+                    self._handle(events.Answered(endpoint, decoded.result()))
                 case Lost():
                     self._on_lost(item)
         except RemoteProtocolError as error:
             self.parts.counts["messages_dropped"] += 1
             self._log.warning("control message dropped: %s", error)
+
+    def _on_answer(self, item: FromEndpoint) -> None:
+        is_long = len(item.payload) > BACKGROUND_BYTES and messages.is_description(item.payload)
+        if is_long and len(self._decoding) < MAX_DECODING:
+            decoding = self.parts.background.submit(messages.decode_answer, item.payload)
+            self._decoding.append((item.endpoint, decoding))
+            decoding.add_done_callback(lambda _: self.wake())
+        else:
+            self._handle(events.Answered(item.endpoint, messages.decode_answer(item.payload)))
 
     def _on_lost(self, lost: Lost) -> None:
         # Try a broken link once more: it also breaks if a side gets no CPU for a while. A process

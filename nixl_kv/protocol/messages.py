@@ -352,6 +352,11 @@ def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: obj
     return kind(**{**names, "reader": other.reader, **fields})
 
 
+def is_description(payload: bytes) -> bool:
+    """Whether a message claims to be a Description; cheap, however long it is."""
+    return payload[1:13] == b"\xabDescription"  # behind the one byte that begins a short array
+
+
 def decode_rank(payload: bytes) -> RankDescription:
     return msgspec.msgpack.decode(payload, type=RankDescription)
 

@@ -13,6 +13,7 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, features_with
 from lab.local.memory import Fabric, MemoryTransport
 from lab.local.memory_control import MemoryControl, MemoryNetwork
+from lab.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -236,7 +237,7 @@ class World:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
             rank.parts.decode.validate()
-            rank.parts.prefill.validate()
+            check_prefill(rank.parts.prefill)
             rank.loop.close()
             rank.directory.stop()
 

@@ -7,8 +7,10 @@ import pytest
 from lab.local.memory import MemoryTransport
 from lab.local.memory_control import MemoryControl
 from nixl_kv.config import Config
+from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
     LINK_KEPT_S,
+    MAX_DECODING,
     RECEIVING_S,
     SERVING_PAUSE_S,
     STOPPED,
@@ -52,7 +54,7 @@ from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.verify.queue import DigestQueue
-from support.records import ask
+from support.records import HOME, ask, description
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -382,15 +384,44 @@ def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
     assert message.startswith("control message dropped: ")
 
 
+def test_a_long_description_is_decoded_beside_the_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank goes on meanwhile, and the load is none the worse for it."""
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
+    background = world.decode.background
+    background.is_held = True
+    world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
+    world.run(5)
+    (peer,) = list(world.decode.parts.decode.peers.known.values())
+    assert (peer.state.name, len(background)) == ("CONNECTING", 1)
+    background.is_held = False
+    background.work()
+    granted(world, 2)
+    world.until(lambda: peer.state.name == "READY")
+
+
 def test_what_is_no_description_behind_its_tag_is_counted_and_logged(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
     monkeypatch.setattr(world.prefill.directory, "_answer", lambda _: b"\x92\xabDescription\x09")
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
     world.run(5)
     assert counts_of(world.decode)["messages_dropped"] == 1
     (line,) = caplog.messages
     assert line.startswith("control message dropped: ")
+
+
+def test_only_so_many_descriptions_wait_to_be_decoded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
+    world.decode.background.is_held = True
+    item = FromEndpoint(HOME, encode(description()))
+    for _ in range(2 * MAX_DECODING):
+        world.decode.loop._on_received(item)
+    assert len(world.decode.background) == MAX_DECODING
 
 
 @pytest.mark.parametrize("version", [1, 8, 10])
