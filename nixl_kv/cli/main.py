@@ -147,8 +147,8 @@ def drain(
             client.ask_first(where, partial(client.ask_to_drain, keys=keys, undo=True))
             typer.echo("the engine offers again")
             return
-        unfinished = client.drain(where, keys, timeout, typer.echo)
-    if unfinished:
+        is_done = client.drain(where, keys, timeout, typer.echo)
+    if not is_done:
         typer.echo(f"not drained within {timeout:g} s", err=True)
         raise typer.Exit(FAILED)
     typer.echo("drained")
