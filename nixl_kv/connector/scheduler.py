@@ -318,9 +318,7 @@ class Scheduler:
                     request.request_id,
                 )
         elif _is_foreign(fields):
-            logger.debug(
-                "request %s: its kv_transfer_params are for another connector", request.request_id
-            )
+            return
         elif fields.get("do_remote_decode") is True:
             if not self._is_prefill:
                 raise RemoteProtocolError(

@@ -168,7 +168,7 @@ class Engine:
         child = self.connector._connectors[0] if configuration.is_multi else self.connector
         self.role: ours.Scheduler = child
         self.role._decode._clock = lambda: self.now
-        self.role._prefill._shortage._clock = lambda: self.now
+        self.role._prefill._clock = lambda: self.now
         self._is_multi = configuration.is_multi
 
     @property

@@ -468,7 +468,7 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
 def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Make) -> None:
     clock = Clock()
     scheduler = make()
-    scheduler._prefill._shortage._clock = clock
+    scheduler._prefill._clock = clock
     waiting = new_request()
 
     def wait() -> list[Any]:
