@@ -34,7 +34,7 @@ MAX_RANGES: Final = 3
 
 
 Figures: TypeAlias = Mapping[str, Any]
-"""What `--json` prints: the comparison, one of its links, or a part of a link's recurrent state."""
+"""A JSON object of `--json`: the comparison, a link, or a part of a link's recurrent state."""
 
 
 def compare(decode: Description, prefill: Description, tokens: int | None) -> Figures:
