@@ -7,7 +7,6 @@ end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
 
 import errno
 import itertools
-import os
 import socket
 import time
 from typing import Any, Final
@@ -51,12 +50,10 @@ def may_move(config: Config, *, is_prefill: bool) -> bool:
 def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None:
     """Check that the scheduler will be able to listen; waits up to PORT_WAIT_S for its port."""
     port = port_of(config, vllm_config)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    probed = 0 if may_move(config, is_prefill=is_prefill) else port
     until = time.monotonic() + PORT_WAIT_S
     for attempt in itertools.count():
         try:
-            socket.create_server((config.host, probed), family=family).close()
+            _bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
             break
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
@@ -77,6 +74,16 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     rank = f"; data-parallel rank {port - config.port} listens on {port}"
     return ConfigError(
         f"{name} is {value}{rank if port != config.port else ''}; port {port} of {config.host} "
-        f"cannot be used: {os.strerror(error.errno or 0)}; allowed: a free port; set "
-        "VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port for each engine on this machine"
+        f"cannot be used: {error.strerror}; allowed: a free port; set VLLM_NIXL_SIDE_CHANNEL_PORT "
+        "(or 'port') to another port for each engine on this machine"
     )
+
+
+def _bind(host: str, port: int) -> None:
+    """Bind like `LimitedPort`, but do not listen, so that two checks do not collide."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((host, port))
