@@ -16,6 +16,8 @@ __all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushCon
 def __getattr__(name: str) -> Any:
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
+        from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it
+
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above
 

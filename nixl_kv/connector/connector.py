@@ -75,8 +75,8 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. No
-        # hook gets the configuration earlier, so check the address here.
+        # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This
+        # is the last good moment to check the address, if `check_before_weights` could not.
         is_prefill = vllm_config.kv_transfer_config.is_kv_producer
         check_address(parse_config(vllm_config), vllm_config, is_prefill=is_prefill)
         return required_layout(vllm_config)

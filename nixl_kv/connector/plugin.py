@@ -1,4 +1,4 @@
-"""Runs before the connector exists: registers its name, and checks its address.
+"""Runs before the connector exists: registers its name, and checks its address before the weights.
 
 `register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
 alone is enough. vLLM runs it in every process of every start, used or not, and an exception would
@@ -6,15 +6,21 @@ end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
 """
 
 import errno
+import functools
 import itertools
+import os
 import socket
+import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, get_logger
 
 logger = get_logger(__name__)
+
+EXECUTORS: Final = "vllm.v1.executor.abstract"
 
 # The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
@@ -32,6 +38,10 @@ def register() -> None:
             KVConnectorFactory.register_connector(
                 "NixlKVConnector", "nixl_kv.connector", "NixlKVConnector"
             )
+        # A spawned engine process has loaded the executors by now. A forked one inherits the
+        # wrapper, because its parent has looked the connector up.
+        if EXECUTORS in sys.modules:
+            check_before_weights(sys.modules[EXECUTORS].Executor)
     except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
 
@@ -77,6 +87,41 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
         f"cannot be used: {error.strerror}; allowed: a free port; set VLLM_NIXL_SIDE_CHANNEL_PORT "
         "(or 'port') to another port for each engine on this machine"
     )
+
+
+def check_before_weights(executor: Any) -> None:
+    """Make vLLM's executor class check the address before it loads the model. Wraps it once."""
+    # The scheduler, which listens, is created after the model is loaded, in the same process as
+    # the executor. No hook of a connector gets the configuration earlier: vLLM 0.31 to 0.33 call
+    # `get_required_kvcache_layout` after loading the weights.
+    begin = executor.__init__
+    if getattr(begin, "checks_address", False):
+        return
+
+    @functools.wraps(begin)
+    def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
+        for transfer in filter(_is_ours, _connectors(vllm_config.kv_transfer_config)):
+            if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
+                extra = transfer.get("kv_connector_extra_config") or {}
+                is_prefill = transfer.get("kv_role") != "kv_consumer"
+                check_address(Config.parse(extra, os.environ), vllm_config, is_prefill=is_prefill)
+        begin(self, vllm_config, *args, **options)
+
+    setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
+    executor.__init__ = check_and_begin
+
+
+def _connectors(transfer: Any) -> Any:
+    """The configuration of each child of a MultiConnector, or of the only connector."""
+    if transfer is not None and transfer.kv_connector == "MultiConnector":
+        return transfer.kv_connector_extra_config.get("connectors", ())
+    return () if transfer is None else (vars(transfer),)
+
+
+def _is_ours(transfer: Mapping[str, Any]) -> bool:
+    module = transfer.get("kv_connector_module_path") or ""
+    is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
+    return is_named or str(module).partition(".")[0] == "nixl_kv"
 
 
 def _bind(host: str, port: int) -> None:

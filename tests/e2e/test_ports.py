@@ -1,4 +1,4 @@
-"""A port that another engine uses ends a start before graphs are captured."""
+"""A port that another engine uses ends a start before the weights are loaded."""
 
 import socket
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
         pytest.param("decode", True, id="decode, spawned"),
     ],
 )
-def test_a_used_port_is_named_before_memory_is_profiled(
+def test_a_used_port_is_named_before_the_weights_are_loaded(
     cluster: Cluster, role: Role, *, is_spawned: bool
 ) -> None:
     """vLLM forks its engine's process, or spawns it if the API server has used a GPU."""
@@ -39,4 +39,4 @@ def test_a_used_port_is_named_before_memory_is_profiled(
     log = (cluster.log_dir / f"{spec.name}.log").read_text()
     assert f"['port'] is {port}; port {port} of {HOST} cannot be used: Address already in" in log
     assert "set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port for each engine" in log
-    assert "KV cache size: " not in log
+    assert "Loading weights took" not in log

@@ -1,4 +1,4 @@
-"""The address of an engine's description is checked before vLLM captures graphs."""
+"""The address of an engine's description is checked before vLLM loads the weights."""
 
 import logging
 import socket
@@ -12,7 +12,7 @@ import pytest
 
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 from nixl_kv.connector import plugin
-from nixl_kv.connector.plugin import check_address
+from nixl_kv.connector.plugin import check_address, check_before_weights
 from nixl_kv.errors import ConfigError
 from nixl_kv.transport.ports import LimitedPort
 
@@ -32,9 +32,10 @@ def taken() -> Iterator[int]:
     port.close()
 
 
-def engine(index: int = 0) -> Any:
+def engine(index: int = 0, node: int = 0, transfer: Any = None) -> Any:
     """As much of vLLM's configuration as is looked at."""
-    return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
+    parallel = SimpleNamespace(data_parallel_index=index, node_rank_within_dp=node)
+    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
@@ -126,3 +127,81 @@ def test_the_port_of_an_engine_that_is_ending_is_waited_for(
         check_address(config, engine(), is_prefill=True)
     assert caplog.messages == [f"port {other.port} is in use; waiting for up to 60 s"]
     assert taken
+
+
+# The class of vLLM's executors
+
+
+def executors() -> tuple[Any, list[tuple[Any, ...]]]:
+    """A class like vLLM's, which notes what it is made with: then it loads the weights."""
+    begun: list[tuple[Any, ...]] = []
+
+    class Executor:
+        def __init__(self, vllm_config: Any, *args: Any) -> None:
+            begun.append((vllm_config, *args))
+
+    for _ in range(3):
+        check_before_weights(Executor)
+    return Executor, begun
+
+
+def transfer(**given: Any) -> Any:
+    values = {"kv_connector": "NixlConnector", "kv_connector_module_path": "nixl_kv.connector"}
+    extra = {"kv_connector_extra_config": {}, "kv_role": "kv_both"}
+    return SimpleNamespace(**{**values, **extra, **given})
+
+
+def with_port(port: int, **given: Any) -> Any:
+    return transfer(kv_connector_extra_config={"port": port}, **given)
+
+
+def multi(*children: Any) -> Any:
+    connectors = {"connectors": list(map(vars, children))}
+    return transfer(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config=connectors,
+    )
+
+
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "of a MultiConnector"])
+@pytest.mark.parametrize("module", ["nixl_kv.connector", None], ids=["by module", "by name"])
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
+def test_no_weights_are_loaded_if_the_port_is_in_use(
+    taken: int, role: str, module: str | None, *, is_child: bool
+) -> None:
+    executor, begun = executors()
+    ours = with_port(
+        taken, kv_connector="NixlKVConnector", kv_connector_module_path=module, kv_role=role
+    )
+    other = transfer(kv_connector="OffloadingConnector", kv_connector_module_path=None)
+    with pytest.raises(ConfigError, match="Address already in use"):
+        executor(engine(transfer=multi(other, ours) if is_child else ours))
+    assert begun == []
+
+
+def test_other_engines_and_other_nodes_are_left_alone(taken: int) -> None:
+    """The plugin is in every process of every start."""
+    executor, begun = executors()
+    others = [
+        engine(transfer=None),
+        SimpleNamespace(kv_transfer_config=None),
+        engine(transfer=with_port(taken, kv_connector_module_path=None)),
+        engine(transfer=with_port(taken, kv_connector_module_path="nixl_kvs.connector")),
+        engine(node=1, transfer=with_port(taken)),
+        engine(transfer=with_port(0)),
+    ]
+    for each in others:
+        executor(each, "more")
+    assert begun == [(each, "more") for each in others]
+
+
+def test_vllms_executors_check() -> None:
+    """Looking the connector up is enough, as vLLM does while it reads its configuration."""
+    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
+    from vllm.v1.executor.abstract import Executor  # noqa: PLC0415
+
+    import nixl_kv.connector  # noqa: PLC0415
+
+    assert nixl_kv.connector.NixlKVConnector.__name__ == "NixlKVConnector"
+    assert getattr(Executor.__init__, "checks_address", False)
