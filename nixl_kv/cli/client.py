@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from nixl_kv.config import KEY_VARIABLE, MAX_PORT, Config
-from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
+from nixl_kv.errors import ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
 from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
 from nixl_kv.protocol import messages
@@ -40,22 +40,17 @@ def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
     Returns None with `insecure`: the engine has no key.
 
     Raises:
-        ValueError: a key cannot be used; names the option or variable.
+        ValueError: --key-file and --insecure exclude each other.
+        ConfigError: a key cannot be used; names the setting or variable.
     """
     if insecure and path is not None:
         raise ValueError("--key-file and --insecure are given; allowed: one of them")
     if insecure:
         return None
+    if path is not None:
+        return read_key_file(path)
     text = os.environ.get(KEY_VARIABLE)
-    try:
-        if path is not None:
-            return read_key_file(path)
-        return parse_key(text, KEY_VARIABLE) if text else find_user_key()
-    except ConfigError as error:
-        reason = str(error)
-        if path is not None:  # the setting key_file is the option --key-file here
-            reason = f"--{reason.replace('_', '-', 1)}"
-        raise ValueError(reason) from error
+    return parse_key(text, KEY_VARIABLE) if text else find_user_key()
 
 
 def own_address(environ: Mapping[str, str]) -> str:
@@ -146,34 +141,11 @@ def rank_statuses(
     return [(rank, answers[rank.endpoint]) for rank in description.ranks]
 
 
-class Unfinished(NamedTuple):
-    """The work that a draining engine still has. `silent` has an error for each silent rank."""
-
-    awaited: int
-    offers: int
-    loads: int
-    silent: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return any(self)
-
-    def __str__(self) -> str:
-        counts = (
-            f"{self.awaited:,} requests not offered yet, "
-            f"{self.offers:,} offers, {self.loads:,} loads"
-        )
-        return "; ".join((counts, *self.silent))
-
-
-def drain(
-    where: str, keys: Keys | None, timeout_s: float, say: Callable[[Unfinished], object]
-) -> Unfinished:
+def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], object]) -> bool:
     """Tell the engine at `HOST:PORT` to drain, then poll it until it has finished.
 
-    Calls `say` whenever the remaining work has changed.
-
-    Returns:
-        The work that is left after `timeout_s`; it is false once the engine has finished.
+    Calls `say` with the remaining work whenever that has changed. Returns whether none is left
+    within `timeout_s`.
 
     Raises:
         ValueError: the engine does not answer; names the address.
@@ -186,22 +158,23 @@ def drain(
         awaited = ask_first(where, partial(ask_to_drain, keys=keys))
         answers = [answer for _, answer in rank_statuses(describe_at(where, keys), keys)]
         totals = [answer.totals for answer in answers if isinstance(answer, messages.Status)]
-        unfinished = Unfinished(
-            awaited,
-            # Each rank has a share of each request, so the ranks' counts do not add up.
-            offers=max((each.get("offers", 0) for each in totals), default=0),
-            loads=max((each.get("loads", 0) for each in totals), default=0),
-            silent=tuple(
-                f"rank {number} gives no status: {answer}"
-                for number, answer in enumerate(answers)
-                if isinstance(answer, NixlKVError)
-            ),
+        # Each rank has a share of each request, so the ranks' counts do not add up.
+        offers, loads = (
+            max((each.get(name, 0) for each in totals), default=0) for name in ("offers", "loads")
         )
+        counts = f"{awaited:,} requests not offered yet, {offers:,} offers, {loads:,} loads"
+        silent = [
+            f"rank {number} gives no status: {answer}"
+            for number, answer in enumerate(answers)
+            if isinstance(answer, NixlKVError)
+        ]
+        unfinished = "; ".join((counts, *silent))
         if unfinished != last:
             say(unfinished)
             last = unfinished
-        if not unfinished or time.monotonic() >= until:
-            return unfinished
+        is_done = not (awaited or offers or loads or silent)
+        if is_done or time.monotonic() >= until:
+            return is_done
         time.sleep(DRAIN_POLL_S)
 
 

@@ -8,8 +8,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from nixl_kv.cli.status import (
 )
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import ABSENT, BlockIds, CacheLayout, Group, Region, Table, entries
-from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, plan
+from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, Share, plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.messages import Description
 
@@ -33,69 +33,15 @@ MAX_RANGES: Final = 3
 """A table cell shows up to this many ranges of numbers."""
 
 
-@dataclass(frozen=True)
-class StateFigures:
-    """One part of a recurrent state, read once per request. `heads` is a half-open range."""
-
-    part: str
-    layers: str
-    heads: Heads
-    num_bytes: int
+Figures: TypeAlias = Mapping[str, Any]
+"""A JSON object of `--json`: the comparison, a link, or a part of a link's recurrent state."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """A link: the reads of one decode rank from one prefill rank. Field names are the JSON keys.
-
-    A request has the example prompt. The figures of a request include recurrent states; `heads`,
-    `bytes_per_token` and the figures of a period cover KV alone.
-    """
-
-    reader: Rank
-    source: Rank
-    layers: int
-    layer_numbers: str
-    heads: tuple[Heads, ...]  # half-open ranges; several if layers differ
-    spans: tuple[int, int]  # registered memory ranges
-    rows: tuple[int, int]  # of the two prepared descriptor lists
-    entry_sizes: tuple[tuple[int, ...], tuple[int, ...]]  # tokens per block, of all groups
-    period: int  # tokens after which block edges of both sides meet again
-    runs_per_period: int  # for scattered blocks and no sliding window
-    run_bytes: tuple[int, float, int]  # shortest, median, longest
-    bytes_per_token: float
-    request_bytes: int
-    index_bytes: int  # of the two index arrays of a request
-    descriptors: int  # of a request whose blocks are scattered
-    descriptors_in_a_row: int  # of a request whose blocks are consecutive
-    state: tuple[StateFigures, ...]
-    state_runs: int
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The links of two engines, or the `mismatches` that prevent a transfer."""
-
-    tokens: int
-    mismatches: tuple[match.Mismatch, ...]
-    links: tuple[Figures, ...] = ()
-    unread: tuple[tuple[Rank, Rank], ...] = ()  # prefill ranks, and the rank that releases each
-
-    @property
-    def total(self) -> Mapping[str, int]:
-        return {
-            "links": len(self.links),
-            "bytes": sum(link.request_bytes for link in self.links),
-            "descriptors": sum(link.descriptors for link in self.links),
-            "descriptors_in_a_row": sum(link.descriptors_in_a_row for link in self.links),
-            "state_bytes": sum(part.num_bytes for link in self.links for part in link.state),
-            "state_runs": sum(link.state_runs for link in self.links),
-        }
-
-
-def compare(decode: Description, prefill: Description, tokens: int | None) -> Comparison:
+def compare(decode: Description, prefill: Description, tokens: int | None) -> Figures:
     """Plan a transfer between every decode rank and the prefill ranks that it reads.
 
-    The example prompt has `tokens` tokens. None means TOKENS, or fewer in small caches.
+    The example prompt has `tokens` tokens. None means TOKENS, or fewer in small caches. If the
+    engines do not fit, the comparison has `mismatches` and no links.
 
     Raises:
         ValueError: the caches are too small for the prompt.
@@ -110,65 +56,87 @@ def compare(decode: Description, prefill: Description, tokens: int | None) -> Co
     mismatches = match.model_mismatches(decode.model, prefill.model)
     mismatches += match.extra_mismatches(decode.extras, prefill.extras)
     mismatches += match.layout_mismatches(ours, theirs)
-    if mismatches:
-        return Comparison(tokens, tuple(mismatches))
     held = [[match.holdings(layout) for layout in layouts] for layouts in (ours, theirs)]
-    links, unread = [], []
-    for reader, layout in enumerate(ours):
+    links: list[Figures] = []
+    unread = []
+    for reader, layout in enumerate(ours if not mismatches else ()):
         for route in match.routes(Rank(reader), *held):
+            source = route.remote_rank
             if route.readers:
-                layouts = layout, theirs[route.remote_rank]
-                links.append(_figures(Rank(reader), layouts, route, tokens))
+                figures = _link((layout, theirs[source]), route.share, tokens)
+                links.append({"reader": reader, "source": source, **figures})
             else:
-                unread.append((route.remote_rank, Rank(reader)))
-    return Comparison(tokens, (), tuple(links), tuple(sorted(unread)))
+                unread.append({"source": source, "released_by": reader})
+    sums = "request_bytes", "descriptors", "descriptors_in_a_row", "state_bytes", "state_runs"
+    totals = {name.removeprefix("request_"): sum(link[name] for link in links) for name in sums}
+    return {
+        "prefill": engine_text(prefill),
+        "decode": engine_text(decode),
+        "tokens": tokens,
+        "mismatches": [
+            {"field": each.field, "decode": each.local, "prefill": each.remote}
+            for each in mismatches
+        ],
+        "links": links,
+        "unread": sorted(unread, key=itemgetter("source", "released_by")),
+        "total": {"links": len(links), **totals},
+    }
 
 
-def _figures(
-    reader: Rank, layouts: tuple[CacheLayout, CacheLayout], route: match.Route, tokens: int
-) -> Figures:
-    planned = plan(*layouts, route.share)
+def _link(layouts: tuple[CacheLayout, CacheLayout], share: Share, tokens: int) -> Figures:
+    """The reads of one decode rank from one prefill rank. Pairs are of decode and prefill.
+
+    A request has the example prompt. Its figures include recurrent states; `heads`,
+    `bytes_per_token` and the figures of a period cover KV alone. `heads` are half-open ranges.
+    """
+    planned = plan(*layouts, share)
     sizes = _entry_sizes(planned, 0), _entry_sizes(planned, 1)
     period = math.lcm(*itertools.chain(*sizes))
     one_period = example_reads(planned, period, windows=False, states=False)
     lengths = run_lengths(planned, one_period)
     scattered = example_reads(planned, tokens)
     kv = {region.layer for group in _kv_groups(layouts[0]) for region in group.regions}
-    layers = {name.partition(" ")[0] for name in route.share}
-    return Figures(
-        reader=reader,
-        source=route.remote_rank,
-        layers=len(layers),
-        layer_numbers=layers_text(layers),
-        heads=tuple(sorted({heads for name, heads in route.share.items() if name in kv})),
-        spans=(len(layouts[0].spans), len(layouts[1].spans)),
-        rows=(len(planned.local), len(planned.remote)),
-        entry_sizes=sizes,
-        period=period,
-        runs_per_period=one_period.num_runs,
-        run_bytes=(int(lengths.min()), float(np.median(lengths)), int(lengths.max())),
-        bytes_per_token=one_period.num_bytes / period,
-        request_bytes=scattered.num_bytes,
-        index_bytes=scattered.local.nbytes + scattered.remote.nbytes,
-        descriptors=scattered.num_runs,
-        descriptors_in_a_row=example_reads(planned, tokens, scattered=False).num_runs,
-        state=tuple(_state_figures(layouts[0], route.share)),
-        state_runs=scattered.num_runs - example_reads(planned, tokens, states=False).num_runs,
-    )
+    layers = {name.partition(" ")[0] for name in share}
+    states = _states(layouts[0], share)
+    return {
+        "layers": len(layers),
+        "layer_numbers": layers_text(layers),
+        "heads": sorted({heads for name, heads in share.items() if name in kv}),
+        "spans": [len(layout.spans) for layout in layouts],  # registered memory ranges
+        "rows": [len(planned.local), len(planned.remote)],  # of the prepared descriptor lists
+        "entry_sizes": sizes,  # tokens per block, of all groups
+        "period": period,  # tokens after which block edges of both sides meet again
+        "runs_per_period": one_period.num_runs,  # for scattered blocks and no sliding window
+        # The shortest, the median and the longest.
+        "run_bytes": [int(lengths.min()), float(np.median(lengths)), int(lengths.max())],
+        "bytes_per_token": one_period.num_bytes / period,
+        "request_bytes": scattered.num_bytes,
+        "index_bytes": scattered.local.nbytes + scattered.remote.nbytes,
+        "descriptors": scattered.num_runs,
+        "descriptors_in_a_row": example_reads(planned, tokens, scattered=False).num_runs,
+        "state": states,
+        "state_bytes": sum(state["num_bytes"] for state in states),
+        "state_runs": scattered.num_runs - example_reads(planned, tokens, states=False).num_runs,
+    }
 
 
-def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[StateFigures]:
-    """The states that a rank reads, by part and heads."""
+def _states(layout: CacheLayout, share: Share) -> list[Figures]:
+    """The recurrent states that a rank reads once per request, by part and heads."""
     found: dict[tuple[str, Heads], list[Region]] = {}
     for group in layout.groups:
         for region in group.regions if group.keeps_states else ():
             if region.layer in share:
                 part = region.layer.partition(" ")[2]  # behind the name of the layer
                 found.setdefault((part, share[region.layer]), []).append(region)
-    for (part, heads), regions in found.items():
-        layers = layers_text({region.layer.partition(" ")[0] for region in regions})
-        num_bytes = sum(region.content for region in regions) * (heads[1] - heads[0])
-        yield StateFigures(part, layers, heads, num_bytes)
+    return [
+        {
+            "part": part,
+            "layers": layers_text({region.layer.partition(" ")[0] for region in regions}),
+            "heads": heads,
+            "num_bytes": sum(region.content for region in regions) * (heads[1] - heads[0]),
+        }
+        for (part, heads), regions in found.items()
+    ]
 
 
 def run_lengths(planned: Plan, reads: Reads) -> Ints:
@@ -234,32 +202,15 @@ def _kv_groups(layout: CacheLayout) -> list[Group]:
     return [group for group in layout.groups if not group.keeps_states]
 
 
-def comparison_as_json(
-    comparison: Comparison, prefill: Description, decode: Description
-) -> Mapping[str, Any]:
-    return {
-        "prefill": engine_text(prefill),
-        "decode": engine_text(decode),
-        "tokens": comparison.tokens,
-        "mismatches": [
-            {"field": mismatch.field, "decode": mismatch.local, "prefill": mismatch.remote}
-            for mismatch in comparison.mismatches
-        ],
-        "links": [asdict(link) for link in comparison.links],
-        "unread": [{"source": rank, "released_by": by} for rank, by in comparison.unread],
-        "total": comparison.total,
-    }
-
-
-def print_comparison(comparison: Comparison, prefill: Description, decode: Description) -> None:
+def print_comparison(comparison: Figures) -> None:
     """Print a row for each link, or the mismatches."""
     console = wide_console()
-    print_line(console, f"prefill: {engine_text(prefill)}")
-    print_line(console, f"decode:  {engine_text(decode)}")
-    periods = {link.period for link in comparison.links}
+    print_line(console, f"prefill: {comparison['prefill']}")
+    print_line(console, f"decode:  {comparison['decode']}")
+    periods = {link["period"] for link in comparison["links"]}
     period = f"{max(periods)} tokens" if len(periods) == 1 else "period"
-    links = [_link_row(link, f"{comparison.tokens:,}", period) for link in comparison.links]
-    states = [_state_row(link, part) for link in comparison.links for part in link.state]
+    links = [_link_row(link, comparison["tokens"], period) for link in comparison["links"]]
+    states = [_state_row(link, part) for link in comparison["links"] for part in link["state"]]
     for rows in filter(None, (links, states)):
         cells = (row.values() for row in rows)
         console.print(plain_table(rows[0], cells, justify="right", no_wrap=True))
@@ -267,45 +218,45 @@ def print_comparison(comparison: Comparison, prefill: Description, decode: Descr
         print_line(console, line)
 
 
-def _link_row(link: Figures, tokens: str, period: str) -> Mapping[str, str]:
+def _link_row(link: Figures, tokens: int, period: str) -> Mapping[str, str]:
     """The cells of a link, by heading. `period` is the heading of the period of all links."""
-    lengths = dict.fromkeys(map(num_bytes_text, link.run_bytes))  # one if all runs are alike
-    own_period = f" in {link.period}" if period == "period" else ""
+    lengths = dict.fromkeys(map(num_bytes_text, link["run_bytes"]))  # one if all runs are alike
+    own_period = f" in {link['period']}" if period == "period" else ""
     return {
-        "decode\nrank": f"{link.reader}",
-        "prefill\nrank": f"{link.source}",
-        "\nlayers": link.layer_numbers,
-        "\nheads": _heads_text(link.heads),
-        "spans\nD, P": "{}, {}".format(*link.spans),
-        "rows\nD, P": "{:,}, {:,}".format(*link.rows),
-        f"runs per\n{period}": f"{link.runs_per_period:,}{own_period}",
+        "decode\nrank": f"{link['reader']}",
+        "prefill\nrank": f"{link['source']}",
+        "\nlayers": link["layer_numbers"],
+        "\nheads": _heads_text(link["heads"]),
+        "spans\nD, P": "{}, {}".format(*link["spans"]),
+        "rows\nD, P": "{:,}, {:,}".format(*link["rows"]),
+        f"runs per\n{period}": f"{link['runs_per_period']:,}{own_period}",
         "bytes\nof a run": " / ".join(lengths),
-        "bytes per\ntoken": num_bytes_text(link.bytes_per_token),
-        f"{tokens}\ntokens": num_bytes_text(link.request_bytes),
-        "descriptors,\nscattered": f"{link.descriptors:,}",
-        "descriptors,\nin a row": f"{link.descriptors_in_a_row:,}",
-        "\nindices": num_bytes_text(link.index_bytes),
+        "bytes per\ntoken": num_bytes_text(link["bytes_per_token"]),
+        f"{tokens:,}\ntokens": num_bytes_text(link["request_bytes"]),
+        "descriptors,\nscattered": f"{link['descriptors']:,}",
+        "descriptors,\nin a row": f"{link['descriptors_in_a_row']:,}",
+        "\nindices": num_bytes_text(link["index_bytes"]),
     }
 
 
-def _state_row(link: Figures, part: StateFigures) -> Mapping[str, str]:
+def _state_row(link: Figures, state: Figures) -> Mapping[str, str]:
     return {
-        "decode\nrank": f"{link.reader}",
-        "prefill\nrank": f"{link.source}",
-        "\nlayers": part.layers,
-        "state:\npart": part.part,
-        "\nheads": _heads_text([part.heads]),
-        "\nbytes": num_bytes_text(part.num_bytes),
+        "decode\nrank": f"{link['reader']}",
+        "prefill\nrank": f"{link['source']}",
+        "\nlayers": state["layers"],
+        "state:\npart": state["part"],
+        "\nheads": _heads_text([state["heads"]]),
+        "\nbytes": num_bytes_text(state["num_bytes"]),
     }
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
-    if comparison.mismatches:
+def _notes(comparison: Figures) -> Iterator[str]:
+    if comparison["mismatches"]:
         yield ""
         yield "Decode cannot read this prefill engine ('here' is decode, 'there' is prefill):"
-        yield from (f"  {mismatch}" for mismatch in comparison.mismatches)
+        yield from (f"  {match.Mismatch(*each.values())}" for each in comparison["mismatches"])
         return
-    total = comparison.total
+    total = comparison["total"]
     yield (
         f"Total: {total['links']:,} pairs of ranks, {num_bytes_text(total['bytes'])}, "
         f"{total['descriptors']:,} descriptors scattered, "
@@ -316,21 +267,9 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"This includes {num_bytes_text(total['state_bytes'])} of recurrent states in "
             f"{total['state_runs']:,} descriptors, read once per request of any length."
         )
-    yield from sorted({_period_note(link) for link in comparison.links} - {""})
-    if comparison.unread:
-        ranks = ", ".join(f"{source} ({reader})" for source, reader in comparison.unread)
+    if comparison["unread"]:
+        ranks = ", ".join(f"{one['source']} ({one['released_by']})" for one in comparison["unread"])
         yield f"Prefill ranks that no decode rank reads (and the rank that releases each): {ranks}."
-
-
-def _period_note(link: Figures) -> str:
-    """Explains the period, unless it is one block on both sides."""
-    decode, prefill = (" and ".join(map(str, sizes)) for sizes in link.entry_sizes)
-    if decode == prefill == str(link.period):
-        return ""
-    return (
-        f"A block has {decode} tokens on decode and {prefill} on prefill. Block edges meet "
-        f"every {link.period} tokens, the period over which runs are counted."
-    )
 
 
 def layers_text(names: Iterable[str]) -> str:

@@ -87,10 +87,10 @@ def plan(
         decode = client.describe_at(decode_at, keys, option="--decode-at")
         comparison = compare.compare(decode, prefill, tokens)
     if as_json:
-        typer.echo(json.dumps(compare.comparison_as_json(comparison, prefill, decode), indent=2))
+        typer.echo(json.dumps(comparison, indent=2))
     else:
-        compare.print_comparison(comparison, prefill, decode)
-    if comparison.mismatches:
+        compare.print_comparison(comparison)
+    if comparison["mismatches"]:
         raise typer.Exit(FAILED)
 
 
@@ -147,8 +147,8 @@ def drain(
             client.ask_first(where, partial(client.ask_to_drain, keys=keys, undo=True))
             typer.echo("the engine offers again")
             return
-        unfinished = client.drain(where, keys, timeout, typer.echo)
-    if unfinished:
+        is_done = client.drain(where, keys, timeout, typer.echo)
+    if not is_done:
         typer.echo(f"not drained within {timeout:g} s", err=True)
         raise typer.Exit(FAILED)
     typer.echo("drained")

@@ -5,19 +5,17 @@ other bytes in it than the axes suggest. The known backends are listed here, as 
 exchange whole blocks of an unknown backend, and only if they are sharded alike.
 
 A page of recurrent state contains the convolution state, if any, and then the temporal state. The
-convolution state has a row for each of the last tokens. A row has the channels of several
-projections, and vLLM shards each projection separately over the TP ranks. So each projection is a
-region of its own. Its "heads" are the units of sharding: heads of the model, groups of heads, or
-runs of channels. A block is one token, and the region has one part for each row. In vLLM's DS
-layout, which keeps the rows of a channel together, a part has one piece for each channel.
+convolution state has a row of channels for each of the last tokens. vLLM shards each projection in
+a row separately over the TP ranks, so each is a region of its own. Its "heads" are the units of
+sharding, its block is one token, and it has one part for each row. In vLLM's DS layout, which keeps
+the rows of a channel together, a part has one piece for each channel.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -183,8 +181,7 @@ def _group(
     )
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A worker's TP rank and the TP size."""
 
     rank: int
@@ -391,14 +388,17 @@ def region_of(
 # --- recurrent states
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """The units of one projection or state that one rank holds."""
 
     name: str
     number: int
     size: int  # channels of a projection, bytes of a state
     is_copied: bool = False  # whether all ranks hold the same units
+
+
+# The units, the bytes from one unit to the next, and the rows of the first unit.
+_Cut = tuple[Units, int, tuple[Part, ...]]
 
 
 def state_regions(
@@ -414,11 +414,13 @@ def state_regions(
     for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
         # Kernels of different devices store equal shapes differently.
         element = f"{dtype_name(dtype)} state of {kind} on {device}"
-        is_convolution = number == 0 and kind != "LINEAR"
-        if is_convolution:
+        cuts: Iterable[_Cut]
+        if number == 0 and kind != "LINEAR":
             cuts = _convolution(spec, module, place, offset)
-        else:
-            cuts = iter([_whole(spec, shape, dtype, place, offset)])
+        else:  # sharded along the first axis, which is channels for Mamba 1
+            run = _channels(shape[0], place) if kind == "MAMBA1" else 1
+            size = run * math.prod(shape[1:]) * dtype.itemsize
+            cuts = [(Units("state", shape[0] // run, size), size, (Part(offset, size),))]
         for units, stride, rows in cuts:
             yield Region(
                 layer=f"{layer} {units.name}",
@@ -432,19 +434,6 @@ def state_regions(
                 element=element,
             )
         offset += math.prod(shape) * dtype.itemsize
-
-
-# The units, the bytes from one unit to the next, and the rows of the first unit.
-_Cut = tuple[Units, int, tuple[Part, ...]]
-
-
-def _whole(spec: MambaSpec, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
-    """A state sharded along its first axis. Each unit is contiguous."""
-    number, size = shape[0], math.prod(shape[1:]) * dtype.itemsize
-    if spec.mamba_type.name == "MAMBA1":  # the axis is channels
-        run = _channels(number, place)
-        number, size = number // run, size * run
-    return Units("state", number, size), size, (Part(offset, size),)
 
 
 def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Iterator[_Cut]:

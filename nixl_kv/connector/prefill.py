@@ -1,18 +1,15 @@
 """The prefill half of the scheduler: which prompts are offered to decode, and until when.
 
 When a step completes the prompt of a request with `do_remote_decode`, every worker gets the offer's
-nonce and block tables. When vLLM finishes the request, its blocks stay and its ticket leaves with
-the response. An offer ends when every rank has reported it as read, expired or revoked; then vLLM
-frees the blocks.
+nonce and block tables. When vLLM finishes the request, its blocks stay and its ticket leaves. When
+every rank has reported the offer as read, expired or revoked, vLLM frees the blocks.
 
-Offers must not fill the cache:
-
-- Above `offer_share` of the cache, the scheduler revokes the oldest unclaimed offers, so lost
-  tickets and dead decode engines cost no more than that share. Only the workers know which offers
-  decode has claimed. They keep a claimed one, which no longer counts as unclaimed.
-- On an engine that also decodes, a prompt waits while offers hold the share. Otherwise two engines
-  that prefill for each other could fill each other's cache.
-- If a request still finds no blocks, the workers also recall granted offers that no rank reads yet.
+Lost tickets and dead decode engines cost at most `offer_share` of the cache: above it, the
+scheduler revokes the oldest unclaimed offers. Only the workers know which offers decode has
+claimed. They keep a claimed one, which no longer counts as unclaimed. On an engine that also
+decodes, a prompt waits while offers hold the share. Otherwise two engines that prefill for each
+other could fill each other's cache. If a request still finds no blocks, the workers also recall
+granted offers that no rank reads yet.
 
 No vLLM here: the simulator runs this file alone.
 """
@@ -90,7 +87,9 @@ class PrefillScheduler:
         self._seal = seal
         self._writes_late = writes_late
         self._is_decoding = is_decoding
-        self._shortage = BlockShortage(clock)
+        self._clock = clock
+        self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
+        self._still_since: float | None = None  # since when a request waits and nothing moves
         self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
         self._offers: dict[RequestId, _Offer] = {}  # their tickets have left, the oldest first
         self._revocable: OrderedDict[Nonce, _Offer] = OrderedDict()  # those not known to be claimed
@@ -125,11 +124,11 @@ class PrefillScheduler:
             self._is_full = self._is_full or not self._has_room(offer)
             if self._is_full:
                 return False
-        self._shortage.on_question(self._blocks.count(num_tokens))
+        self._needed = self._blocks.count(num_tokens)
         return True
 
     def update_state_after_alloc(self, request: RequestId) -> None:
-        self._shortage.on_progress()
+        self._note_progress()
         offer = self._awaited.get(request)
         if offer is not None:
             self._expect(offer, self._blocks.count(offer.num_tokens))
@@ -146,7 +145,7 @@ class PrefillScheduler:
             if offer.num_tokens - 1 in positions:
                 self._prepare(offer)
         self._is_full = False
-        needed = self._shortage.pop_needed()
+        needed = self._pop_needed()
         if needed and self._offers:
             logger.info("a request has waited for %d blocks; reclaiming them from offers", needed)
             self._commands.append(events.ReclaimBlocks(needed))
@@ -185,7 +184,7 @@ class PrefillScheduler:
         for request in finished_sending:
             self._forget(request)
         if finished_sending:
-            self._shortage.on_progress()
+            self._note_progress()
 
     def on_free(self, request: RequestId) -> None:
         """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption."""
@@ -277,28 +276,13 @@ class PrefillScheduler:
         # A prompt that is longer than the budget begins alone.
         return not held or held + self._blocks.count(offer.num_tokens) <= self._allowed
 
+    def _note_progress(self) -> None:
+        self._needed, self._still_since = 0, None
 
-class BlockShortage:
-    """Notices that a request waits for blocks while nothing moves.
-
-    Claimed offers delay prefill until they are read, as they should. But if two engines prefill for
-    each other, each may hold the blocks that the other one waits for.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
-        self._still_since: float | None = None
-
-    def on_question(self, num_blocks: int) -> None:
-        self._needed = num_blocks
-
-    def on_progress(self) -> None:
-        self._needed = 0
-        self._still_since = None
-
-    def pop_needed(self) -> int:
+    def _pop_needed(self) -> int:
         """At the end of a step: how many blocks to reclaim; 0 until BLOCK_WAIT_S have passed."""
+        # Claimed offers delay prefill until they are read, as they should. But if two engines
+        # prefill for each other, each may hold the blocks that the other one waits for.
         needed, self._needed = self._needed, 0
         now = self._clock()
         if not needed:

@@ -134,6 +134,7 @@ class Scheduler:
             self.stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
+    # For each waiting request, in each step until it is allocated.
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -143,28 +144,36 @@ class Scheduler:
             return None, False  # this request waits, while later ones may run
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
+    # After each allocation of a waiting request, so a second time after its load.
     def update_state_after_alloc(
-        self, request: Request, tables: Sequence[list[int]], num_external_tokens: int
+        self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
         request_id = RequestId(request.request_id)
         self._prefill.update_state_after_alloc(request_id)
-        self._decode.update_state_after_alloc(
-            request_id, self._transferred(tables), num_external_tokens
-        )
+        tables = self._transferred(blocks.get_block_ids())
+        self._decode.update_state_after_alloc(request_id, tables, num_external_tokens)
 
-    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
+    # Once per step, even an empty one.
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._follow_label()
         commands, self._next_step = self._next_step, []
-        commands += self._prefill.build_connector_meta(progress(output, self._prefill.awaited))
+        scheduled = progress(scheduler_output, self._prefill.awaited)
+        commands += self._prefill.build_connector_meta(scheduled)
         commands += self._decode.build_connector_meta()
         return StepMetadata(
             commands,
-            computes=output.total_num_scheduled_tokens > 0,
+            computes=scheduler_output.total_num_scheduled_tokens > 0,
             failed=self._decode.pop_held_back(),
         )
 
+    # For models with one cache group, inside another connector.
     def request_finished(
-        self, request: Request, tables: Sequence[list[int]]
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._follow_label()
         request_id = RequestId(request.request_id)
@@ -173,16 +182,13 @@ class Scheduler:
             logger.warning(OUTER_POLICY, request_id)
         self._decode.request_finished(request_id)
         return self._prefill.request_finished(
-            request_id, self._transferred(tables), reason=why_not_offered(request)
+            request_id, self._transferred(block_ids), reason=why_not_offered(request)
         )
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        metadata = output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata) and self._ranks:
-            # Some ranks have a new incarnation, so the engine has one too.
-            for rank, description in metadata.rank_descriptions.items():
-                self._ranks[rank] = decode_rank(description)
-            self._publish()
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        output, metadata = connector_output, connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            self._follow_ranks(metadata)
         self._follow_label()
         self._prefill.update_connector_output(output.finished_sending or ())
         held_back = self._decode.update_connector_output(
@@ -192,6 +198,7 @@ class Scheduler:
         if held_back and output.finished_recving:
             output.finished_recving -= set(held_back)
 
+    # When a pause clears caches, and for `/reset_prefix_cache?reset_external=true`.
     def reset_cache(self) -> bool:
         """Neither offer KV from before this call, nor count it as loaded.
 
@@ -218,9 +225,8 @@ class Scheduler:
 
     # --- the engine's description
 
-    def set_xfer_handshake_metadata(
-        self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
-    ) -> None:
+    # After all workers have registered; vLLM 0.33 calls it again after a wake-up.
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Describe the engine from the `metadata` of its workers, by (pp, tp) rank."""
         if not metadata:
             return
@@ -233,6 +239,13 @@ class Scheduler:
         if self._directory is not None:  # after a wake-up
             self._decode.accept_outdated()
         self._publish()
+
+    def _follow_ranks(self, metadata: WorkerMetadata) -> None:
+        """Describe the engine anew: some ranks have a new incarnation, so it has one too."""
+        if self._ranks:
+            for rank, description in metadata.rank_descriptions.items():
+                self._ranks[rank] = decode_rank(description)
+            self._publish()
 
     def shutdown(self) -> None:
         if self._directory is not None:
@@ -305,9 +318,7 @@ class Scheduler:
                     request.request_id,
                 )
         elif _is_foreign(fields):
-            logger.debug(
-                "request %s: its kv_transfer_params are for another connector", request.request_id
-            )
+            return
         elif fields.get("do_remote_decode") is True:
             if not self._is_prefill:
                 raise RemoteProtocolError(

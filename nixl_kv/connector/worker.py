@@ -115,12 +115,12 @@ class Worker:
         # Other pipeline stages may compute in a step that computes nothing here. Data-parallel
         # engines step in lockstep, so an idle one takes part in the steps of the others.
         self._is_awaited = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
-        self._kv_caches: Mapping[str, torch.Tensor] | None = None
+        self._kv_caches: dict[str, torch.Tensor] | None = None
         self._engine: TransferEngine | None = None
         self._ending: TransferEngine | None = None  # told to stop; may still write
         self._unwritten = UnwrittenOffers()
         self._stale_tails = StaleTails(kv_cache_config, {})
-        self.handshake_metadata: HandshakeMetadata | None = None  # once registered
+        self._handshake: HandshakeMetadata | None = None  # once registered
         self._new_life: HandshakeMetadata | None = None  # if the scheduler does not know it yet
         self._late_results: list[events.Result] = []  # to report with the next step
         self._loading: set[RequestId] = set()
@@ -128,16 +128,17 @@ class Worker:
         self._computes = True  # whether the current step does
         self.stats = Stats(rank=parallel.rank)
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    # Once after vLLM has allocated the cache, and again after a wake-up.
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache and start the transfer engine. The rank has a new incarnation."""
-        self.unregister_kv_caches()
+        self._stop()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
         if is_copy(self._vllm_config):
             return
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
-        self.handshake_metadata = HandshakeMetadata(encode(self._engine.start()))
+        self._handshake = HandshakeMetadata(encode(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,
@@ -147,12 +148,20 @@ class Worker:
             ", ".join(sorted({r.element for group in layout.groups for r in group.regions})),
         )
 
+    # After a wake-up (vLLM 0.33). Tickets of the former incarnation are void.
     def restore_kv_caches(self) -> None:
         if self._kv_caches is None:
             raise LocalProtocolError("restore_kv_caches was called before register_kv_caches")
         self.register_kv_caches(self._kv_caches)
 
-    def unregister_kv_caches(self, timeout_s: float | None = None) -> None:
+    # Before vLLM 0.33 frees the cache's memory. If this raises, vLLM keeps the memory.
+    def unregister_kv_caches(self) -> None:
+        self._stop()
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        return self._handshake
+
+    def _stop(self, timeout_s: float | None = None) -> None:
         """Stop the transfer engine. The next step reports the loads and offers that it ended.
 
         Raises:
@@ -178,11 +187,16 @@ class Worker:
 
     def shutdown(self) -> None:
         try:
-            self.unregister_kv_caches(SHUTDOWN_S)
+            self._stop(SHUTDOWN_S)
         except TransportError as error:  # the end of the process frees the memory in any case
             logger.error("shutdown: %s", error)  # noqa: TRY400 - a traceback adds nothing
 
-    def bind_connector_metadata(self, step: StepMetadata) -> None:
+    # Before the forward of each step. vLLM 0.32 calls `start_load_kv` after it.
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(connector_metadata, StepMetadata):
+            self._begin(connector_metadata)
+
+    def _begin(self, step: StepMetadata) -> None:
         self._computes = step.computes
         self._late_results += [events.LoadEnded(request, 0, RESET) for request in step.failed]
         if self._engine is None:
@@ -200,12 +214,13 @@ class Worker:
             if isinstance(command, events.PublishOffer):
                 self.stats.count("offers")
 
+    # After the forwards of a step, including a draft model's; see `UnwrittenOffers`.
     def wait_for_save(self) -> None:
         self._unwritten.wait_for_save()
         if self._engine is not None:
             self._engine.submit(self._unwritten.pop_written())
 
-    def get_transfer_results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The loads and offers that have ended. A draft model may still run after this."""
         results, self._late_results = self._late_results, []
         if self._engine is not None:
@@ -216,7 +231,7 @@ class Worker:
             for one in current:
                 if isinstance(one, events.NewLife):
                     self._new_life = HandshakeMetadata(encode(one.description))
-                    self.handshake_metadata = self._new_life
+                    self._handshake = self._new_life
             results += current
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()

@@ -181,7 +181,7 @@ class RecordingConnector(NixlKVConnector):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        manager = self._scheduler._blocks.manager
+        manager = self._blocks.manager
         scheduled = scheduler_output.num_scheduled_tokens
         tables = {request: plain(manager.get_block_ids(request)) for request in scheduled}
         metadata = super().build_connector_meta(scheduler_output)

@@ -11,7 +11,6 @@ empty, and is looked at for each load.
 import logging
 import os
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -20,8 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from lab.local.engine import features_with
 from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopier, PlantingTransport
@@ -59,15 +57,15 @@ class LoggingPlanter(Planter):
         return planted
 
 
-class PlantingWorker(worker.Worker):
-    """One rank, whose reads end as the environment says."""
+class NixlKVConnector(SoundConnector):
+    """Under the same name, so that nothing else of an engine's configuration changes.
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Nothing is planted before the cache exists."""
-        super().__init__(vllm_config, kv_cache_config)
-        self._planter: Planter | None = None
+    In a worker, reads end as the environment says.
+    """
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    _planter: Planter | None = None  # nothing is planted before the cache exists
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Put a planter around each transport that this life of the rank makes."""
         sound = worker.rank_spec
 
@@ -85,26 +83,15 @@ class PlantingWorker(worker.Worker):
         with patch.object(worker, "rank_spec", planting_spec):
             super().register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, step: StepMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Choose a fault for each load of the step."""
-        for command in step.commands:
+        step = connector_metadata
+        for command in step.commands if isinstance(step, StepMetadata) else ():
             if isinstance(command, StartLoad) and self._planter is not None:
                 fault = _choose_fault()
                 if fault:
                     self._planter.expect(command, fault)
         super().bind_connector_metadata(step)
-
-
-class NixlKVConnector(SoundConnector):
-    """Under the same name, so that nothing else of an engine's configuration changes."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        """Build another worker."""
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role is KVConnectorRole.WORKER:
-            self._half = self._worker = PlantingWorker(vllm_config, kv_cache_config)
 
 
 def _choose_fault() -> str | None:

@@ -166,9 +166,9 @@ class Engine:
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
         child = self.connector._connectors[0] if configuration.is_multi else self.connector
-        self.role: ours.Scheduler = child._scheduler
+        self.role: ours.Scheduler = child
         self.role._decode._clock = lambda: self.now
-        self.role._prefill._shortage._clock = lambda: self.now
+        self.role._prefill._clock = lambda: self.now
         self._is_multi = configuration.is_multi
 
     @property

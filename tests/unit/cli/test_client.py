@@ -79,4 +79,4 @@ def test_key_file_that_others_can_read_exits_2(tmp_path: Path) -> None:
     for command in ("status --at 127.0.0.1:1", "plan --prefill-at [::1]:1 --decode-at [::1]:1"):
         result = nixl_kv(command, f"--key-file {path}")
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: --key-file is {str(path)!r}: its mode is 0644;")
+        assert result.stderr.startswith(f"error: key_file is {str(path)!r}: its mode is 0644;")

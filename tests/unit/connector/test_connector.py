@@ -20,8 +20,9 @@ from lab.local.memory import Fabric
 from nixl_kv.connector import connector as module
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
+from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.worker import StepMetadata
+from nixl_kv.connector.worker import StepMetadata, Worker
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
 from support import recorded_vllm as recorded
@@ -57,9 +58,12 @@ LATER_HOOKS = (
 """Hooks that the oldest supported vLLM does not call."""
 
 HOOKS = sorted(
-    name
-    for name, value in vars(NixlKVConnector).items()
-    if not name.startswith("_") and callable(getattr(NixlKVConnector, name)) and value is not None
+    {
+        name
+        for owner in (NixlKVConnector, Scheduler, Worker)
+        for name in vars(owner)
+        if not name.startswith("_") and callable(getattr(owner, name))
+    }
 )
 
 
@@ -144,7 +148,7 @@ def test_an_offer_is_written_when_all_models_of_its_step_are_done(
     monkeypatch.setattr(worker_module, "_record_event", record_event)
     worker = make(KVConnectorRole.WORKER)
     worker.register_kv_caches(recorded.kv_caches())
-    engine = worker._worker._engine
+    engine = worker._engine
     assert engine is not None
     submitted: list[Command] = []
     engine.submit = submitted.extend  # type: ignore[method-assign, assignment]

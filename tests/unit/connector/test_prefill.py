@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
-from nixl_kv.connector.prefill import BLOCK_WAIT_S, Address, BlockShortage, PrefillScheduler
+from nixl_kv.connector.prefill import BLOCK_WAIT_S, Address, PrefillScheduler
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
@@ -566,14 +566,15 @@ def test_when_blocks_must_come_free(
 ) -> None:
     clock = Clock()
     start = clock.now
-    shortage = BlockShortage(clock)
+    blocks = RequestBlocks([Paging(0, 1, 0)], 20)
+    scheduler = PrefillScheduler(blocks, 0.5, lambda ticket: ticket.params(KEY), clock=clock)
     needed = []
     for when, step in steps:
         clock.now = start + when
         for each in step:
             if isinstance(each, int):
-                shortage.on_question(each)
+                assert scheduler.may_begin(P1, each)
             else:
-                shortage.on_progress()
-        needed.append(shortage.pop_needed())
+                scheduler.update_state_after_alloc(P2)
+        needed.append(scheduler._pop_needed())
     assert needed == expected

@@ -37,6 +37,7 @@ from support.stepped import Clock
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
 TABLE = [1, 2, 3, 4]
+BLOCKS = SimpleNamespace(get_block_ids=lambda: (TABLE,))
 
 Make = Callable[..., Scheduler]
 
@@ -68,7 +69,7 @@ def make() -> Iterator[Make]:
 def publish(scheduler: Scheduler) -> Description:
     """The handshake of a worker's new life; what the engine answers then to whoever asks."""
     described = rank_description(incarnation=new_incarnation())
-    scheduler.set_xfer_handshake_metadata({(0, 0): HandshakeMetadata(encode(described))})
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(encode(described))})
     return ask(scheduler)
 
 
@@ -166,8 +167,8 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     assert counted(scheduler) == {"tickets_refused": 1}
     assert counted(scheduler) == {}
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler.update_state_after_alloc(request, [TABLE], 0)
-    assert scheduler.request_finished(request, [TABLE]) == (False, None)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
     assert commands(scheduler) == []
 
 
@@ -194,8 +195,8 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
         for request in requests:
             scheduler.on_new_request(request)
             assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-            scheduler.update_state_after_alloc(request, [TABLE], 0)
-            assert scheduler.request_finished(request, [TABLE]) == (False, None)
+            scheduler.update_state_after_alloc(request, BLOCKS, 0)
+            assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
     (message,) = caplog.messages
     assert message == (
         f"request {requests[0].request_id} is computed here: prefill runs vLLM's own NixlConnector "
@@ -271,8 +272,8 @@ def test_a_request_for_the_other_role_is_computed(
     assert words in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler.update_state_after_alloc(request, [TABLE], 0)
-    assert scheduler.request_finished(request, [TABLE]) == (False, None)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
     assert commands(scheduler, recorded.empty_output()) == []
 
 
@@ -362,8 +363,8 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     scheduler.on_new_request(after)
     assert set(scheduler._prefill.awaited) == {before.request_id}
     assert directory.count_awaited() == 1
-    assert scheduler.request_finished(after, [TABLE]) == (False, None)
-    scheduler.request_finished(before, [TABLE])
+    assert scheduler.request_finished_all_groups(after, (TABLE,)) == (False, None)
+    scheduler.request_finished_all_groups(before, (TABLE,))
     assert directory.count_awaited() == 0
 
 
@@ -439,7 +440,7 @@ def begin(scheduler: Scheduler, request: Any) -> None:
     """It gets blocks, whether it loads or computes."""
     num_tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
     assert num_tokens is not None
-    scheduler.update_state_after_alloc(request, [TABLE], num_tokens)
+    scheduler.update_state_after_alloc(request, BLOCKS, num_tokens)
 
 
 def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_decoded(
@@ -459,7 +460,7 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
     assert scheduler.get_num_new_matched_tokens(decoded, 0) == (NUM_TOKENS - 1, True)
     commands(scheduler)
     for request in (first, second):
-        scheduler.request_finished(request, [TABLE])
+        scheduler.request_finished_all_groups(request, (TABLE,))
     report(scheduler, finished_sending={first.request_id, second.request_id})
     assert scheduler.get_num_new_matched_tokens(third, 0) == (0, False)
 
@@ -467,7 +468,7 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
 def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Make) -> None:
     clock = Clock()
     scheduler = make()
-    scheduler._prefill._shortage._clock = clock
+    scheduler._prefill._clock = clock
     waiting = new_request()
 
     def wait() -> list[Any]:
@@ -509,7 +510,7 @@ def test_what_draft_modules_look_ahead_is_computed_on_decode(
 def test_no_handshakes_describe_nothing(make: Make) -> None:
     """Of an engine whose workers have no cache."""
     scheduler = make(is_described=False)
-    scheduler.set_xfer_handshake_metadata({})
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
     assert scheduler._directory is None
     assert commands(scheduler) == []
 
@@ -518,7 +519,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     """In rank order: pipeline stage major."""
     scheduler = make(is_described=False)
     ranks = {key: rank_description(number) for number, key in enumerate([(1, 0), (0, 1), (0, 0)])}
-    scheduler.set_xfer_handshake_metadata(
+    scheduler.set_xfer_handshake_metadata_pp_aware(
         {key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()}
     )
     in_order = [ranks[key] for key in sorted(ranks)]
@@ -554,7 +555,7 @@ def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> Non
     """Of either of two ranks that report with the same step."""
     scheduler = make(is_described=False)
     ranks = {(0, number): rank_description(number) for number in range(2)}
-    scheduler.set_xfer_handshake_metadata(
+    scheduler.set_xfer_handshake_metadata_pp_aware(
         {key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()}
     )
     commands(scheduler)

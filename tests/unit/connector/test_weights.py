@@ -99,7 +99,7 @@ class Engine:
 
     def set_label(self, label: str) -> None:
         """What the directory's thread does for `nixl-kv set-weights`."""
-        self.connector._scheduler._directory.weights = label
+        self.connector._directory.weights = label
 
     def ticket(self, *, first: int = 0, **changed: Any) -> dict[str, Any]:
         """For the prompt of `add`."""
@@ -116,7 +116,7 @@ class Engine:
             "epoch": 0,
             "weights": "",
         }
-        return self.connector._scheduler._trust.seal(Ticket(**values | changed))
+        return self.connector._trust.seal(Ticket(**values | changed))
 
 
 Make = Callable[..., Engine]
@@ -261,9 +261,9 @@ def test_the_worker_reports_what_was_held_back(make: Make) -> None:
     output, _ = decode.schedule()
     worker = Worker(decode.vllm.vllm_config, decode.vllm.kv_cache_config)
     worker.bind_connector_metadata(output.kv_connector_metadata)
-    results = worker.get_transfer_results()
+    results = worker.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    results = worker.get_transfer_results()
+    results = worker.get_transfer_results(set())
     assert not results.finished_recving
 
 
@@ -328,7 +328,7 @@ def test_other_weights_are_not_read(
         f"request d is computed here: kv_transfer_params: weights is {theirs!r}; this engine's "
         f"weights are {ours!r}"
     )
-    assert decode.connector._scheduler.stats.data["tickets_refused"] == 1
+    assert decode.connector.stats.data["tickets_refused"] == 1
 
 
 def test_a_label_that_comes_while_blocks_are_found_ends_the_load(

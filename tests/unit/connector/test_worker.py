@@ -52,7 +52,7 @@ def worker() -> Iterator[Worker]:
 
 
 def described(worker: Worker) -> RankDescription:
-    handshake = worker.handshake_metadata
+    handshake = worker.get_handshake_metadata()
     assert handshake is not None
     return decode_rank(handshake.rank_description)
 
@@ -61,7 +61,7 @@ def described(worker: Worker) -> RankDescription:
 
 
 def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
-    assert worker.handshake_metadata is None
+    assert worker.get_handshake_metadata() is None
     caches = recorded.kv_caches()
     worker.register_kv_caches(caches)
     rank = described(worker)
@@ -89,7 +89,7 @@ def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) ->
     new = replace(described(worker), incarnation=new_incarnation())
     assert worker._engine is not None
     worker._engine._results.append(NewLife(new))
-    worker.get_transfer_results()
+    worker.get_transfer_results(set())
     metadata = worker.build_connector_worker_meta()
     assert metadata is not None
     assert metadata.rank_descriptions == {0: encode(new)}
@@ -106,7 +106,7 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
     worker.unregister_kv_caches()
     worker.register_kv_caches(recorded.kv_caches())
     after = described(worker)
-    worker.get_transfer_results()
+    worker.get_transfer_results(set())
     assert worker.build_connector_worker_meta() is None
     assert described(worker) == after != new
 
@@ -115,11 +115,11 @@ def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     worker.register_kv_caches(recorded.kv_caches())
     assert worker._engine is not None
     worker._engine._results.append(Counts({"unreadable": 1}))
-    worker.get_transfer_results()
+    worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 1}
     worker._engine._results.append(Counts({"unreadable": 1}))
     worker.restore_kv_caches()
-    worker.get_transfer_results()
+    worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 0}
 
 
@@ -135,10 +135,10 @@ def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) 
     worker.bind_connector_metadata(
         StepMetadata([prepare_offer(), PublishOffer(NONCE, P1), start_load()])
     )
-    results = worker.get_transfer_results()
+    results = worker.get_transfer_results(set())
     assert (results.finished_recving, results.finished_sending) == ({D1}, {P1})
     assert results.failed_recving == {D1}
-    assert worker.get_transfer_results().finished_recving == set()
+    assert worker.get_transfer_results(set()).finished_recving == set()
 
 
 def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
@@ -158,10 +158,10 @@ def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
     config.parallel_config.prefill_context_parallel_size = 2
     worker = Worker(config, recorded.kv_cache_config())
     worker.register_kv_caches(recorded.kv_caches())
-    assert worker.handshake_metadata is None
+    assert worker.get_handshake_metadata() is None
     worker.bind_connector_metadata(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
-    assert worker.get_transfer_results().finished_sending == {P1}
-    assert worker.get_transfer_results().finished_sending == set()
+    assert worker.get_transfer_results(set()).finished_sending == {P1}
+    assert worker.get_transfer_results(set()).finished_sending == set()
 
 
 @pytest.fixture
@@ -180,11 +180,11 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
         worker.bind_connector_metadata(StepMetadata(commands))
         worker.unregister_kv_caches()
     worker.restore_kv_caches()
-    results = worker.get_transfer_results()
+    results = worker.get_transfer_results(set())
     assert results.finished_sending == {P1}
     assert results.finished_recving == results.failed_recving == {load.request}
     assert worker.stats.pop().data["loads_dropped"] == 1  # type: ignore[union-attr]
-    again = worker.get_transfer_results()
+    again = worker.get_transfer_results(set())
     assert again.finished_sending == again.finished_recving == set()
 
 
@@ -213,15 +213,15 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
                 again()
     assert described(worker) == first, "no new life"
     worker.bind_connector_metadata(StepMetadata([start_load(D2)]))
-    assert worker.get_transfer_results().failed_recving == {D2}
+    assert worker.get_transfer_results(set()).failed_recving == {D2}
     monkeypatch.setattr("nixl_kv.connector.worker.SHUTDOWN_S", 0.2)
     worker.shutdown()
     assert "shutdown: a transfer may still write into the KV cache" in caplog.text
     fabric.closes_fail = False
-    wait_until(lambda: load.request in worker.get_transfer_results().failed_recving)
+    wait_until(lambda: load.request in worker.get_transfer_results(set()).failed_recving)
     worker.restore_kv_caches()
     assert described(worker) != first
-    assert worker.get_transfer_results().finished_recving == set(), "reported once"
+    assert worker.get_transfer_results(set()).finished_recving == set(), "reported once"
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:
@@ -270,21 +270,21 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         try:
             worker.bind_connector_metadata(StepMetadata([], computes=computes))
-            worker.get_transfer_results()
+            worker.get_transfer_results(set())
             assert not waited, "nothing is loaded"
             prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
             worker.bind_connector_metadata(
                 StepMetadata([prepare, start_load(D1)], computes=computes)
             )
             for now in (100.0, 100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
-                assert not worker.get_transfer_results().finished_recving
+                assert not worker.get_transfer_results(set()).finished_recving
                 worker.bind_connector_metadata(StepMetadata([], computes=computes))
             shares = [1, 3 / 4, 0] if waits else []
             assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
             engine._results.append(LoadEnded(D1, 7, None))
-            assert worker.get_transfer_results().finished_recving == {D1}
+            assert worker.get_transfer_results(set()).finished_recving == {D1}
             now, waited[:] = 100.0, []
-            worker.get_transfer_results()
+            worker.get_transfer_results(set())
             assert not waited, "the load has ended"
         finally:
             worker.unregister_kv_caches()
@@ -299,7 +299,7 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
         commands = [prepare_load(request, host="127.0.0.1", port=1), start_load(request)]
         worker.bind_connector_metadata(StepMetadata(commands, computes=False))
         engine.wait_load(60.0)
-        assert worker.get_transfer_results().finished_recving == {request}
+        assert worker.get_transfer_results(set()).finished_recving == {request}
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
@@ -318,7 +318,7 @@ def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
     failed: set[str] = set()
 
     def is_reported() -> bool:
-        results = worker.get_transfer_results()
+        results = worker.get_transfer_results(set())
         received.update(results.finished_recving)
         failed.update(results.failed_recving)
         return bool(received)
@@ -350,7 +350,7 @@ def test_what_failed_is_a_part_of_what_was_received(
     failed: set[str],
 ) -> None:
     worker._late_results += results
-    transferred = worker.get_transfer_results()
+    transferred = worker.get_transfer_results(set())
     assert transferred.finished_sending == sending
     assert transferred.finished_recving == recving
     assert transferred.failed_recving == failed
