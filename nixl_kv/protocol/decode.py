@@ -97,7 +97,7 @@ class DecodeMachine:
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self._loads.get(action.claim)
         read = load.reads.get(action.rank) if load is not None else None
-        return read is not None and read.state in (State.CHECKING, State.VERIFYING)
+        return read is not None and read.state is State.VERIFYING
 
     def set_engine(self, engine: EngineId) -> None:
         """Call this before the first load."""
@@ -330,7 +330,7 @@ class DecodeMachine:
         read = load.reads.get(event.rank) if load is not None else None
         if load is None or read is None:
             return []
-        actions = self.peers.on_read(load.peer) if isinstance(event, events.SlotRead) else []
+        actions = self.peers.on_read(load.peer) if isinstance(event, events.ReadDone) else []
         return actions + HANDLERS[type(event)](load, read, event, now)
 
     # --- time
@@ -467,6 +467,5 @@ class DecodeMachine:
         events.ChunksWanted: _on_read_event,
         events.ReadDone: _on_read_event,
         events.ReadFailed: _on_read_event,
-        events.SlotRead: _on_read_event,
         events.DigestCompared: _on_read_event,
     }

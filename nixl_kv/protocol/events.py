@@ -199,7 +199,7 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True):
-    """All bytes of a data read have landed, in `num_runs` contiguous runs."""
+    """All bytes of a read have landed, in `num_runs` contiguous runs; then its slot was read."""
 
     request: RequestId
     rank: Rank
@@ -208,6 +208,7 @@ class ReadDone(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     path: str = "direct"
     direct_bytes: int = 0  # of them, those that a staged read has read directly
+    fence_token: FenceToken | None = None  # None: stopped before the fence slot was read
 
 
 class PeerBroken(msgspec.Struct, frozen=True):
@@ -224,17 +225,11 @@ class PeersMoved(msgspec.Struct, frozen=True):
 
 
 class ReadFailed(msgspec.Struct, frozen=True):
-    """A read of data or of a fence slot has ended; no byte of it will land later."""
+    """A read of data or of its fence slot has ended; no byte of it will land later."""
 
     request: RequestId
     rank: Rank
     reason: str
-
-
-class SlotRead(msgspec.Struct, frozen=True):
-    request: RequestId
-    rank: Rank
-    fence_token: FenceToken
 
 
 class DigestMade(msgspec.Struct, frozen=True):
@@ -274,7 +269,6 @@ class Tick(msgspec.Struct, frozen=True):
 #
 #     StartHandshake               by PeerFits, then HandshakeDone; or by PeerRefused instead
 #     StartRead              by ReadDone or ReadFailed, after any number of ChunksWanted
-#     ReadSlot               by SlotRead or ReadFailed
 #     StopRead, AbandonRead  by the end of that read: at once, or once its agent is gone
 #     MakeDigest             by DigestMade
 #     PackChunk              by ChunkPacked
@@ -335,13 +329,6 @@ class AbandonRead(msgspec.Struct, frozen=True):
     rank: Rank
 
 
-class ReadSlot(msgspec.Struct, frozen=True):
-    peer: PeerKey
-    rank: Rank
-    request: RequestId
-    slot: int
-
-
 class MakeDigest(msgspec.Struct, frozen=True):
     route: bytes
     digest_request: messages.DigestRequest
@@ -358,7 +345,7 @@ class PackChunk(msgspec.Struct, frozen=True):
 class CompareDigest(msgspec.Struct, frozen=True):
     """Digest the bytes that landed from a rank; with prefill's sums, also compare the digests.
 
-    The first one starts the digest when the data has landed. The second one follows a valid slot.
+    The first one may come without prefill's sums; it starts the digest meanwhile.
     """
 
     rank: Rank
@@ -473,14 +460,12 @@ PrefillCommand: TypeAlias = (
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
-ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
+ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | DigestCompared
 PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
-DataAction: TypeAlias = (
-    StartHandshake | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
-)
+DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
 Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared

@@ -4,8 +4,8 @@ The load asks each prefill rank that has a part of the request's KV, reads the g
 proves each part by the rank's fence slot. It is prepared when the request arrives, before vLLM has
 given it blocks, so that the grants are here by then. For each prefill rank it has a `RankRead`.
 
-Only the end of the read itself leaves READING and CHECKING: NIXL has no abort, so the caller gets
-its blocks back when no read can write into them. One failure cancels the reads from all ranks.
+Only the end of the read itself leaves READING: NIXL has no abort, so the caller gets its blocks
+back when no read can write into them. One failure cancels the reads from all ranks.
 """
 
 import math
@@ -43,8 +43,7 @@ class State(MachineState):
 
     ASKING = "a grant"  # the rank was asked for its blocks
     GRANTED = "its turn in the read queue"  # or local blocks; the rank holds its own
-    READING = "data"  # it is landing in the local blocks
-    CHECKING = "the fence slot"  # all data has landed
+    READING = "data"  # it is landing in the local blocks; at last, the fence slot is read
     VERIFYING = "a digest"  # the fence token was still there; the digests are being compared
     DRAINING = "the end of a cancelled read"  # which may still write
     DONE = ""  # the bytes are proven
@@ -70,12 +69,7 @@ TRANSITIONS: Final[Table[State]] = {
         Cancelled: _FAILED,
     },
     State.READING: {
-        events.ReadDone: (State.CHECKING,),
-        events.ReadFailed: _FAILED,
-        Cancelled: (State.DRAINING,),
-    },
-    State.CHECKING: {
-        events.SlotRead: (State.DONE, State.VERIFYING, State.FAILED),
+        events.ReadDone: (State.DONE, State.VERIFYING, State.FAILED),
         events.ReadFailed: _FAILED,
         Cancelled: (State.DRAINING,),
     },
@@ -88,7 +82,6 @@ TRANSITIONS: Final[Table[State]] = {
     },
     State.DRAINING: {
         events.ReadDone: _FAILED,
-        events.SlotRead: _FAILED,
         events.ReadFailed: _FAILED,
     },
     State.DONE: {},
@@ -98,7 +91,7 @@ TRANSITIONS: Final[Table[State]] = {
 MACHINE: Final = Machine("load", TRANSITIONS)
 
 # In these states a read may write into local memory.
-POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
+POSTED: Final = frozenset({State.READING, State.DRAINING})
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
 _Refusal: TypeAlias = (
@@ -361,17 +354,6 @@ class Load:
         return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
 
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
-        if read.state is State.DRAINING or read.grant is None:
-            return self._end_read(read, State.FAILED, event, now)
-        self._move(read, State.CHECKING, event, now)
-        read.done = event
-        actions: Actions = [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
-        if self.start is not None and read.slices:
-            # Start the local digest while prefill's digest and the slot are on their way.
-            actions.append(events.CompareDigest(read.rank, read.slices, self.start, self.claim))
-        return actions
-
-    def on_slot(self, read: RankRead, event: events.SlotRead, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.fence_token == read.grant.fence_token
         if not slot_valid:
@@ -379,8 +361,9 @@ class Load:
             self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             return self._end_read(read, State.FAILED, event, now)
+        read.done = event
         # Bytes without a named slice cannot be compared: the load must then be late, not good.
-        has_bytes = bool(read.slices) or (read.done is not None and read.done.num_bytes > 0)
+        has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.start is not None and self.start.verify and has_bytes:
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
@@ -430,10 +413,10 @@ class Load:
         return [self._send(read, messages.DigestRequest, **fields)]
 
     def _compare(self, read: RankRead) -> Actions:
-        """Compare once the fence has proven the bytes and prefill's digest is here."""
-        if read.digest is None or read.state is not State.VERIFYING or self.start is None:
+        """Digest the bytes that the fence has proven, and compare once prefill's digest is here."""
+        if not read.slices or read.state is not State.VERIFYING or self.start is None:
             return []
-        sums = read.digest.rows, read.digest.columns
+        sums = () if read.digest is None else (read.digest.rows, read.digest.columns)
         return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
     # --- the end
@@ -442,9 +425,8 @@ class Load:
         """End every read: release asks and grants now, and posted reads once they have drained."""
         actions: Actions = []
         for read in self.reads.values():
-            if read.state in (State.READING, State.CHECKING):
-                if read.state is State.READING:
-                    actions.append(events.StopRead(self.request, read.rank))
+            if read.state is State.READING:
+                actions.append(events.StopRead(self.request, read.rank))
                 self._move(read, State.DRAINING, Cancelled(failure), now)
             elif read.state is not State.DRAINING and read.state not in ENDED:
                 actions += self._end_read(read, State.FAILED, Cancelled(failure), now)
@@ -507,7 +489,6 @@ HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] 
     events.ChunksWanted: Load.on_progress,
     messages.PackReply: Load.on_packed,
     events.ReadDone: Load.on_read_done,
-    events.SlotRead: Load.on_slot,
     events.ReadFailed: Load.on_read_failed,
     messages.DigestReply: Load.on_digest,
     events.DigestCompared: Load.on_compared,

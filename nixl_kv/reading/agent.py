@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -46,12 +46,6 @@ LONGEST_PAUSE_S: Final = 0.0005
 # Pause between two polls, as a share of the read's time so far: on average, the agent notices an
 # end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs.
 PAUSE_SHARE: Final = 1 / 40
-
-WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
-
-
-def request_of(read: WaitingRead) -> RequestId:
-    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 class Opened(NamedTuple):
@@ -143,7 +137,7 @@ class SlotOp(SampleOp):
 
 @dataclass(eq=False)
 class ActiveRead:
-    """A read in progress: of a load's data, of a fence slot, or to warm up a rank."""
+    """A read in progress: of a load's data and then of its fence slot, or to warm up a rank."""
 
     op: ReadOp
     remote: RemoteRank
@@ -151,6 +145,9 @@ class ActiveRead:
     started_at: float
     num_bytes: int = 0
     num_runs: int = 0
+    slot: int = 0  # of the load's fence token
+    # Bytes, runs, seconds, path and direct bytes, once all data has landed.
+    landed: tuple[int, int, float, str, int] | None = None
     is_unwanted: bool = False
     is_abandoned: bool = False
     error: str = ""  # why its state is unknown; then it is not polled again
@@ -224,19 +221,17 @@ class ReadAgent:
         """Whether only abandoned reads are left, so that this agent can be destroyed."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
-    def start(self, action: WaitingRead, rank: RemoteRank | None) -> list[events.DataEvent] | None:
+    def start(
+        self, action: events.StartRead, rank: RemoteRank | None
+    ) -> list[events.DataEvent] | None:
         """Start a read of a rank; return the events so far, or None if it must wait."""
-        request = request_of(action)
+        request = action.load.request
         if rank is None:
             reason = f"engine {action.peer.engine!r} is gone"
             return [events.ReadFailed(request, action.rank, reason)]
         if rank.source is None or self.ranks.is_adding:
             return None
         try:
-            if isinstance(action, events.ReadSlot):
-                started_at, op = self._clock(), SlotOp(self, rank, action.slot)
-                self.reads.append(read := ActiveRead(op, rank, request, started_at))
-                return self._poll(read)
             return self._start_data(action, rank, rank.source)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
@@ -332,13 +327,18 @@ class ReadAgent:
         load, plan = action.load, source.plan
         pieces = plan.pieces(load.tables, action.grant.tables, range(load.begin, load.end))
         num_bytes, num_runs = plan.num_bytes(pieces), plan.num_runs(pieces)
+        started_at, slot = self._clock(), action.grant.slot
         if not num_bytes:
-            return [events.ReadDone(load.request, action.rank)]
-        started_at = self._clock()
+            of_slot = SlotOp(self, rank, slot)
+            read = ActiveRead(
+                of_slot, rank, load.request, started_at, landed=(0, 0, 0.0, "direct", 0)
+            )
+            self.reads.append(read)
+            return self._poll(read)
         request = Read(action, source, pieces, num_bytes, num_runs)
         ops = (path.start(prepared, request) for path, prepared in rank.paths)
         op = next(op for op in ops if op is not None)  # the last path accepts every read
-        read = ActiveRead(op, rank, load.request, started_at, num_bytes, num_runs)
+        read = ActiveRead(op, rank, load.request, started_at, num_bytes, num_runs, slot)
         self.reads.append(read)
         is_polled = num_bytes <= self._at_once_bytes
         self._at_once_bytes -= num_bytes
@@ -363,24 +363,39 @@ class ReadAgent:
             return happened
         return [*happened, *self._end(read)]
 
-    def _end(self, read: ActiveRead) -> Iterator[events.DataEvent]:
+    def _end(self, read: ActiveRead) -> list[events.DataEvent]:
         op, request, seconds = read.op, read.request, self._clock() - read.started_at
-        (self.reads if request else self.warm_ups).remove(read)
         if op.is_connection_lost:
             self._break(read.remote.peer, op.failure or "a read ended in an error")
         if not request:
+            self.warm_ups.remove(read)
             if op.failure is None:
                 self._counts["warm_ups"] += 1
                 self._counts["warm_up_seconds"] += seconds
-        elif op.failure is not None:
-            yield events.ReadFailed(request, read.rank, op.failure)
-        elif isinstance(op, SlotOp) and op.token is not None:
-            yield events.SlotRead(request, read.rank, op.token)
-        else:
-            numbers = read.num_bytes, read.num_runs, seconds
+            return []
+        if op.failure is None and read.landed is None:
             is_direct = op.num_direct_bytes == read.num_bytes
             path, num_direct = ("direct", 0) if is_direct else (op.path, op.num_direct_bytes)
-            yield events.ReadDone(request, read.rank, *numbers, path, num_direct)
+            read.landed = read.num_bytes, read.num_runs, seconds, path, num_direct
+            if not read.is_unwanted:
+                return self._read_slot(read)
+        self.reads.remove(read)
+        if op.failure is not None or read.landed is None:
+            return [events.ReadFailed(request, read.rank, op.failure or "it has not landed")]
+        token = op.token if isinstance(op, SlotOp) else None
+        return [events.ReadDone(request, read.rank, *read.landed, token)]
+
+    def _read_slot(self, read: ActiveRead) -> list[events.DataEvent]:
+        """All data has landed: as its last part, read the fence slot."""
+        try:
+            read.op = SlotOp(self, read.remote, read.slot)
+        except (TransportError, ValueError) as error:
+            self.reads.remove(read)
+            self._note(error, read.remote.peer)
+            return [events.ReadFailed(read.request, read.rank, str(error))]
+        # The end of the data is progress, and the slot has its own time.
+        progress = events.ChunksWanted(read.request, read.rank, (), ())
+        return self._poll(read) or [progress]
 
     def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
         # At most one, except after a restart of the transfer thread.

@@ -29,9 +29,7 @@ from nixl_kv.reading.agent import (
     READING_PAUSE_S,
     Opened,
     ReadAgent,
-    WaitingRead,
     open_transport,
-    request_of,
 )
 from nixl_kv.reading.paths import STOPPED, ExtraMemory
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers
@@ -88,7 +86,7 @@ class Agents:
         self._open_on = make_background(1)
         self._close_on = make_background(1)
         self._make_background = make_background
-        self._waiting: list[WaitingRead] = []  # for their ranks, or for an idle transport
+        self._waiting: list[events.StartRead] = []  # for their ranks, or for an idle transport
         self._handshakes: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
@@ -137,7 +135,7 @@ class Agents:
                 return [self._start_handshake(action)]
             case events.DropPeer():
                 self._drop(action.peer, is_dead=action.is_dead)
-            case events.StartRead() | events.ReadSlot():
+            case events.StartRead():
                 if self.current.broken:
                     self.current.drop_broken()
                 return self._start(action)
@@ -270,7 +268,7 @@ class Agents:
 
     # --- reads
 
-    def _start(self, read: WaitingRead) -> list[events.DataEvent]:
+    def _start(self, read: events.StartRead) -> list[events.DataEvent]:
         """Start a read with the current agent, or let it wait. It may have to add the engine."""
         agent = self.current
         rank = agent.ranks.find(read.peer, read.rank)
@@ -289,11 +287,11 @@ class Agents:
             agent.ranks.prepare(peer, description, self.peers.routes(description))
 
     def _fail_waiting(
-        self, reason: str, is_meant: Callable[[WaitingRead], bool]
+        self, reason: str, is_meant: Callable[[events.StartRead], bool]
     ) -> list[events.DataEvent]:
         failed = [read for read in self._waiting if is_meant(read)]
         self._waiting = [read for read in self._waiting if not is_meant(read)]
-        return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
+        return [events.ReadFailed(read.load.request, read.rank, reason) for read in failed]
 
     # --- agents
 
@@ -408,8 +406,8 @@ class Agents:
         return failed
 
 
-def _is_of(action: events.StopRead | events.AbandonRead, read: WaitingRead) -> bool:
-    return (request_of(read), read.rank) == (action.request, action.rank)
+def _is_of(action: events.StopRead | events.AbandonRead, read: events.StartRead) -> bool:
+    return (read.load.request, read.rank) == (action.request, action.rank)
 
 
 def _is_settled(ranks: Ranks) -> bool:

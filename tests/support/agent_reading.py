@@ -14,7 +14,6 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (
     DataEvent,
     PeerKey,
-    ReadSlot,
     StartLoad,
     StartRead,
 )
@@ -71,14 +70,14 @@ class Reading:
         *,
         verify: bool = False,
         peer: PeerKey = PEER,
+        slot: int = 3,
     ) -> list[DataEvent]:
         """What is known at once of a read."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
-        granted = grant(tables=(Table.of(remote),))
+        granted = grant(tables=(Table.of(remote),), slot=slot)
         rank = self.agent.ranks.find(peer, R0)
         return self.agent.start(StartRead(peer, R0, granted, load), rank) or []
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
-        """The same of a slot."""
-        rank = self.agent.ranks.find(peer, R0)
-        return self.agent.start(ReadSlot(peer, R0, D1, slot), rank) or []
+        """The same of a read without data, of which only the fence slot is read."""
+        return self.start([-1, -1], [7, 3], range(8), peer=peer, slot=slot)

@@ -266,18 +266,15 @@ def lost(endpoint: Endpoint = RANK_0, reason: str = "closed") -> events.Endpoint
     return events.EndpointLost(endpoint, reason)
 
 
-def read_done(rank: int = 0, request: RequestId = D1, **measured: Any) -> events.ReadDone:
-    return events.ReadDone(request, Rank(rank), **measured)
+def read_done(
+    rank: int = 0, request: RequestId = D1, fence_token: bytes = FENCE_TOKEN, **measured: Any
+) -> events.ReadDone:
+    token = FenceToken(fence_token)
+    return events.ReadDone(request, Rank(rank), fence_token=token, **measured)
 
 
 def read_failed(reason: str = "reset", rank: int = 0, request: RequestId = D1) -> events.ReadFailed:
     return events.ReadFailed(request, Rank(rank), reason)
-
-
-def slot_read(
-    fence_token: bytes = FENCE_TOKEN, rank: int = 0, request: RequestId = D1
-) -> events.SlotRead:
-    return events.SlotRead(request, Rank(rank), FenceToken(fence_token))
 
 
 def digest_compared(

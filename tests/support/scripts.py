@@ -14,7 +14,6 @@ from nixl_kv.protocol.events import (
     Failure,
     HandshakeDone,
     LoadEnded,
-    ReadSlot,
     Record,
     Send,
     StartRead,
@@ -40,7 +39,6 @@ from support.records import (
     no_record,
     prepare_load,
     read_done,
-    slot_read,
     start_load,
 )
 
@@ -122,8 +120,7 @@ def loading(script: Script) -> DecodeMachine:
 
 START, START_VERIFIED = start_load(), start_load(verify=True)
 STOP = StopRead(D1, Rank(0))
-READ, READ_SLOT = StartRead(PEER, Rank(0), GRANT, START), ReadSlot(PEER, Rank(0), D1, 3)
-LANDED = (read_done(), READ_SLOT)
+READ = StartRead(PEER, Rank(0), GRANT, START)
 
 PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
 HANDSHAKING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]
@@ -131,7 +128,6 @@ ASKING: Script = [*HANDSHAKING, (HandshakeDone(PEER),)]
 """The peer can be read, and prefill's answer is not here yet."""
 GRANTED: Script = [*ASKING, (answered(GRANT),)]
 READING: Script = [*GRANTED, (110.0, START, READ)]
-CHECKING: Script = [*READING, LANDED]
 VERIFIED: Script = [
     *GRANTED,
     (
@@ -141,8 +137,8 @@ VERIFIED: Script = [
 ]
 """Prefill's digest was asked for when there were blocks."""
 TO_DIGEST = CompareDigest(Rank(0), SLICES, START_VERIFIED, CLAIM)
-LANDED_VERIFIED = (*LANDED, TO_DIGEST)
-VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED, (slot_read(),)]
+LANDED_VERIFIED = (read_done(), TO_DIGEST)
+VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED]
 """The slot was valid; prefill's digest is not here yet."""
 COMPARE = CompareDigest(
     *(Rank(0), SLICES, START_VERIFIED, CLAIM), digest_reply().rows, digest_reply().columns

@@ -51,7 +51,7 @@ STEPS: Final = {
     "description": ("CONNECTING", "HANDSHAKING"),
     "ask": ("ASKING", "GRANTED"),
     "join": ("HANDSHAKING", "READY"),
-    "first read": ("READING", "CHECKING"),
+    "first read": ("READING", "DONE"),
 }
 """Parts of a first load, each between two states of the event log."""
 

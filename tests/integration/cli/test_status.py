@@ -149,11 +149,11 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
         states = [event["after"] for event in story]
         assert states.index("STARTED") < states.index("READING")  # before or after the grant
         states.remove("STARTED")
-        assert states == ["PREPARED", "ASKING", "GRANTED", "READING", "CHECKING", "DONE", "LOADED"]
+        assert states == ["PREPARED", "ASKING", "GRANTED", "READING", "DONE", "LOADED"]
         times = [event["time"] for event in story]
         assert before <= rank["events_since"] <= times[0]
         assert times == sorted(times)
-        (num_bytes,) = [event["num_bytes"] for event in story if event["after"] == "CHECKING"]
+        (num_bytes,) = [event["num_bytes"] for event in story if event["after"] == "DONE"]
         assert num_bytes == TOKENS * Sizes().layers * 12
 
     shown = nixl_kv("status --at", address(decode), "--request cmpl")
@@ -162,7 +162,7 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
     times = [row[0] for row in rows]
     assert times == sorted(times)
     assert {row[2] for row in rows} == {"0", "1"}
-    assert sum("READING -> CHECKING" in row and "ReadDone" in row for row in rows) == 4
+    assert sum("READING -> DONE" in row and "ReadDone" in row for row in rows) == 4
     for move in (
         "CONNECTING -> HANDSHAKING",
         "HANDSHAKING -> READY",

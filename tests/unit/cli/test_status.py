@@ -189,7 +189,7 @@ def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -
         events_since=T0 - 20,
         story=[
             event(0, "d1", "PREPARED", peer="engine 'P' at x", cause="PrepareLoad"),
-            event(0.5, "d1", "CHECKING", before="READING", cause="ReadDone", num_bytes=3 << 20),
+            event(0.5, "d1", "DONE", before="READING", cause="ReadDone", num_bytes=3 << 20),
         ],
     )
     second = rank_status(
@@ -204,7 +204,7 @@ def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -
         "time after rank request peer states cause bytes",
         "2023-11-14 22:13:20.000+00:00 0.000 s 0 d1 engine 'P' at x PREPARED PrepareLoad",
         "2023-11-14 22:13:20.250+00:00 0.250 s 1 x READY -> GONE",
-        "2023-11-14 22:13:20.500+00:00 0.250 s 0 d1 READING -> CHECKING ReadDone 3 MiB",
+        "2023-11-14 22:13:20.500+00:00 0.250 s 0 d1 READING -> DONE ReadDone 3 MiB",
     ]
 
 

@@ -42,7 +42,7 @@ def test_a_story_has_its_events_in_order_with_their_times() -> None:
     transitions = [
         prepared("d1"),
         moved("d1", "", "ASKING"),
-        Transition("d1", RANK, "READING", "CHECKING", "ReadDone", 4096),
+        Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
         ended("d1"),
     ]
     story = log_of(*transitions).story("d1")
@@ -169,8 +169,8 @@ def test_a_story_that_fits_is_told_whole(limit: int) -> None:
         pytest.param(prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)", id="begin"),
         pytest.param(READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)", id="peer"),
         pytest.param(
-            Transition("d1", RANK, "READING", "CHECKING", "ReadDone", 4096),
-            f"d1 {RANK}: READING -> CHECKING (ReadDone), 4096 bytes",
+            Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
+            f"d1 {RANK}: READING -> DONE (ReadDone), 4096 bytes",
             id="bytes",
         ),
         pytest.param(Transition("p1", "", "A", "B", ""), "p1: A -> B", id="nothing else"),

@@ -121,8 +121,7 @@ def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) ->
         ("", home, "HANDSHAKING", "READY", "HandshakeDone"),
         ("d1", home, "PREPARED", "STARTED", "StartLoad: tokens 0 to 10"),
         ("d1", rank, "GRANTED", "READING", "StartLoad"),
-        ("d1", rank, "READING", "CHECKING", "ReadDone"),
-        ("d1", rank, "CHECKING", "DONE", "SlotRead"),
+        ("d1", rank, "READING", "DONE", "ReadDone"),
         ("d1", home, "STARTED", "LOADED", ""),
     ]
     (num_bytes,) = [event["num_bytes"] for event in story if event["num_bytes"]]

@@ -36,9 +36,8 @@ from support.records import (
     release,
     renew,
     renewed,
-    slot_read,
 )
-from support.scripts import LANDED, READING, VERIFIED, Script, after, each_of, loading
+from support.scripts import READING, VERIFIED, Script, after, each_of, loading
 
 BOTH, LAST = (0, 1), (1, 2)
 
@@ -83,8 +82,7 @@ SCRIPTS: dict[str, Script] = {
         ANSWERED,
         (wanted(2, holds=LAST), *asks(2, number=3, holds=LAST)),
         (answered(pack_reply(2)), to_read(2)),
-        LANDED,
-        (slot_read(), Send(RANK_0, release()), GOOD),
+        (read_done(), Send(RANK_0, release()), GOOD),
     ),
     "what prefill does not pack is known at once": after(
         ASKED, (answered(pack_reply(0, slot=None)), to_read(0, None))
@@ -125,7 +123,9 @@ SCRIPTS: dict[str, Script] = {
     "denied, it waits for no chunk": after(
         ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
     ),
-    "denied when all chunks have come, it goes on": after(ANSWERED, (answered(deny()),), LANDED),
+    "denied when all chunks have come, it goes on": after(
+        ANSWERED, (answered(deny()),), (read_done(), Send(RANK_0, release()), GOOD)
+    ),
     "a claim that prefill has lost gets no chunk": after(
         ASKED, (answered(renewed(CLAIM, number=9)), STOP), (STOPPED, GIVEN_UP, LOST_LEASE)
     ),
@@ -160,7 +160,6 @@ def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
     machine = loading(script)
     assert machine.handle(LinkBroken(RANK_0), 110.5) == [Send(RANK_0, renew(3, CLAIM, reading=1))]
     machine.handle(read_done(), 110.6)
-    machine.handle(slot_read(), 110.7)
     assert Send(RANK_0, digest_request()) in machine.handle(LinkBroken(RANK_0), 110.8)
 
 

@@ -22,7 +22,6 @@ from nixl_kv.protocol.events import (
     PeerRefused,
     PeerUnreadable,
     ReadFailed,
-    ReadSlot,
     Send,
     StartHandshake,
     StartRead,
@@ -71,16 +70,13 @@ from support.records import (
     release,
     renewed,
     routes,
-    slot_read,
     start_load,
 )
 from support.scripts import (
     ASKING,
-    CHECKING,
     GRANT,
     GRANTED,
     HANDSHAKING,
-    LANDED,
     PREPARED,
     READ,
     READING,
@@ -125,7 +121,7 @@ DENIED = failed(Failure(FailureKind.DENIED, "rank 0"))
 DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
 UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
-READ_WELL: Script = [(START, READ), LANDED, (slot_read(), RELEASED, GOOD)]
+READ_WELL: Script = [(START, READ), (read_done(), RELEASED, GOOD)]
 
 LOADS: dict[str, Script] = {
     "from arrival to report": [
@@ -189,11 +185,15 @@ LOADS: dict[str, Script] = {
         ),
         (answered(OF_1, at(1)),),
         (START, StartRead(PEER, Rank(1), OF_1, START)),
-        (read_done(1), ReadSlot(PEER, Rank(1), D1, 5)),
         (answered(GRANT), READ),
-        (slot_read(OF_1.fence_token, 1), Send(at(1), release())),
-        LANDED,
-        (slot_read(), RELEASED, LoadEnded(D1, 7, None, PEER, reads=(read_done(0), read_done(1)))),
+        (read_done(1, fence_token=OF_1.fence_token), Send(at(1), release())),
+        (
+            read_done(),
+            RELEASED,
+            LoadEnded(
+                D1, 7, None, PEER, reads=(read_done(0), read_done(1, fence_token=OF_1.fence_token))
+            ),
+        ),
     ),
     "cancelled before it has blocks, it is not reported": after(
         GRANTED, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
@@ -261,17 +261,15 @@ ANSWERS: dict[str, Script] = {
         ASKING, (answered(deny()),), (answered(GRANT), GIVEN_UP), (answered(GRANT), GIVEN_UP)
     ),
     "a repeated grant changes nothing": after(
-        GRANTED, AGAIN, (START, READ), AGAIN, LANDED, AGAIN, (slot_read(), RELEASED, GOOD)
+        GRANTED, AGAIN, (START, READ), AGAIN, (read_done(), RELEASED, GOOD)
     ),
     **{
         f"the slot alone decides about a read under way: {name}": after(
-            before, (answered(message),), *rest, (slot_read(), RELEASED, GOOD)
+            READING, (answered(message),), (read_done(), RELEASED, GOOD)
         )
-        for name, before, message, rest in (
-            ("a denial while it is read", READING, deny(), [LANDED]),
-            ("a loss while it is read", READING, renewed(CLAIM), [LANDED]),
-            ("a denial while it is checked", CHECKING, deny(), []),
-            ("a loss while it is checked", CHECKING, renewed(CLAIM), []),
+        for name, message in (
+            ("a denial while it is read", deny()),
+            ("a loss while it is read", renewed(CLAIM)),
         )
     },
     "one lost claim of several fails its load": after(
@@ -320,8 +318,7 @@ PEERS: dict[str, Script] = {
         (answered(GRANT),),
         (START, READ),
         (HandshakeDone(PEER),),
-        LANDED,
-        (slot_read(), RELEASED, GOOD),
+        (read_done(), RELEASED, GOOD),
     ),
     "a load that comes while it is joined asks at once": after(HANDSHAKING, (SECOND, ASK_SECOND)),
     "one that cannot be read is left alone for a while": after(
@@ -412,9 +409,8 @@ PEERS: dict[str, Script] = {
         READING,
         (lost(),),
         (110.2, Tick()),
-        LANDED,
         (110.4, Tick()),
-        (slot_read(), RELEASED, GOOD),
+        (read_done(), RELEASED, GOOD),
         (110.6, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
     "one whose connections break again and again is left alone for a while": after(
@@ -501,11 +497,10 @@ def test_the_report_has_what_each_read_was_measured_to_be() -> None:
     reads = tuple(read_done(n, num_bytes=100 + n, num_runs=n, seconds=0.1) for n in range(2))
     machine.handle(fits(2), 100.0)
     machine.handle(START, 100.0)
-    for rank, read in enumerate(reads):
+    for rank in (0, 1):
         machine.handle(answered(GRANT, at(rank)), 100.1)
-        machine.handle(read, 100.2)
-    machine.handle(slot_read(rank=1), 100.3)
-    assert machine.handle(slot_read(), 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
+    machine.handle(reads[1], 100.3)
+    assert machine.handle(reads[0], 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:

@@ -71,21 +71,17 @@ from support.records import (
     renew,
     renewed,
     routes,
-    slot_read,
     start_load,
     ticket,
 )
 from support.scripts import (
     ASKING,
-    CHECKING,
     COMPARE,
     GRANT,
     GRANTED,
-    LANDED,
     LANDED_VERIFIED,
     PREPARED,
     READ,
-    READ_SLOT,
     READING,
     START,
     START_VERIFIED,
@@ -114,6 +110,7 @@ def failed(kind: FailureKind, detail: str) -> LoadEnded:
     return LoadEnded(D1, 7, Failure(kind, detail), PEER)
 
 
+NO_SLOT = replace(read_done(), fence_token=None)
 FENCED = failed(FailureKind.FENCED, "rank 0")
 BROKEN = failed(FailureKind.BROKEN, "rank 0 failed: reset")
 DROPPED = failed(FailureKind.DROPPED, "dropped")
@@ -137,18 +134,18 @@ GRANTED_1 = StartRead(PEER, Rank(1), GRANT, START)
 
 # No byte is good without its fence_token in the slot, and no report comes while a read may write.
 READS: dict[str, Script] = {
-    "a valid slot makes the load good": after(CHECKING, (slot_read(), RELEASED, GOOD)),
-    "a cleared slot fails it": after(CHECKING, (slot_read(EMPTY), GIVEN_UP, FENCED)),
+    "a valid slot makes the load good": after(READING, (read_done(), RELEASED, GOOD)),
+    "a cleared slot fails it": after(READING, (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)),
     "the slot of another grant fails it": after(
-        CHECKING, (slot_read(b"\2" * 16), GIVEN_UP, FENCED)
+        READING, (read_done(fence_token=b"\2" * 16), GIVEN_UP, FENCED)
     ),
     "an error of the data read fails it": after(READING, (read_failed(), GIVEN_UP, BROKEN)),
-    "an error of the slot read fails it": after(CHECKING, (read_failed(), GIVEN_UP, BROKEN)),
+    "a read without its slot fails it": after(READING, (NO_SLOT, GIVEN_UP, FENCED)),
     "cancelled, it waits for its read": after(DRAINING, (read_done(), GIVEN_UP, DROPPED)),
     "cancelled, it waits for an error": after(DRAINING, (read_failed(), GIVEN_UP, DROPPED)),
     **{
         f"cancelled, it waits for its slot, {name}": after(
-            CHECKING, CANCELLED, (slot_read(fence_token), GIVEN_UP, DROPPED)
+            DRAINING, (read_done(fence_token=fence_token), GIVEN_UP, DROPPED)
         )
         for name, fence_token in (("valid", FENCE_TOKEN), ("cleared", EMPTY))
     },
@@ -180,7 +177,6 @@ READS: dict[str, Script] = {
         )
         for name, script, number in (
             ("read", READING, 2),
-            ("checked", CHECKING, 2),
             ("verified", VERIFYING, 2),
             ("drained", DRAINING, 2),
         )
@@ -200,8 +196,7 @@ READS: dict[str, Script] = {
     "a good read does not save a load": after(
         TWO_ASKED,
         (answered(GRANT), READ),
-        LANDED,
-        (slot_read(), RELEASED),
+        (read_done(), RELEASED),
         (answered(deny(), at(1)), DENIED_1),
     ),
     "of two failures the first is reported": after(
@@ -223,16 +218,15 @@ SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
     "a digest that comes during the read waits for the slot": after(
-        VERIFIED, DIGEST, LANDED_VERIFIED, (slot_read(), COMPARE), EQUAL
+        VERIFIED, DIGEST, (read_done(), COMPARE), EQUAL
     ),
-    "a digest that comes before the slot waits for it": after(
-        VERIFIED, LANDED_VERIFIED, DIGEST, (slot_read(), COMPARE), EQUAL
+    "a digest that comes after the slot is compared": after(
+        VERIFIED, LANDED_VERIFIED, TO_COMPARE, EQUAL
     ),
     "only the tokens that are loaded are compared": after(
         GRANTED,
         (SOME_TOKENS, ASK_DIGEST, replace(READ_VERIFIED, load=SOME_TOKENS)),
-        (*LANDED, replace(TO_DIGEST, load=SOME_TOKENS)),
-        (slot_read(),),
+        (read_done(), replace(TO_DIGEST, load=SOME_TOKENS)),
         (*DIGEST, replace(COMPARE, load=SOME_TOKENS)),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, num_tokens=3)),
     ),
@@ -257,17 +251,17 @@ VERIFICATION: dict[str, Script] = {
         for name, (event, report) in LOSSES.items()
     },
     "a lost connection does not end the read": after(
-        VERIFIED, (lost(),), LANDED_VERIFIED, (slot_read(),), TO_COMPARE
+        VERIFIED, (lost(),), LANDED_VERIFIED, TO_COMPARE
     ),
     "a repeated digest is compared once": after(
         VERIFYING, TO_COMPARE, (answered(OTHER_DIGEST),), EQUAL, DIGEST
     ),
     "of two digests the first is compared": after(
-        VERIFIED, DIGEST, (answered(OTHER_DIGEST),), LANDED_VERIFIED, (slot_read(), COMPARE)
+        VERIFIED, DIGEST, (answered(OTHER_DIGEST),), (read_done(), COMPARE)
     ),
     "a digest after the end is ignored": after(VERIFIED, (read_failed(), GIVEN_UP, BROKEN), DIGEST),
     "a digest that nobody asked for is ignored": after(
-        READING, DIGEST, LANDED, (slot_read(), RELEASED, GOOD)
+        READING, DIGEST, (read_done(), RELEASED, GOOD)
     ),
     **{
         f"a digest of {name} is ignored": after(VERIFYING, (event,), TO_COMPARE)
@@ -280,7 +274,7 @@ VERIFICATION: dict[str, Script] = {
     },
     **{
         f"what is fenced is not compared, {name}": after(
-            VERIFIED, *digest, LANDED_VERIFIED, (slot_read(EMPTY), GIVEN_UP, FENCED)
+            VERIFIED, *digest, (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)
         )
         for name, digest in DIGESTS.items()
     },
@@ -309,8 +303,6 @@ VERIFICATION: dict[str, Script] = {
         VERIFIED,
         (answered(deny()),),
         LANDED_VERIFIED,
-        (answered(deny()),),
-        (slot_read(),),
         (110.0 + ASK_AGAIN_S, Tick(), ASK_DIGEST),
         (answered(deny()), DENIED),
     ),
@@ -327,12 +319,6 @@ VERIFICATION: dict[str, Script] = {
     "cancelled while it is verified, it ends at once": after(
         VERIFYING, (cancel_load(), GIVEN_UP, DROPPED)
     ),
-    **{
-        f"cancelled while its slot is read, it is not compared, {name}": after(
-            VERIFIED, *digest, LANDED_VERIFIED, CANCELLED, (slot_read(), GIVEN_UP, DROPPED)
-        )
-        for name, digest in DIGESTS.items()
-    },
     "a digest does not save a cancelled load": after(
         VERIFIED, (*CANCELLED, STOP), DIGEST, (read_done(), GIVEN_UP, DROPPED)
     ),
@@ -340,8 +326,6 @@ VERIFICATION: dict[str, Script] = {
         VERIFIED,
         (112.0, Tick()),
         LANDED_VERIFIED,
-        (112.2, Tick()),
-        (slot_read(),),
         (112.4, Tick(), ASK_DIGEST),
         (112.4 + ASK_AGAIN_S - 0.01, Tick()),
         (112.4 + ASK_AGAIN_S, Tick(), ASK_DIGEST),
@@ -353,8 +337,7 @@ VERIFICATION: dict[str, Script] = {
         (110.0, START_VERIFIED, ASK_DIGEST),
         (answered(GRANT), READ_VERIFIED),
         DIGEST,
-        LANDED_VERIFIED,
-        (slot_read(), COMPARE),
+        (read_done(), COMPARE),
         EQUAL,
     ),
     "prefill's digest is asked for as soon as it is known": after(
@@ -383,13 +366,11 @@ TWO_READING: Script = [
         for rank in (0, 1)
     ],
     LANDED_VERIFIED,
-    (slot_read(),),
 ]
 """Two ranks are read and verified; the slot of the first was valid."""
 TWO_VERIFYING: Script = after(
     TWO_READING,
     (read_done(1), *(replace(action, rank=Rank(1)) for action in LANDED_VERIFIED[1:])),
-    (slot_read(rank=1),),
 )
 COMPARE_OTHER = replace(COMPARE, rank=Rank(1), rows=OTHER_DIGEST.rows, columns=OTHER_DIGEST.columns)
 SEVERAL_VERIFIED: dict[str, Script] = {
@@ -429,7 +410,7 @@ def test_how_a_load_ends(script: Script) -> None:
 
 
 READ_UNNAMED = (START_VERIFIED, StartRead(PEER, Rank(0), GRANT, START_VERIFIED))
-LANDED_UNNAMED = (read_done(num_bytes=4096), READ_SLOT)
+LANDED_UNNAMED = (read_done(num_bytes=4096),)
 
 
 @each_of(
@@ -437,14 +418,12 @@ LANDED_UNNAMED = (read_done(num_bytes=4096), READ_SLOT)
         "nothing is to be compared where nothing is read": after(
             GRANTED,
             READ_UNNAMED,
-            LANDED,
-            (slot_read(), RELEASED, GOOD_VERIFIED),
+            (read_done(), RELEASED, GOOD_VERIFIED),
         ),
         "what was read and has no name is late, not good": after(
             GRANTED,
             (110.0, *READ_UNNAMED),
             LANDED_UNNAMED,
-            (slot_read(),),
             (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
         ),
     }
@@ -498,7 +477,7 @@ def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
     assert not machine.is_digest_wanted(COMPARE)
 
 
-def test_what_has_landed_is_digested_before_the_slot_was_read() -> None:
+def test_what_has_landed_is_digested_before_prefills_digest_is_here() -> None:
     machine = loading([*VERIFIED, LANDED_VERIFIED])
     assert machine.is_digest_wanted(TO_DIGEST)
 
@@ -510,7 +489,7 @@ def test_before_its_data_is_here_no_comparison_is_of_use(script: Script) -> None
 
 @pytest.mark.parametrize(
     "event",
-    [read_done(), slot_read(), read_failed(), digest_compared()],
+    [read_done(), read_failed(), digest_compared()],
     ids=lambda event: type(event).__name__,
 )
 def test_events_of_unknown_reads_are_ignored(event: Any) -> None:
@@ -520,7 +499,7 @@ def test_events_of_unknown_reads_are_ignored(event: Any) -> None:
 
 def test_the_end_of_a_read_that_was_never_started_is_our_own_mistake() -> None:
     machine = loading(GRANTED)
-    with pytest.raises(LocalProtocolError, match="ReadDone leads from GRANTED to CHECKING"):
+    with pytest.raises(LocalProtocolError, match="ReadDone leads from GRANTED to DONE"):
         machine.handle(read_done(), 100.1)
     play(machine, READING[-1:])
 
@@ -575,7 +554,7 @@ def new_load(*states: State, **changed: Any) -> Load:
     "event",
     [
         *[grant(), deny(), renewed(), lost(), start_load(), read_done()],
-        *[read_failed(), slot_read(), digest_reply(), digest_compared(), recall()],
+        *[read_failed(), digest_reply(), digest_compared(), recall()],
         Cancelled(Failure(FailureKind.DROPPED, "dropped")),
     ],
     ids=lambda event: type(event).__name__,
@@ -598,8 +577,8 @@ def test_only_the_end_of_a_posted_read_leads_out_of_the_posted_states() -> None:
         for event, afters in TRANSITIONS[state].items()
         if not POSTED.issuperset(afters)
     }
-    assert leading_out == {"ReadDone", "SlotRead", "ReadFailed"}
-    assert {State.READING, State.CHECKING, State.DRAINING} == POSTED
+    assert leading_out == {"ReadDone", "ReadFailed"}
+    assert {State.READING, State.DRAINING} == POSTED
 
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
@@ -618,7 +597,6 @@ def test_a_read_has_ended_when_nothing_leads_on(state: State) -> None:
         (new_load(State.GRANTED), "local blocks"),
         (new_load(State.GRANTED, start=START), "its turn in the read queue"),
         (new_load(State.READING), "data"),
-        (new_load(State.CHECKING), "the fence slot"),
         (new_load(State.VERIFYING), "a digest"),
         (new_load(State.DRAINING, State.FAILED), "the end of a cancelled read"),
         (new_load(State.READING, State.ASKING, State.DONE, State.READING), "data, a grant"),
@@ -703,19 +681,18 @@ IS_READING = [
     STARTED,
     moved("GRANTED", "READING", "StartLoad"),
 ]
-IS_CHECKING = [*IS_READING, moved("READING", "CHECKING", "ReadDone", 4096)]
 READ_4096 = read_done(num_bytes=4096)
 TO_READING = [prepare_load(), fits(), answered(grant()), start_load()]
 RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
     "verified": (
         [
             *TO_READING[:3],
-            *[START_VERIFIED, READ_4096, slot_read()],
+            *[START_VERIFIED, READ_4096],
             *[answered(digest_reply()), digest_compared()],
         ],
         [
-            *IS_CHECKING,
-            moved("CHECKING", "VERIFYING", "SlotRead"),
+            *IS_READING,
+            moved("READING", "VERIFYING", "ReadDone", 4096),
             moved("VERIFYING", "DONE", "DigestCompared"),
             of_load("STARTED", "LOADED", ""),
         ],

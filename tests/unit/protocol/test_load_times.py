@@ -74,7 +74,6 @@ from support.records import (
     renew,
     renewed,
     routes,
-    slot_read,
     start_load,
 )
 from support.scripts import (
@@ -82,7 +81,6 @@ from support.scripts import (
     COMPARE,
     GRANT,
     GRANTED,
-    LANDED,
     PREPARED,
     READ,
     READING,
@@ -154,8 +152,7 @@ TIMES: dict[str, Script] = {
         (110.1, BROKEN, renewing(2, reading=1)),
         (answered(renewed()),),
         (IS_SILENT, Tick()),
-        LANDED,
-        (slot_read(), Send(RANK_0, release()), LoadEnded(D1, 7, None, PEER, reads=(read_done(),))),
+        (read_done(), Send(RANK_0, release()), LoadEnded(D1, 7, None, PEER, reads=(read_done(),))),
     ),
     "a load without an answer is given up": after(
         ASKING,
@@ -177,11 +174,11 @@ TIMES: dict[str, Script] = {
     ),
     "and again with what comes of it": after(
         READING,
-        (END - 1, *LANDED),
+        (END - 1, ChunksWanted(D1, Rank(0), (), ())),
         (END, Tick()),
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
-        (END - 1 + TIMEOUT_S, Tick()),
-        (slot_read(), GIVEN_UP, LATE),
+        (END - 1 + TIMEOUT_S, Tick(), STOP),
+        (read_done(), GIVEN_UP, LATE),
     ),
     "a late read that does not end by itself is abandoned once": after(
         READING,
@@ -210,7 +207,7 @@ TIMES: dict[str, Script] = {
         (read_failed("stopped"), GIVEN_UP, SILENT),
     ),
     "an answer of the same life ends the silence": after(
-        READING, (110.1, SILENCE), (answered(renewed()),), (IS_SILENT, Tick()), LANDED
+        READING, (110.1, SILENCE), (answered(renewed()),), (IS_SILENT, Tick())
     ),
     "an answer of another life does not end the silence": after(
         READING,
@@ -240,7 +237,6 @@ HEARTBEATS: dict[str, Script] = {
         )
         for name, script in {
             "reading": READING,
-            "checking": after(READING, LANDED),
             "verifying": VERIFYING,
             "draining": after(READING, (cancel_load(), STOP)),
         }.items()
@@ -338,7 +334,9 @@ LATE_2 = replace(LATE, request=D2)
 QUEUED: Script = after(READING, (SECOND, ASK_2), (answered(READ_2.grant),), (111.0, START_2))
 """The second load waits until the first has been read."""
 TURNS: dict[str, Script] = {
-    "the next begins when one has landed": after(QUEUED, (*LANDED, READ_2)),
+    "the next begins when one has landed": after(
+        QUEUED, (read_done(), Send(RANK_0, release()), LOADED, READ_2)
+    ),
     "or has failed": after(
         QUEUED,
         (
@@ -350,8 +348,7 @@ TURNS: dict[str, Script] = {
     ),
     "what waits for its turn is not late while others land": after(
         QUEUED,
-        (END - 1, *LANDED, READ_2),
-        (END + 1, slot_read(), Send(RANK_0, release()), LOADED),
+        (END - 1, read_done(), Send(RANK_0, release()), LOADED, READ_2),
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
@@ -430,10 +427,10 @@ def test_the_book_has_loads_whose_reads_are_in_states() -> None:
 def test_a_peer_is_in_use_while_a_read_of_it_may_start_or_go_on() -> None:
     machine = loading(GRANTED)
     used = [machine._is_in_use(PEER)]
-    for step in (START, read_done(), cancel_load(), slot_read()):
+    for step in (START, cancel_load(), read_done()):
         machine.handle(step, 101.0)
         used.append(machine._is_in_use(PEER))
-    assert used == [True, True, True, True, False]
+    assert used == [True, True, True, False]
 
 
 def test_the_machine_checks_its_loads() -> None:
@@ -638,16 +635,13 @@ class _World:
 
     def end(self, request: RequestId, rank: Rank, *, is_good: bool) -> None:
         read = self.oracle.loads[request][rank]
-        has_slot = is_good and read.state == "posted"
-        if has_slot:
+        if is_good and read.state == "posted":
             self.oracle.move(request, rank, self.now)
         if not is_good:
             self.oracle.fail(request)
         read.state = "ended"
         end = read_done if is_good else read_failed
         self.handle(end(rank=rank, request=request))
-        if has_slot:
-            self.handle(slot_read(rank=rank, request=request))
 
     def wait(self) -> None:
         self.now += 1.0

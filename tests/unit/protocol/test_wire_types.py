@@ -32,7 +32,6 @@ def swapped(ask: messages.Ask, grant: messages.Grant, ticket: Ticket, request: R
     events.PublishOffer(request, ticket.nonce)
     events.PrepareLoad(request, ticket, ticket.nonce)
     events.PeerKey(ticket.incarnation, ticket.engine, home)
-    events.SlotRead(request, 0, grant.fence_token)
 """
 
 

@@ -10,10 +10,10 @@ from lab.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Endpoint, FenceToken, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import (
+    ChunksWanted,
     PeerBroken,
     ReadDone,
     ReadFailed,
-    SlotRead,
     StopRead,
 )
 from nixl_kv.reading import agent as read_agent
@@ -39,6 +39,9 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     assert np.array_equal(reading.cache.view, before)
     reading.clock.now += 1.5
     num_bytes = reading.cache.blocks([0, 0]).nbytes
+    assert reading.agent.poll() == [ChunksWanted(D1, R0, (), ())]
+    for _ in range(2):  # its slot is read
+        assert reading.agent.poll() == []
     (event,) = reading.agent.poll()
     assert isinstance(event, ReadDone)
     assert (event.request, event.rank) == (D1, R0)
@@ -58,9 +61,11 @@ def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> 
     assert np.array_equal(reading.cache.blocks([2, 9]), reading.prefill.cache.blocks([7, 3]))
     fence_token = new_fence_token()
     reading.prefill.slots.write(3, fence_token)
-    assert reading.read_slot(3) == [SlotRead(D1, R0, fence_token)]
+    assert reading.read_slot(3) == [ReadDone(D1, R0, fence_token=fence_token)]
     assert reading.agent.reads == []
-    assert reading.read_slot(3) == [SlotRead(D1, R0, fence_token)], "its entry was not free again"
+    assert reading.read_slot(3) == [ReadDone(D1, R0, fence_token=fence_token)], (
+        "its entry was not free again"
+    )
 
 
 def test_what_breaks_when_it_is_posted_fails_at_once(reading: Reading) -> None:
@@ -84,9 +89,10 @@ def test_of_a_turn_only_so_much_data_is_known_at_once(
     assert len(reading.start([2, 9], [7, 3], range(8))) == 1
 
 
-def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
+def test_a_read_of_nothing_reads_its_slot(reading: Reading) -> None:
     """A window has passed all of it."""
-    assert reading.start([-1, -1], [7, 3], range(8)) == [ReadDone(D1, R0)]
+    reading.fabric.polls = 0
+    assert reading.read_slot(3) == [ReadDone(D1, R0, fence_token=FenceToken(bytes(16)))]
     assert reading.agent.reads == []
 
 
@@ -121,7 +127,7 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     first, second = new_fence_token(), new_fence_token()
     reading.prefill.slots.write(3, first)
     assert reading.read_slot(3) == []
-    assert reading.agent.poll() == [SlotRead(D1, R0, first)]
+    assert reading.agent.poll() == [ReadDone(D1, R0, fence_token=first)]
     reading.fabric.polls = 2
     assert reading.read_slot(3) == []
     (read,) = reading.agent.reads
@@ -129,12 +135,12 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     assert reading.agent.slots.read(read.op._entry) == bytes(16)
     reading.prefill.slots.write(3, second)
     assert reading.agent.poll() == []
-    assert reading.agent.poll() == [SlotRead(D1, R0, second)]
+    assert reading.agent.poll() == [ReadDone(D1, R0, fence_token=second)]
 
 
 def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
     assert reading.read_slot(5) == []
-    assert reading.agent.poll() == [SlotRead(D1, R0, FenceToken(bytes(16)))]
+    assert reading.agent.poll() == [ReadDone(D1, R0, fence_token=FenceToken(bytes(16)))]
 
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
@@ -220,12 +226,13 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
         assert "NIXL_ERR_REMOTE_DISCONNECT" in event.reason
     assert dropped == [], "its slot is being read"
     reading.fabric.reads_hang = False
-    assert [type(event) for event in reading.agent.poll()] == [SlotRead, PeerBroken]
+    assert [type(event) for event in reading.agent.poll()] == [ReadDone, PeerBroken]
     reading.agent.collect()
     assert reading.agent.ranks.find(PEER, R0) is None
     reading.prepare()
     assert dropped == [name]
     assert reading.start([2], [7], range(4)) == []
+    assert reading.agent.poll() == [ChunksWanted(D1, R0, (), ())]
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
     assert reading.start([2], [7], range(4)) == []

@@ -16,6 +16,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import (
     AbandonRead,
+    ChunksWanted,
     DataEvent,
     DropPeer,
     HandshakeDone,
@@ -26,8 +27,6 @@ from nixl_kv.protocol.events import (
     PeersMoved,
     ReadDone,
     ReadFailed,
-    ReadSlot,
-    SlotRead,
     StartHandshake,
     StartLoad,
     StartRead,
@@ -93,9 +92,13 @@ class Reading:
         return self.agents.execute(StartRead(peer, rank, granted, load))
 
     def poll(self) -> list[DataEvent]:
-        """What has ended, when all that goes on in the background is done."""
+        """What has ended, when all that goes on in the background is done, and slots are read."""
         self.background.work()
-        return self.agents.poll()
+        ended = self.agents.poll()
+        while any(isinstance(event, ChunksWanted) for event in ended):
+            ended = [event for event in ended if not isinstance(event, ChunksWanted)]
+            ended += self.agents.poll()
+        return ended
 
     @property
     def num_transports(self) -> int:
@@ -240,13 +243,12 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
 def test_a_read_waits_for_the_join(reading: Reading) -> None:
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert reading.start(D1, peer=OTHER) == []
-    assert reading.agents.execute(ReadSlot(OTHER, R1, D2, 2)) == []
     assert reading.agents.poll() == []
     assert not reading.agents.is_read(D1)
     ended: list[DataEvent] = []
-    while len(ended) < 3:
+    while not any(isinstance(event, ReadDone) for event in ended):
         ended += reading.poll()
-    assert {type(event) for event in ended} == {HandshakeDone, ReadDone, SlotRead}
+    assert {type(event) for event in ended} == {HandshakeDone, ReadDone}
 
 
 def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
@@ -423,10 +425,10 @@ def test_a_rank_that_is_still_read_stays_with_the_agent_that_reads_it(
     monkeypatch.setattr(agent.transport, "drop_peer", dropped.append)
     reading.agents.execute(DropPeer(PEER, is_dead=True))
     assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
-    assert reading.agents.poll() == []
+    assert reading.poll() == []
     assert dropped == [reading.prefill[1].transport.name], "the other one is being read"
     reading.fabric.reads_hang = False
-    (done,) = reading.agents.poll()
+    (done,) = reading.poll()
     assert isinstance(done, ReadDone)
     assert len(dropped) == 2
     assert not reading.agents.is_busy
@@ -495,16 +497,14 @@ def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading
 
 def test_reads_of_data_and_slots_end(reading: Reading) -> None:
     fence_token = new_fence_token()
-    reading.prefill[1].slots.write(2, fence_token)
+    reading.prefill[0].slots.write(3, fence_token)
     assert not reading.agents.is_busy
     assert reading.start(D1) == []
-    assert reading.agents.execute(ReadSlot(PEER, R1, D2, 2)) == []
     assert reading.agents.is_busy
     assert reading.agents.is_read(D1)
-    assert reading.agents.is_read(D2)
-    done, slot = reading.poll()
+    (done,) = reading.poll()
     assert isinstance(done, ReadDone)
-    assert slot == SlotRead(D2, R1, fence_token)
+    assert done.fence_token == fence_token
     assert not reading.agents.is_busy
     assert not reading.agents.is_read(D1)
 
@@ -521,7 +521,7 @@ def test_a_rank_without_an_agent_reads_nothing() -> None:
     assert agents.poll() == []
     assert not agents.is_busy
     with pytest.raises(LocalProtocolError, match="no agent"):
-        agents.execute(ReadSlot(PEER, R0, D1, 0))
+        agents.execute(StartRead(PEER, R0, grant(), StartLoad(D1, 0, 4, ())))
     agents.close()
 
 
@@ -585,6 +585,7 @@ def test_an_abandoned_read_that_ends_all_the_same_is_reported(reading: Reading) 
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
     reading.fabric.reads_hang = False
+    assert reading.agents.poll() == [ChunksWanted(D1, R0, (), ())]
     (done,) = reading.agents.poll()
     assert isinstance(done, ReadDone)
     for _ in range(3):

@@ -10,6 +10,8 @@ from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
 from support.records import PEER
 
+SLOT_BYTES = 16  # of the fence slot, which NIXL reads
+
 
 class Gathering(Reading):
     """Prefill's memory is mapped."""
@@ -19,7 +21,11 @@ class Gathering(Reading):
         super().__init__([self.gather.path])
 
     def read(self) -> list[DataEvent]:
-        return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
+        """The end of a read; its slot takes one more poll than its data."""
+        ended = self.start([2, 9], [7, 3], range(8))
+        while not any(isinstance(event, ReadDone) for event in ended):
+            ended = self.agent.poll()
+        return ended
 
 
 def test_mapped_memory_is_read_without_nixl() -> None:
@@ -29,12 +35,13 @@ def test_mapped_memory_is_read_without_nixl() -> None:
     assert reading.start([2, 9], [7, 3], range(8)) == []
     assert reading.agent.poll() == []
     assert np.array_equal(reading.cache.view, before)
+    reading.agent.poll()  # the data has landed, and the slot is read
     (event,) = reading.agent.poll()
     assert isinstance(event, ReadDone)
     assert (event.path, event.num_bytes) == ("gather", reading.cache.blocks([0, 0]).nbytes)
     expected = reading.prefill.cache.blocks([7, 3])
     assert np.array_equal(reading.cache.blocks([2, 9]), expected)
-    assert reading.fabric.bytes_copied == 0
+    assert reading.fabric.bytes_copied == SLOT_BYTES
 
 
 def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
@@ -42,7 +49,7 @@ def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
     (event,) = reading.read()
     assert isinstance(event, ReadDone)
     assert event.path == "direct"
-    assert reading.fabric.bytes_copied == event.num_bytes
+    assert reading.fabric.bytes_copied == event.num_bytes + SLOT_BYTES
 
 
 def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
@@ -55,6 +62,8 @@ def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> Non
     assert len(reading.gather.mapped) == 1
     while not reading.agent.poll():
         assert len(reading.gather.mapped) == 1
+    while reading.agent.reads:
+        reading.agent.poll()
     reading.agent.poll()
     assert reading.gather.mapped == []
     (event,) = reading.read()
