@@ -111,6 +111,20 @@ def test_the_tables_of_the_protocol_are_the_code() -> None:
     assert sorted(in_document) == sorted(protocol_tables.TABLES)
 
 
+def test_all_files_name_the_same_versions_of_vllm() -> None:
+    required = re.search(r'"vllm>=0\.(\d+),<0\.(\d+)"', read("pyproject.toml"))
+    assert required is not None
+    oldest, end = map(int, required.groups())
+    releases = [f"0.{minor}.0" for minor in range(oldest, end)]
+    in_table = re.findall(r"^\| (0\.\d+\.\d+) \|", read("docs/compatibility.md"), re.MULTILINE)
+    assert in_table == releases
+    assert f"scripts/contract {' '.join(releases)}`" in read("docs/compatibility.md")
+    assert f"vLLM 0.{oldest} to 0.{end - 1}" in read("README.md")
+    lane = read("scripts/test")
+    assert f'RELEASES=({" ".join(releases[:-1])} "$NEWEST")' in lane
+    assert f"NEWEST={releases[-1]} " in lane
+
+
 # --- what is named exists
 
 

@@ -24,7 +24,13 @@ from vllm.v1.request import Request
 from nixl_kv.connector.plugin import check_address
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import HIT_SOURCE, has_sleep_hooks, parse_config, required_layout
+from nixl_kv.connector.vllm_config import (
+    HIT_SOURCE,
+    has_sleep_hooks,
+    parse_config,
+    required_layout,
+    transfer_config,
+)
 from nixl_kv.connector.worker import Worker
 
 
@@ -77,7 +83,7 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This
         # is the last good moment to check the address, if `check_before_weights` could not.
-        is_prefill = vllm_config.kv_transfer_config.is_kv_producer
+        is_prefill = transfer_config(vllm_config).is_kv_producer
         check_address(parse_config(vllm_config), vllm_config, is_prefill=is_prefill)
         return required_layout(vllm_config)
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     KVCacheConfig,
     MambaSpec,
     MLAAttentionSpec,
@@ -198,7 +199,7 @@ class Layer:
     def __init__(self, vllm_config: VllmConfig, name: str, spec: Any, tensor: torch.Tensor) -> None:
         """`spec` is that of the layer's cache group."""
         self.name = name
-        self.spec = layer_spec(spec, name)
+        self.spec: AttentionSpec = layer_spec(spec, name)  # or MambaSpec, see `regions`
         self.tensor = tensor
         self._vllm_config = vllm_config
         self._module = vllm_config.compilation_config.static_forward_context.get(name)
@@ -353,7 +354,7 @@ def _backend_name(module: Any) -> str:
 
 
 def region_of(
-    layer: str, tensor: torch.Tensor, spec: Any, *, is_transposed: bool, **options: Any
+    layer: str, tensor: torch.Tensor, spec: AttentionSpec, *, is_transposed: bool, **options: Any
 ) -> Region:
     """Address the bytes of an attention layer's view. `options` are further fields."""
     item = tensor.element_size()

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -73,6 +73,17 @@ class StatePaging(Paging):
         return table_of([state for state in states if state], tokens.stop - 1)
 
 
+class CacheManager(Protocol):
+    """The part of vLLM's KVCacheManager that `RequestBlocks` uses."""
+
+    block_pool: Any
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
+    def get_blocks(self, request_id: str) -> Any: ...
+    def free(self, request: Any) -> None: ...
+    def pop_blocks_for_free(self, request: Any) -> Any: ...
+
+
 class RequestBlocks:
     """The blocks that vLLM's cache manager holds for requests. Scheduler thread only."""
 
@@ -81,7 +92,7 @@ class RequestBlocks:
         self.manager = manager
         self._pagings = pagings
 
-    def bind(self, manager: Any, on_free: Callable[[RequestId], None]) -> None:
+    def bind(self, manager: CacheManager, on_free: Callable[[RequestId], None]) -> None:
         """Use vLLM's KVCacheManager, and report when it frees a request's blocks."""
         self.manager = manager
         # No hook reports a preemption before the next step, and a paused engine makes no step. So

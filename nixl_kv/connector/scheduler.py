@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -27,6 +28,7 @@ from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     computed_on_decode,
     draft_facts,
+    engine_id,
     model_facts,
     pagings,
     parallel_shape,
@@ -34,6 +36,7 @@ from nixl_kv.connector.vllm_config import (
     progress,
     prompt_of,
     shorten,
+    transfer_config,
     why_not_offered,
     why_not_shortened,
 )
@@ -81,8 +84,8 @@ class Scheduler:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        self._engine_id = transfer.engine_id
+        transfer = transfer_config(vllm_config)
+        self._engine_id = engine_id(vllm_config)
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         for line in foreign_key_lines(transfer.kv_connector_extra_config):
             logger.info(line)
@@ -116,14 +119,14 @@ class Scheduler:
         policy = self._config.on_load_failure
         # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
         # no effect, because a child sees only its own part of the configuration.
-        transfer.kv_load_failure_policy = policy
         self._recomputes = policy == "recompute"
+        transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
         if self._is_decode:
             logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])
 
     # --- requests
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._blocks.bind(kv_cache_manager, self._prefill.on_free)
 
     def on_new_request(self, request: Request) -> None:
@@ -146,7 +149,7 @@ class Scheduler:
 
     # After each allocation of a waiting request, so a second time after its load.
     def update_state_after_alloc(
-        self, request: Request, blocks: Any, num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         request_id = RequestId(request.request_id)
         self._prefill.update_state_after_alloc(request_id)
@@ -190,9 +193,9 @@ class Scheduler:
         if isinstance(metadata, WorkerMetadata):
             self._follow_ranks(metadata)
         self._follow_label()
-        self._prefill.update_connector_output(output.finished_sending or ())
+        self._prefill.update_connector_output(_own(output.finished_sending))
         held_back = self._decode.update_connector_output(
-            output.finished_recving or (), output.failed_recving or ()
+            _own(output.finished_recving), _own(output.failed_recving)
         )
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if held_back and output.finished_recving:
@@ -361,6 +364,10 @@ class Scheduler:
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
+
+
+def _own(ids: set[str] | None) -> set[RequestId]:
+    return {RequestId(each) for each in ids or ()}
 
 
 def _is_foreign(fields: Mapping[str, Any]) -> bool:

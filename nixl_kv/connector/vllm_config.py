@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard, cast
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import (
     get_dcp_group,
@@ -25,6 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -36,18 +37,20 @@ from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import Rank, RequestId
+from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.transport.base import SEGMENT_FACT
 
 # --- versions of vLLM: recognised by their features, so that builds from source are too
 
+HIT_SOURCE: Any  # the label under which vLLM counts the tokens of our loads
 try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.cache_hit_source import (  # type: ignore[import-not-found, unused-ignore]
+        CacheHitSource,
+    )
 except ImportError:  # vLLM 0.31 counts all external hits as one
-    CacheHitSource = None
-
-# The label under which vLLM counts the tokens of our loads, since 0.32.
-HIT_SOURCE: Final = None if CacheHitSource is None else CacheHitSource.P2P
+    HIT_SOURCE = None
+else:
+    HIT_SOURCE = CacheHitSource.P2P
 
 
 def has_sleep_hooks() -> bool:
@@ -88,11 +91,11 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         vllm.parallel_config.prefill_context_parallel_size > 1
         and (
             vllm.parallel_config.decode_context_parallel_size > 1
-            or vllm.kv_transfer_config.is_kv_consumer
+            or transfer_config(vllm).is_kv_consumer
         )
     ),
     "a KV buffer on another device (kv_buffer_device): leave it out": lambda vllm, _: (
-        vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
+        transfer_config(vllm).kv_buffer_device != current_platform.device_type
     ),
     "the experts of each token in the output (--enable-return-routed-experts): decode does not "
     "have those of the prompt": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
@@ -109,7 +112,7 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     ),
     "several draft modules (num_speculative_tokens > 1) with recurrent state, on an engine that "
     "decodes: prefill has the state before the last token only": lambda vllm, kv: (
-        vllm.kv_transfer_config.is_kv_consumer
+        transfer_config(vllm).is_kv_consumer
         and kv.has_mamba_layers
         and computed_on_decode(vllm) > 1
     ),
@@ -145,8 +148,18 @@ def counts_media(vllm_config: VllmConfig) -> bool:
 # --- the configuration
 
 
+def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    # Without one, vLLM creates no connector.
+    return cast("KVTransferConfig", vllm_config.kv_transfer_config)
+
+
+def engine_id(vllm_config: VllmConfig) -> EngineId:
+    # vLLM generates one if the operator names none.
+    return cast("EngineId", transfer_config(vllm_config).engine_id)
+
+
 def parse_config(vllm_config: VllmConfig) -> Config:
-    return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    return Config.parse(transfer_config(vllm_config).kv_connector_extra_config, os.environ)
 
 
 # Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed
@@ -206,7 +219,7 @@ MAX_FACT: Final = 1000
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     model = vllm_config.model_config
-    names = model.served_model_name
+    names: Any = model.served_model_name  # vLLM has set it
     values = model.hf_text_config.to_dict()  # some attributes raise if layers differ
     facts = {name: str(values[name]) for name in _FACTS if name in values}
     # The served name stands for the weights: a router sends it to both engines anyway. The digest
@@ -238,7 +251,7 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
     return {f"max_model_len above {edge}": str(max_model_len > edge) for edge in edges if edge}
 
 
-def _media_facts(media: Any) -> dict[str, str]:
+def _media_facts(media: MultiModalConfig) -> dict[str, str]:
     options = dict(media.mm_processor_kwargs or {})
     options.pop("device", None)  # does not change the result
     rate = media.video_pruning_rate
@@ -263,7 +276,7 @@ def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
     return {DRAFT_FACT: text}
 
 
-def _has_draft_layers(speculative: Any) -> bool:
+def _has_draft_layers(speculative: SpeculativeConfig | None) -> TypeGuard[SpeculativeConfig]:
     """Whether a draft model has layers in the cache. Gemma 4's reads the target model's."""
     return bool(
         speculative is not None
@@ -325,13 +338,13 @@ def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Pa
     )
 
 
-def num_stripes(vllm_config: VllmConfig, spec: Any) -> int:
+def num_stripes(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     """The number of DCP ranks that share a group's tokens. Each has a part of every block."""
     is_shared = _first(spec).dcp_sharded
     return int(vllm_config.parallel_config.decode_context_parallel_size) if is_shared else 1
 
 
-def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
+def stripe(vllm_config: VllmConfig, spec: KVCacheSpec) -> Stripe:
     """Which tokens of a group this DCP rank has. Call it in a worker only."""
     number = num_stripes(vllm_config, spec)
     if number == 1:
@@ -345,11 +358,11 @@ def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
     return Stripe(number, get_dcp_group().rank_in_group, width)
 
 
-def holds_state(spec: Any) -> bool:
+def holds_state(spec: KVCacheSpec) -> bool:
     return isinstance(_first(spec), MambaSpec)
 
 
-def _first(spec: Any) -> Any:
+def _first(spec: KVCacheSpec) -> KVCacheSpec:
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
@@ -358,7 +371,7 @@ def layer_spec(spec: Any, layer: str) -> Any:
     return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
 
 
-def window(spec: Any) -> int:
+def window(spec: KVCacheSpec) -> int:
     """How many tokens before the next one a group keeps; 0 for all of them.
 
     vLLM keeps all tokens of a full-attention group, even if some layers have a window.
@@ -418,7 +431,7 @@ def prompt_of(request: Request) -> Prompt:
     )
 
 
-def _extras(request: Any) -> Iterator[bytes]:
+def _extras(request: Request) -> Iterator[bytes]:
     """Everything except token ids that a request's KV depends on. See `ticket.context_hash`."""
     if request.lora_request is not None:
         yield b"lora" + str(request.lora_request.lora_name).encode()

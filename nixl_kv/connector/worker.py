@@ -31,10 +31,12 @@ from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
+    engine_id,
     holds_state,
     is_copy,
     model_facts,
     parse_config,
+    transfer_config,
     worker_rank,
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -81,7 +83,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     rank_descriptions: Mapping[int, bytes]  # of new incarnations, by rank
 
-    def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
+    def aggregate(self, other: Any) -> "WorkerMetadata":
         return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
 
 
@@ -251,7 +253,9 @@ class Worker:
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         life, self._new_life = self._new_life, None
-        return life and WorkerMetadata({worker_rank(self._vllm_config): life.rank_description})
+        if life is None:
+            return None
+        return WorkerMetadata({worker_rank(self._vllm_config): life.rank_description})
 
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure_descriptors(self._clock())
@@ -375,10 +379,10 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415
 
     config = parse_config(vllm_config)
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
     return RankSpec(
-        engine=transfer.engine_id,
+        engine=engine_id(vllm_config),
         rank=rank,
         layout=layout,
         model=model_facts(vllm_config),

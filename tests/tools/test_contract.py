@@ -1,0 +1,107 @@
+"""scripts/contract, with breaks planted in the installed vLLM. scripts/check runs it without."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+PLANTED = {
+    "a hook has one parameter more": (
+        BASE,
+        'blocks: "KVCacheBlocks", num_external_tokens: int',
+        'blocks: "KVCacheBlocks", num_external_tokens: int, is_last: bool',
+        'Definition of "update_state_after_alloc" in base class "Scheduler" is incompatible',
+    ),
+    "a hook's parameter has another name": (
+        BASE,
+        "num_computed_tokens: int,\n    ) -> tuple[int | None, bool]:",
+        "num_computed: int,\n    ) -> tuple[int | None, bool]:",
+        '"def get_num_new_matched_tokens(self, request: Request, num_computed: int',
+    ),
+    "a hook returns another type": (
+        BASE,
+        "block_ids: list[int],\n    ) -> tuple[bool, dict[str, Any] | None]:",
+        "block_ids: list[int],\n    ) -> bool:",
+        'Definition of "request_finished" in base class "Scheduler" is incompatible',
+    ),
+    "a hook is gone": (
+        BASE,
+        "def build_connector_worker_meta(",
+        "def build_worker_meta(",
+        'has no attribute "build_connector_worker_meta"',
+    ),
+    "a field is gone": (
+        "config/parallel.py",
+        "\n    cp_kv_cache_interleave_size: int",
+        "\n    interleave_size: int",
+        '"ParallelConfig" has no attribute "cp_kv_cache_interleave_size"',
+    ),
+    "a function is gone": (
+        "model_executor/models/utils.py",
+        "def extract_layer_index(",
+        "def layer_index(",
+        'has no attribute "extract_layer_index"',
+    ),
+    "a platform lacks a method": (
+        "platforms/interface.py",
+        "def is_cuda_alike(",
+        "def is_gpu(",
+        '"type[Platform]" has no attribute "is_cuda_alike"',
+    ),
+}
+
+
+def contract(*releases: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, REPO / "scripts" / "contract", *releases],
+        env={**os.environ, "NIXL_KV_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_planted_breaks_are_found(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs vLLM: scripts/install")
+    release = tmp_path / "planted"
+
+    def others(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder, name).is_file() and name[-3:] != ".py"]
+
+    shutil.copytree(Path(spec.origin).parent, release / "vllm", ignore=others)
+    for path, old, new, _ in PLANTED.values():
+        file = release / "vllm" / path
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) >= 1, old
+        file.write_text(text.replace(old, new), encoding="utf-8")
+    done = contract(release)
+    assert done.returncode == 1, done.stderr
+    missed = [name for name, (*_, message) in PLANTED.items() if message not in done.stdout]
+    assert missed == [], done.stdout
+
+
+@pytest.mark.parametrize("archive", ["vllm.whl", "vllm.tar.gz"])
+def test_an_archive_without_vllm_is_refused(tmp_path: Path, archive: str) -> None:
+    path, other = tmp_path / archive, tmp_path / "vllm_other.py"
+    other.touch()
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.write(other, "other/__init__.py")
+    else:
+        with tarfile.open(path, "w:gz") as sdist:
+            sdist.add(other, "other-1.0/other/__init__.py")
+    done = contract(path)
+    assert done.returncode == 1
+    assert f"{archive} contains no folder vllm" in done.stderr
