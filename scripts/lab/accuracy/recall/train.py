@@ -1,7 +1,6 @@
 """Train a small Qwen3 to follow links through a prompt, and write it as a model folder.
 
-Beside what vLLM loads, the folder gets result.json (what it ran on, how long it took, and the
-scores on held-out prompts).
+It prints what it ran on, how long it took, and the scores on held-out prompts.
 """
 
 import argparse
@@ -174,7 +173,6 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     ran = {"device": machine, "torch": torch.__version__, "seconds": round(seconds, 1)}
     result = {"plan": asdict(plan), **ran, **results(folder, device, count)}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 

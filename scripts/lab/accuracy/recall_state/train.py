@@ -1,8 +1,8 @@
 """Train a small gated delta net to follow links through a prompt, and write it as a model folder.
 
 The task is that of the recall model (`lab.accuracy.recall.task`) with fewer links: a state has no
-room for more. It takes a few minutes of one core. The folder also gets held-out prompts, and
-result.json: how long it took, and of how many held-out answers all tokens are the likeliest.
+room for more. It takes a few minutes of one core. The folder also gets held-out prompts. It
+prints how long it took, and of how many held-out answers all tokens are the likeliest.
 """
 
 import argparse
@@ -135,14 +135,13 @@ def main() -> None:
         "seconds": round(time.monotonic() - begin, 1),
         "cpu_seconds": round(time.process_time() - busy, 1),
     }
-    folders.write(folder, model.tensors(), FAMILY.config(VOCABULARY_SIZE), FAMILY.max_positions)
+    save(folder, model)
     write(folder / "heldout.jsonl", mixed(HELD_OUT, 0, LENGTHS))
     right = {
         str(tokens): share_right(model, prompts(HELD_OUT, tokens=tokens, seed=1))
         for tokens in LENGTHS
     }
     result = {"plan": asdict(plan), "torch": torch.__version__, **took, "right": right}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 
