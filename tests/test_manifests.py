@@ -134,7 +134,7 @@ def test_kubectl_builds_the_same(folder: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, copied)
     (copied / "secret/key.env").write_text(GENERATED["key.env"], encoding="utf-8")
     built = subprocess.run(
-        ["kubectl", "kustomize", str(copied / folder)],  # noqa: S607 - whichever is there
+        ["kubectl", "kustomize", str(copied / folder)],
         capture_output=True,
         check=True,
     )

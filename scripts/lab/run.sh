@@ -9,6 +9,6 @@ if [[ -z "${NIXL_KV_PYTHON:-}" ]]; then
   "$scripts/install" --quiet --venv "$venv"
   NIXL_KV_PYTHON="$venv/bin/python"
 fi
-export PYTHONPATH="$scripts${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$scripts:$scripts/../tests${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1  # no modules from where it is started, such as a checkout of vLLM
 exec "$NIXL_KV_PYTHON" -m "$@"

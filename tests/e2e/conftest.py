@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
 from support.engines import PATIENT, Accounts, connect, without_connector
 
 KV_CACHE_BYTES = 320 << 20

@@ -13,13 +13,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
+from harness.cluster.cluster import Cluster
+from harness.cluster.models.files import REPO
 from lab.accuracy.evaluation import Job
 from lab.accuracy.machine import Machine
 from lab.accuracy.models import bundled
 from lab.accuracy.run import run_pair
 from lab.accuracy.settings import parse
-from lab.cluster.cluster import Cluster
-from lab.cluster.models.files import REPO
 
 pytestmark = pytest.mark.e2e
 
@@ -86,7 +86,7 @@ def test_launcher_evaluates_all_items_beside_a_single_engine(tmp_path: Path) -> 
     assert one["computed"] == ALL_ITEMS
 
 
-@pytest.mark.slow  # with stubs for engines: tests/lab
+@pytest.mark.slow  # with stubs for engines: tests/tools
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     logs, output = tmp_path / "logs", tmp_path / "output"
     with output.open("wb") as file:

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lab.cluster.client import WANT_TICKET, Client
-from lab.cluster.metrics import NBYTES, OFFERS, OFFERS_UNCLAIMED, USAGE, CountersSince
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.client import WANT_TICKET, Client
+from harness.cluster.metrics import NBYTES, OFFERS, OFFERS_UNCLAIMED, USAGE, CountersSince
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import EVENT_S, OFFER_TTL_S, Accounts, expect_free
 
 pytestmark = pytest.mark.e2e

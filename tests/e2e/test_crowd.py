@@ -1,11 +1,11 @@
-"""Engines that hold what others wait for: some of lab.suites.crowd, with fewer prompts."""
+"""Engines that hold what others wait for: some of suites.crowd, with fewer prompts."""
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.models.files import ensure_tiny_model
-from lab.suites.crowd import Scene, draw, mutual, paused, starved
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.models.files import ensure_tiny_model
+from suites.crowd import Scene, draw, mutual, paused, starved
 
 pytestmark = pytest.mark.e2e
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from lab.cluster.answers import Question
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import (
+from harness.cluster.answers import Question
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Engine
+from harness.cluster.metrics import (
     ACCEPTED,
     DRAFTED,
     FAILURES,
@@ -25,9 +25,9 @@ from lab.cluster.metrics import (
     VERIFIED,
     CountersSince,
 )
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import EngineSpec
-from lab.cluster.metrics import LOADS, TOKENS, UNREACHABLE, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import EngineSpec
+from harness.cluster.metrics import LOADS, TOKENS, UNREACHABLE, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from lab.cluster.answers import LIKELY, Question
-from lab.cluster.client import Answer, Client, Prompt, RefusedError
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import (
+from harness.cluster.answers import LIKELY, Question
+from harness.cluster.client import Answer, Client, Prompt, RefusedError
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import (
     FAILURES,
     LOADS,
     PREEMPTIONS,
     TICKETS_REFUSED,
     UNREACHABLE,
 )
-from lab.cluster.models.files import SPECIALS, words
-from lab.cluster.models.qwen3 import TinyModel
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.models.files import SPECIALS, words
+from harness.cluster.models.qwen3 import TinyModel
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import EVENT_S, Accounts, connect, expect, started
 
 pytestmark = pytest.mark.e2e

@@ -5,21 +5,21 @@ from functools import partial
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.suites.faults.faults import (
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from suites.faults.faults import (
     hang_up,
     late_ticket,
     restart_decode_under_load,
     restart_prefill_under_load,
     three_moments,
 )
-from lab.suites.faults.questions import Questions
-from lab.suites.faults.scene import Fault, Scene, Stage, run_fault
-from lab.suites.faults.stages import local_specs
+from suites.faults.questions import Questions
+from suites.faults.scene import Fault, Scene, Stage, run_fault
+from suites.faults.stages import local_specs
 from support.engines import EVENT_S, started
 
 pytestmark = pytest.mark.e2e

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from lab.cluster.answers import Question
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import LOADS, VERIFIED
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.qwen3_next import Qwen3Next
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.answers import Question
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Engine
+from harness.cluster.metrics import LOADS, VERIFIED
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.models.qwen3_next import Qwen3Next
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import PATIENT, Accounts, connect, started, without_connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

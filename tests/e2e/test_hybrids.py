@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.answers import Question
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import HOST, Engine, python_path
-from lab.cluster.metrics import (
+from harness.cluster.answers import Question
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import HOST, Engine, python_path
+from harness.cluster.metrics import (
     CACHED_TOKENS,
     CORRUPT,
     FAILURES,
@@ -26,11 +26,11 @@ from lab.cluster.metrics import (
     VERIFIED,
     CountersSince,
 )
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.qwen3_next import Qwen3Next
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.suites.damage import planted_spec
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.models.qwen3_next import Qwen3Next
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from suites.damage import planted_spec
 from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 from support.nixl_kv_command import nixl_kv
 from support.planted import expect_named

@@ -15,14 +15,14 @@ from support.engines import EVENT_S, PATIENT, Accounts, connect, started
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
-from lab.cluster.client import Ticket
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import HOST, Engine
-from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.cluster.tickets import changed
+from harness.cluster.client import Ticket
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import HOST, Engine
+from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from harness.cluster.tickets import changed
 
 pytestmark = pytest.mark.e2e
 

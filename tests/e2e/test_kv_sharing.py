@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from lab.cluster.answers import LIKELY, Question
-from lab.cluster.client import Client, RefusedError
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import NBYTES
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.gemma import Gemma4
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.answers import LIKELY, Question
+from harness.cluster.client import Client, RefusedError
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Engine
+from harness.cluster.metrics import NBYTES
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.models.gemma import Gemma4
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import PATIENT, Accounts, connect, started, without_connector
 
 pytestmark = pytest.mark.e2e

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lab.cluster.client import Client, RefusedError
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import KV_ROLES, Engine, EngineSpec, Role
-from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.prompts import random_prompt
-from lab.platforms.play import Played
-from lab.platforms.replays import REPLAYS
+from harness.cluster.client import Client, RefusedError
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import KV_ROLES, Engine, EngineSpec, Role
+from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.prompts import random_prompt
+from platforms.play import Played
+from platforms.replays import REPLAYS
 from support.engines import EVENT_S, expect_free, started
 
 pytestmark = pytest.mark.e2e

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, which GPUs use by default, on CPU: see `MODEL_RUNNER` of lab.cluster."""
+"""vLLM's V2 model runner, GPUs' default, on CPU: see `MODEL_RUNNER` of harness.cluster."""
 
 import json
 from dataclasses import replace
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import MODEL_RUNNER, Engine, EngineSpec, python_path
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.cluster.waiting import wait_until
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import MODEL_RUNNER, Engine, EngineSpec, python_path
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from harness.cluster.waiting import wait_until
 from support.engines import EVENT_S, Accounts, connect, started
 
 pytestmark = pytest.mark.e2e

@@ -1,14 +1,14 @@
-"""Engines on several hosts, which are network namespaces: all of lab.suites.nodes."""
+"""Engines on several hosts, which are network namespaces: all of suites.nodes."""
 
 import os
 import shutil
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
 from lab.results import Results
-from lab.suites.nodes import NUM_SCENES, run_all
+from suites.nodes import NUM_SCENES, run_all
 
 pytestmark = [
     pytest.mark.e2e,

@@ -1,7 +1,7 @@
 """Beside vLLM's OffloadingConnector, on prefill and on decode, with the files in configs/.
 
-vLLM's own copies refuse to run on CPU: `lab.cluster.host_tier` stands for them. On decode it stands
-also for SimpleCPUOffloadConnector, which is made of CUDA streams.
+vLLM's own copies refuse to run on CPU: `harness.cluster.host_tier` stands for them. On decode it
+stands also for SimpleCPUOffloadConnector, which is made of CUDA streams.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from lab.cluster.answers import Question
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.answers import Question
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import PATIENT, Accounts, connect, expect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -31,7 +31,7 @@ HOST_TIER: Final = {
     "kv_connector_extra_config": {
         "cpu_bytes_to_use": 64 << 20,
         "spec_name": "HostTierSpec",
-        "spec_module_path": "lab.cluster.host_tier",
+        "spec_module_path": "harness.cluster.host_tier",
     },
 }
 EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"

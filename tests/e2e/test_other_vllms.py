@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import PATIENT, Accounts, connect
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.cluster.client import Client, RefusedError
-from lab.cluster.metrics import LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.platforms.play import Played
-from lab.platforms.replays import REPLAYS, Replay
+from harness.cluster.client import Client, RefusedError
+from harness.cluster.metrics import LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from platforms.play import Played
+from platforms.replays import REPLAYS, Replay
 from support.engines import EVENT_S, Accounts
 
 pytestmark = pytest.mark.e2e

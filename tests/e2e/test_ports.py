@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import HOST, EngineSpec, Role
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.processes import ProcessDiedError
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import HOST, EngineSpec, Role
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.processes import ProcessDiedError
 
 pytestmark = pytest.mark.e2e
 

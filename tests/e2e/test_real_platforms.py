@@ -1,11 +1,11 @@
-"""KV moves on real platforms, each in an environment of its own: see lab.suites.platforms."""
+"""KV moves on real platforms, each in an environment of its own: see suites.platforms."""
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.suites.platforms import dynamo, ray_serve, router
-from lab.suites.platforms.__main__ import Run
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from suites.platforms import dynamo, ray_serve, router
+from suites.platforms.__main__ import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

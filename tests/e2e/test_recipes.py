@@ -15,11 +15,11 @@ from typing import Final
 
 import pytest
 
-from lab.cluster.engines import QUIET_ENV
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.netns import TUN_DEVICE, WIRE, Namespace, Switch
-from lab.cluster.processes import ManagedProcess, kill_descendants
-from lab.cluster.waiting import wait_until
+from harness.cluster.engines import QUIET_ENV
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.netns import TUN_DEVICE, WIRE, Namespace, Switch
+from harness.cluster.processes import ManagedProcess, kill_descendants
+from harness.cluster.waiting import wait_until
 from support.engine_commands import KEY, REPO, blocks
 
 pytestmark = [

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
-from lab.cluster.metrics import READS, CountersSince
-from lab.cluster.pair import Pair
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
+from harness.cluster.metrics import READS, CountersSince
+from harness.cluster.pair import Pair
 from lab.results import Results
-from lab.suites.matrix import cells
-from lab.suites.matrix.answers import (
+from suites.matrix import cells
+from suites.matrix.answers import (
     AnswersJudge,
     Outcome,
     Place,

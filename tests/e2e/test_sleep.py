@@ -6,12 +6,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import FAILURES, LOADS, OFFERS
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import FAILURES, LOADS, OFFERS
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from support.engines import Accounts, connect, expect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,7 +30,7 @@ def engines(
         replace(
             spec,
             name=f"{spec.name}-sleepy",
-            module="lab.cluster.sleeping_connector",
+            module="harness.cluster.sleeping_connector",
             extra_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         for spec in base_specs

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import python_path
+from harness.cluster.models.files import REPO
+from harness.cluster.pair import Pair
 from lab.accuracy.recall.heldout import read
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import python_path
-from lab.cluster.models.files import REPO
-from lab.cluster.pair import Pair
 from support.engines import PATIENT, Accounts, connect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

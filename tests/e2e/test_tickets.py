@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client, RefusedError, Ticket
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import SPECIALS, ensure_tiny_model, words
-from lab.cluster.models.qwen3 import TinyModel
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.cluster.tickets import changed, sealed, values
-from lab.cluster.waiting import wait_until
+from harness.cluster.client import Client, RefusedError, Ticket
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import SPECIALS, ensure_tiny_model, words
+from harness.cluster.models.qwen3 import TinyModel
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from harness.cluster.tickets import changed, sealed, values
+from harness.cluster.waiting import wait_until
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import FIELD, context_hash
 from support.engines import EVENT_S, PATIENT, Accounts, started

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import LOADS, OFFERS, OFFERS_UNCLAIMED, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Engine
+from harness.cluster.metrics import LOADS, OFFERS, OFFERS_UNCLAIMED, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from nixl_kv.protocol.ticket import WIRE_VERSION
 from support.engines import PATIENT, expect, expect_free, started
 from support.other_version import OTHER_VERSION, copy_package

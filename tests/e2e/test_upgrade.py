@@ -1,12 +1,12 @@
-"""A rolling upgrade of four engines under load: see lab.suites.upgrade."""
+"""A rolling upgrade of four engines under load: see suites.upgrade."""
 
 from pathlib import Path
 
 import pytest
 
-from lab.cluster.cluster import Cluster
-from lab.cluster.models.files import ensure_tiny_model
-from lab.suites.upgrade import upgrade
+from harness.cluster.cluster import Cluster
+from harness.cluster.models.files import ensure_tiny_model
+from suites.upgrade import upgrade
 from support.other_version import copy_package
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.suites.damage import planted_spec
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from suites.damage import planted_spec
 from support.engines import connect, expect, started
 from support.planted import expect_named
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster.answers import Question
-from lab.cluster.client import Client
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import HOST, Engine
-from lab.cluster.metrics import FAILURES, LOADS, TICKETS_REFUSED, CountersSince
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.qwen3 import TinyModel
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
+from harness.cluster.answers import Question
+from harness.cluster.client import Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import HOST, Engine
+from harness.cluster.metrics import FAILURES, LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.models.qwen3 import TinyModel
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
 from nixl_kv.keys import write_key_file
 from support.engines import PATIENT, connect, expect, started
 from support.nixl_kv_command import nixl_kv

@@ -121,7 +121,7 @@ def test_nothing_lands_after_the_agent_is_gone(*, stopped: bool) -> None:
             first = reader.landed()
             os.kill(process, signal.SIGCONT)
             time.sleep(0.5)  # that nothing comes can only be seen by waiting
-            print(f"{first} of {SIZE // (2 * PIECE)} pieces, closed in {seconds * 1000:.0f} ms")  # noqa: T201 - with -s
+            print(f"{first} of {SIZE // (2 * PIECE)} pieces, closed in {seconds * 1000:.0f} ms")
             assert reader.landed() == first
 
 

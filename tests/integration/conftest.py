@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 from support.pair import MakePair, MakeTransport, Pair, new_pair
 
 

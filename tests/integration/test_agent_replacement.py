@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lab.local.caches import Cache
+from harness.local.caches import Cache
 from support.pair import SmallEngine
 from support.processes import (
     SIZES,

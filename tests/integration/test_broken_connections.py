@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from lab.local.caches import Cache
+from harness.local.caches import Cache
 from support.pair import SmallEngine
 from support.processes import (
     SIZES,

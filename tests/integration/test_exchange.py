@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from lab.local.caches import ORDERS, Sizes
-from lab.local.memory import Fabric
-from lab.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.caches import ORDERS, Sizes
+from harness.local.memory import Fabric
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.keys import find_user_key
 from nixl_kv.transport.zmq import ZmqControl
 from support.pair import MakePair, MakeTransport, exchange

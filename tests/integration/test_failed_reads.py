@@ -10,7 +10,7 @@ import nixl._bindings as bindings
 import numpy as np
 import pytest
 
-from lab.cluster.waiting import wait_until
+from harness.cluster.waiting import wait_until
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.transport.base import Transport

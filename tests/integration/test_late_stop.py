@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lab.local.caches import Cache
+from harness.local.caches import Cache
 from nixl_kv.errors import TransportError
 from nixl_kv.protocol.events import LoadEnded
 from support.pair import SmallEngine

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST_PATHS, LocalEngine
-from lab.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import HOST_PATHS, LocalEngine
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.geometry.layout import CacheLayout, Stripe
 from nixl_kv.protocol.events import OfferEnd, SetEngine
 from nixl_kv.transport.base import ControlPlane

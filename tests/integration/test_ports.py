@@ -21,9 +21,9 @@ from typing import Any, Final
 import psutil
 import pytest
 
-from lab.cluster import netns
-from lab.cluster.netns import Namespace, Switch
-from lab.local.caches import Cache, Sizes
+from harness.cluster import netns
+from harness.cluster.netns import Namespace, Switch
+from harness.local.caches import Cache, Sizes
 from nixl_kv.config import Config
 from nixl_kv.protocol.ticket import Ticket
 from support.pair import CONFIG, SmallEngine

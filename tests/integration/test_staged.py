@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import LocalEngine
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import LocalEngine
 from nixl_kv.protocol.events import OfferEnd
 from support.pair import CONFIG
 

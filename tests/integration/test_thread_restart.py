@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.local.memory import Fabric
+from harness.local.memory import Fabric
 from nixl_kv.protocol.events import FailureKind, Tick
 from support.pair import MakePair, MakeTransport, exchange
 

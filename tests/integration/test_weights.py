@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from lab.local.memory import Fabric
+from harness.local.memory import Fabric
 from nixl_kv.ids import RequestId
 from nixl_kv.keys import write_key_file
 from nixl_kv.protocol.events import FailureKind, OfferEnd

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import MODEL
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (

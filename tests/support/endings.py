@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import HOST
 from nixl_kv.config import Config
 from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lab.cluster.client import Client, Counters
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
-from lab.cluster.metrics import (
+from harness.cluster.client import Client, Counters
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.metrics import (
     FAILURES,
     LOADS,
     OFFERS,
@@ -21,9 +21,9 @@ from lab.cluster.metrics import (
     USAGE,
     CountersSince,
 )
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.cluster.waiting import wait_until
+from harness.cluster.pair import Pair
+from harness.cluster.prompts import random_prompt
+from harness.cluster.waiting import wait_until
 
 OFFER_TTL_S = 15
 """Long enough that a busy machine does not end an offer, which tests then wait for."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
-from lab.local.engine import HOST, LocalEngine
+from harness.local.engine import HOST, LocalEngine
 
 MakeEngine: TypeAlias = Callable[..., LocalEngine]
 """See the fixture `make_engine`."""

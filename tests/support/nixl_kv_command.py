@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner, Result
 
-from lab.local.model_layouts import EngineShape, ModelShape, StatePart, build_layouts
+from harness.local.model_layouts import EngineShape, ModelShape, StatePart, build_layouts
 from nixl_kv.cli import client
 from nixl_kv.cli.main import app
 from nixl_kv.engine.directory import describe_engine

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lab.local.model_layouts import ORDERS
+from harness.local.model_layouts import ORDERS
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
 from nixl_kv.reading.tiles import JOB_COLUMNS, Tiling

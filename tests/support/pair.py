@@ -5,8 +5,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST, LocalEngine
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
 from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.events import OfferEnd

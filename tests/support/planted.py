@@ -2,7 +2,7 @@
 
 import re
 
-from lab.cluster.engines import Engine
+from harness.cluster.engines import Engine
 
 ROW = r"(?P<row>[\w ]+ of head \d+ of layer .+?)(?: and (?P<more>\d+) more(?: heads)?)?"
 PLANTED = re.compile(

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
-from lab.local.caches import Bytes, Cache, Sizes
+from harness.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
 from support.pair import MakeTransport, SmallEngine

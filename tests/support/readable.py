@@ -2,9 +2,9 @@
 
 import msgspec
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import MODEL
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.protocol.messages import Description, RankDescription, Slots
 from nixl_kv.reading.agent import register
 from nixl_kv.transport.base import SlotPage

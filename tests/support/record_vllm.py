@@ -21,8 +21,8 @@ os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 
 from vllm import LLM, SamplingParams
 
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.qwen3 import TinyModel
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.models.qwen3 import TinyModel
 from support.recording_connector import Record, calls, engine
 
 RECORDED: Final = Path(__file__).resolve().parents[1] / "unit/connector/recorded"

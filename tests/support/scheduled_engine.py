@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import nixl_kv
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST, NAP_S, LocalEngine
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import HOST, NAP_S, LocalEngine
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL, features_with
-from lab.local.memory import Fabric, MemoryTransport
-from lab.local.memory_control import MemoryControl, MemoryNetwork
-from lab.local.offers import check_prefill
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import MODEL, features_with
+from harness.local.memory import Fabric, MemoryTransport
+from harness.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import RankSpec, TransferEngine

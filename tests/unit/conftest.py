@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.local.caches import Sizes
+from harness.local.caches import Sizes
 from nixl_kv.config import Config
 from support.stepped import MakeWorld, World
 

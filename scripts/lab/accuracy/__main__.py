@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from harness.cluster.processes import end_on_signals, kill_descendants
 from lab.accuracy.evaluation import Job
 from lab.accuracy.hub import HuggingFace
 from lab.accuracy.machine import detect
 from lab.accuracy.models import Subject, subjects
 from lab.accuracy.run import run
 from lab.accuracy.settings import USAGE, SettingError, Settings, parse
-from lab.cluster.processes import end_on_signals, kill_descendants
 from lab.results import Results, say_on_stderr
 
 BAD_SETTING: Final = 2

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from harness.cluster.cluster import PROGRESS_S
+from harness.cluster.engines import QUIET_ENV, apart
+from harness.cluster.models.files import REPO, SPECIALS
+from harness.cluster.processes import ManagedProcess, ProcessDiedError
+from harness.cluster.router import past_proxies
+from harness.cluster.waiting import wait_until
 from lab.accuracy.models import Subject, Task
 from lab.accuracy.settings import Settings
-from lab.cluster.cluster import PROGRESS_S
-from lab.cluster.engines import QUIET_ENV, apart
-from lab.cluster.models.files import REPO, SPECIALS
-from lab.cluster.processes import ManagedProcess, ProcessDiedError
-from lab.cluster.router import past_proxies
-from lab.cluster.waiting import wait_until
 from lab.results import say_on_stderr
 
 TASKS: Final = REPO / "configs" / "lm_eval"

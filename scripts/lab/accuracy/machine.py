@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lab.cluster.engines import Device
+from harness.cluster.engines import Device
 
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 OTHER_DEVICES: Final = ("ROCM_", "XPU_", "NO_ATTENTION", "CUSTOM", "TORCH_SDPA")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from harness.cluster.models.files import REPO
 from lab.accuracy.hub import DATA_SET, Hub
 from lab.accuracy.settings import SettingError, Settings
-from lab.cluster.models.files import REPO
 
 Task = Literal["gsm8k", "recall"]
 

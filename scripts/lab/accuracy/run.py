@@ -11,16 +11,16 @@ from typing import Final
 
 import httpx
 
+from harness.cluster.client import Client, Counters
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import PATIENT, EngineSpec, Role, halves
+from harness.cluster.metrics import FAILURES, LOADS, PREFIX, CountersSince, Loaded
+from harness.cluster.processes import stop_all
+from harness.cluster.router import Router
+from harness.cluster.waiting import wait_until
 from lab.accuracy.evaluation import Evaluation, Job, Score
 from lab.accuracy.outcome import Outcome
 from lab.accuracy.settings import SHAPE_KNOBS, Side
-from lab.cluster.client import Client, Counters
-from lab.cluster.cluster import Cluster
-from lab.cluster.engines import PATIENT, EngineSpec, Role, halves
-from lab.cluster.metrics import FAILURES, LOADS, PREFIX, CountersSince, Loaded
-from lab.cluster.processes import stop_all
-from lab.cluster.router import Router
-from lab.cluster.waiting import wait_until
 from lab.results import say_on_stderr
 
 START_TIMEOUT_S: Final = 1200.0

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
+from harness.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout, Memory
 
 ROLES: Final = ("prefill", "decode")

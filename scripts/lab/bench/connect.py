@@ -15,10 +15,10 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
+from harness.local.model_layouts import ORDERS
 from lab.bench import transfer
 from lab.bench.cells import pair_of_numbers
 from lab.bench.record import REPO
-from lab.local.model_layouts import ORDERS
 from lab.results import Figures
 
 PATH = "auto"

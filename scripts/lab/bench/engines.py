@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import Connector, EngineSpec
+from harness.cluster.models.files import ensure_tiny_model
 from lab.bench.models import MODELS
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Connector, EngineSpec
-from lab.cluster.models.files import ensure_tiny_model
 
 CPU_BLOCK_SIZE: Final = 128
 CPU_CACHE_TOKENS: Final = 32_768

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
+from harness.cluster.client import Client
+from harness.cluster.engines import Engine
+from harness.cluster.metrics import LOADS, CountersSince, Loaded
+from harness.cluster.models.files import SPECIALS, words
 from lab.bench import engines
 from lab.bench.transfer import WARM_UP
-from lab.cluster.client import Client
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import LOADS, CountersSince, Loaded
-from lab.cluster.models.files import SPECIALS, words
 from lab.results import Figures
 
 VERIFY: Final = ("off", "all")

@@ -18,11 +18,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from harness.local.caches import layout_at
+from harness.local.model_layouts import ORDERS
 from lab.bench.cells import Cut, pair_of_numbers
 from lab.bench.models import MODELS, kv_shape
 from lab.bench.transfer import share
-from lab.local.caches import layout_at
-from lab.local.model_layouts import ORDERS
 from lab.results import Figures, verdict_of
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.plan import plan

@@ -6,8 +6,8 @@ They have answered a few requests before, and hold nothing for anybody.
 import argparse
 from collections.abc import Iterator
 
+from harness.cluster.idle import measure_idle
 from lab.bench import engines
-from lab.cluster.idle import measure_idle
 from lab.results import Figures
 
 

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
+from harness.cluster.client import Client
+from harness.cluster.engines import MODEL_NAME, QUIET_ENV, Connector
+from harness.cluster.metrics import CountersSince, Loaded
 from lab.bench import engines
-from lab.cluster.client import Client
-from lab.cluster.engines import MODEL_NAME, QUIET_ENV, Connector
-from lab.cluster.metrics import CountersSince, Loaded
 from lab.results import Figures, verdict_of
 
 PROGRAM: Final = (

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
-from lab.cluster.models.qwen3 import TinyModel
-from lab.local.model_layouts import ModelShape
+from harness.cluster.models.qwen3 import TinyModel
+from harness.local.model_layouts import ModelShape
 
 ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2}
 

@@ -1,7 +1,7 @@
 """Time reads over TCP between two hosts, beside one bulk stream.
 
 The hosts are network namespaces, joined by a program that delays packets and limits their rate
-(`lab.cluster.netns`). Each round times three ways in random order: "one stream", a plain socket
+(`harness.cluster.netns`). Each round times three ways in random order: "one stream", a plain socket
 that asks once and receives all bytes; "nixl_kv", which reads them with our default settings; and
 "in-tree", which reads them with the settings of vLLM's own connector. Runs are read in random
 order, so that none merge. A share compares a way's rate with that of one stream in the same round:
@@ -26,9 +26,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from harness.cluster import netns
+from harness.cluster.netns import Namespace, Quality, Wire
 from lab.bench.transfer import WARM_UP, ratio
-from lab.cluster import netns
-from lab.cluster.netns import Namespace, Quality, Wire
 from lab.results import Figures
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.engine.loop import SERVING_PAUSE_S

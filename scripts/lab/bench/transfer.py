@@ -29,10 +29,10 @@ from typing import Any, Final
 import msgspec
 from typing_extensions import Self
 
+from harness.local.model_layouts import ORDERS
 from lab.bench.cells import ROLES, VERIFIED, Cell, Cut, pair_of_numbers
 from lab.bench.models import MODELS, kv_shape
 from lab.bench.record import REPO
-from lab.local.model_layouts import ORDERS
 from lab.results import Figures, verdict_of
 from nixl_kv.config import Config
 from nixl_kv.ids import new_claim

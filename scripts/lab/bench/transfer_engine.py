@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import torch
 
+from harness.local.caches import layout_at
+from harness.local.engine import HOST, LocalEngine, LocalRank
+from harness.local.model_layouts import ModelShape
 from lab.bench.cells import VERIFIED, Cut
 from lab.bench.raw_reads import InTreeTransport, RawAgent, Source, dense_row
-from lab.local.caches import layout_at
-from lab.local.engine import HOST, LocalEngine, LocalRank
-from lab.local.model_layouts import ModelShape
 from nixl_kv.config import Config
 from nixl_kv.engine.loop import SERVING_PAUSE_S
 from nixl_kv.geometry.layout import CacheLayout, Memory, Table

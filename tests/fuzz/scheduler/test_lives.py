@@ -56,7 +56,7 @@ def test_lives_break_no_promise(count: int) -> None:
         if len(failures) == MAX_FAILURES:
             break
     seconds = time.monotonic() - began
-    print(  # noqa: T201 - what -s is for
+    print(
         f"\n{count} lives from seed {SEED} in {seconds:.0f} s: {dict(sorted(counts.items()))}, "
         f"overtaken up to {most_overtaken} times"
     )

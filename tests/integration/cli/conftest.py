@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import LocalEngine
-from lab.local.memory import Fabric
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import LocalEngine
+from harness.local.memory import Fabric
 from support.local_engines import MakeEngine
 from support.pair import CONFIG, MakeTransport
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.local.memory import Fabric
+from harness.local.memory import Fabric
 from nixl_kv.cli import client
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
 from nixl_kv.keys import find_user_key, read_key_file, write_key_file

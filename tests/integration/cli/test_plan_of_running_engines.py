@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pytest
 from typer.testing import Result
 
-from lab.local.model_layouts import EngineShape
+from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import client
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank

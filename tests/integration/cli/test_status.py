@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from lab.local.caches import Sizes
-from lab.local.engine import LocalEngine
-from lab.local.memory import Fabric
+from harness.local.caches import Sizes
+from harness.local.engine import LocalEngine
+from harness.local.memory import Fabric
 from nixl_kv.cli import client
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file

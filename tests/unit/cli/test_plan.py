@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lab.local.model_layouts import EngineShape, ModelShape, StatePart
+from harness.local.model_layouts import EngineShape, ModelShape, StatePart
 from nixl_kv.cli.compare import compare, example_reads, layers_text, ranges_text, run_lengths
 from nixl_kv.geometry import match
 from nixl_kv.geometry.plan import plan as make_plan

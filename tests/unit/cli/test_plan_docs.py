@@ -1,6 +1,6 @@
 """docs/plan.md shows what `nixl-kv plan` prints."""
 
-from lab.local.model_layouts import EngineShape
+from harness.local.model_layouts import EngineShape
 from support.documented import DOCS
 from support.nixl_kv_command import QWEN3_8B, described, plan
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lab.local.model_layouts import EngineShape
+from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import status as status_module
 from nixl_kv.cli.client import RankAnswer
 from nixl_kv.cli.status import (

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 
 try:
     with warnings.catch_warnings():

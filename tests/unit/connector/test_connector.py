@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from lab.local.memory import Fabric
+from harness.local.memory import Fabric
 from nixl_kv.connector import connector as module
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector

@@ -33,7 +33,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
-from lab.local.memory import Fabric
+from harness.local.memory import Fabric
 from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
@@ -57,7 +57,7 @@ TIER: Final = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
 }
-HOST_TIER: Final = {"spec_name": "HostTierSpec", "spec_module_path": "lab.cluster.host_tier"}
+HOST_TIER: Final = {"spec_name": "HostTierSpec", "spec_module_path": "harness.cluster.host_tier"}
 
 
 def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:

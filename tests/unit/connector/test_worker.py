@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv import addresses
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import parse_config

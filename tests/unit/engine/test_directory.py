@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from lab.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.engine.directory import (
     BOUNDS,
     NO_KEY,

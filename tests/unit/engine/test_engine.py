@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST, MODEL
-from lab.local.memory import Fabric, MemoryTransport
-from lab.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import HOST, MODEL
+from harness.local.memory import Fabric, MemoryTransport
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import (
     MAX_SLOTS,

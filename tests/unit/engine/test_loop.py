@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from lab.local.memory import MemoryTransport
-from lab.local.memory_control import MemoryControl
+from harness.local.memory import MemoryTransport
+from harness.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.engine.serving import AWAKE_CHECK_S, IDLE_CHECK_S, SERVE_ON_S, Serving
 from nixl_kv.errors import TransportError
 from nixl_kv.transport import descriptors

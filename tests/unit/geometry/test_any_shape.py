@@ -76,10 +76,10 @@ def test_any_two_engines_exchange_all_kv() -> None:
         seen.update({"cases": True, **kinds(case)})
 
     check_and_count()
-    print(f"\nseed {SEED}, {time.monotonic() - began:.0f} s")  # noqa: T201 - what -s is for
+    print(f"\nseed {SEED}, {time.monotonic() - began:.0f} s")
     for kind, count in seen.items():
-        print(f"{count:6} {kind}")  # noqa: T201
-    print(f"runs where blocks may be neighbours: {dict(runs)}")  # noqa: T201
+        print(f"{count:6} {kind}")
+    print(f"runs where blocks may be neighbours: {dict(runs)}")
     if EXAMPLES >= ENOUGH:
         assert all(seen.values()), "the strategy no longer draws a kind of case"
         assert runs["planned"] <= 1.05 * runs["fewest"], "neighbours do not merge often enough"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.local.model_layouts import PACKED
+from harness.local.model_layouts import PACKED
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table, block_ids
 from nixl_kv.geometry.plan import (

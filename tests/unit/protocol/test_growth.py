@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
+from harness.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape, Route
 from nixl_kv.ids import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lab.local.offers import check_offer
+from harness.local.offers import check_offer
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, FenceToken, Rank
 from nixl_kv.protocol.events import (

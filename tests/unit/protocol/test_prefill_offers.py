@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.local.offers import check_prefill, check_ring
+from harness.local.offers import check_prefill, check_ring
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Nonce, Rank, RequestId

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lab.local.memory import MemoryTransport
+from harness.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Endpoint, FenceToken, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import (

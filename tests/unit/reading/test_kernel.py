@@ -100,7 +100,7 @@ def read_in_turn() -> None:
             copy = under_way.pop(choose.integers(len(under_way)))
             assert stream.poll(copy)
     check(reads)
-    print("reads in turn: right")  # noqa: T201
+    print("reads in turn: right")
 
 
 def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Any, int, Any, Any, Any]]:
@@ -147,7 +147,7 @@ def copy_all() -> None:
                 numbers = torch.from_numpy(launch.numbers)
                 gpu_copy.launch_copy(launch, numbers, torch.from_numpy(tiling.rows))
         check(reads)
-        print(f"{name}: right")  # noqa: T201
+        print(f"{name}: right")
 
 
 if __name__ == "__main__":

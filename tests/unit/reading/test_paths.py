@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.plan import plan

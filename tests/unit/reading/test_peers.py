@@ -6,9 +6,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import MODEL
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory, Span

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Cache, Sizes
+from harness.local.engine import MODEL
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import LocalProtocolError, PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from harness.cluster.models.files import write_json, write_tokenizer
 from lab.accuracy.recall.model import Recall, Shape
 from lab.accuracy.recall.task import EOS, PAD, vocabulary
-from lab.cluster.models.files import write_json, write_tokenizer
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from harness.cluster.models.qwen3 import TinyModel
 from lab.accuracy.recall.task import VOCABULARY_SIZE
-from lab.cluster.models.qwen3 import TinyModel
 
 KV = tuple[Tensor, Tensor]
 """Keys, already rotated, and values of one layer: (rows, KV heads, tokens, head_dim) each."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.cluster.models.files import SPECIALS, words
+from harness.cluster.models.files import SPECIALS, words
 
 MARKS: Final = (",", "?", "end")
 VOCABULARY_SIZE = 1024

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness.cluster.models.qwen3_next import Qwen3Next
 from lab.accuracy.recall.task import VOCABULARY_SIZE
-from lab.cluster.models.qwen3_next import Qwen3Next
 
 HEADS, HEAD_SIZE, HIDDEN, KERNEL = 4, 64, 256, 4
 FORGETTING: Final = -4.0

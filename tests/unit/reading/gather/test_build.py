@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import nixl_kv
-from lab.local.caches import Cache, Sizes
+from harness.local.caches import Cache, Sizes
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.reading import gather

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lab.local.caches import Cache, Sizes
+from harness.local.caches import Cache, Sizes
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import Span
 from nixl_kv.reading import staged

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from lab.local.caches import Sizes
-from lab.local.offers import check_prefill
+from harness.local.caches import Sizes
+from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Table

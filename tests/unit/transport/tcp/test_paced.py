@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lab.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
 from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
 

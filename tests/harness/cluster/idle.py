@@ -1,0 +1,44 @@
+"""CPU time of engines that have nothing to do."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import psutil
+
+from harness.cluster.client import Client
+from harness.cluster.engines import Engine
+from harness.cluster.prompts import random_prompt
+from lab.results import say_on_stderr
+
+REQUESTS: Final = 5
+PROMPT_TOKENS: Final = 300
+SETTLE_S: Final = 12.0
+"""While a prefill engine holds blocks for a reader, vLLM itself steps all the time. Blocks that
+nobody fetched are given up after some seconds: only then does what is left belong to idleness."""
+IDLE_S: Final = 10.0
+
+
+def measure_idle(engines: Sequence[Engine], urls: Sequence[str]) -> float:
+    """Percent of one core that the engines use, after a few requests to each URL."""
+    for url in urls:
+        with Client(url) as client:
+            for seed in range(REQUESTS):
+                client.complete(random_prompt(PROMPT_TOKENS, seed))
+    say_on_stderr(f"waiting {SETTLE_S:.0f} s, then measuring {IDLE_S:.0f} s")
+    time.sleep(SETTLE_S)
+    before, begin = cpu_seconds(engines), time.monotonic()
+    time.sleep(IDLE_S)
+    return 100 * (cpu_seconds(engines) - before) / (time.monotonic() - begin)
+
+
+def cpu_seconds(engines: Sequence[Engine]) -> float:
+    """User and system time of all processes of these engines."""
+    total = 0.0
+    for engine in engines:
+        for process in engine.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total

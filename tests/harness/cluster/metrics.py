@@ -1,0 +1,164 @@
+"""What engines count: the names of their metrics, and what has changed since a moment."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from harness.cluster.client import Client, Counters
+from harness.cluster.engines import Connector
+from harness.cluster.waiting import look_until
+
+PREFIX: Final = "vllm:nixl_kv_"
+LOADS: Final = f"{PREFIX}loads_total"
+VERIFIED: Final = f"{PREFIX}loads_verified_total"
+FAILURES: Final = f"{PREFIX}load_failures_total"
+CORRUPT: Final = f"{PREFIX}load_failures_corrupt_total"
+UNREACHABLE: Final = f"{PREFIX}load_failures_unreachable_total"
+TOKENS: Final = f"{PREFIX}tokens_loaded_total"
+NBYTES: Final = f"{PREFIX}bytes_read_total"
+DESCRIPTORS: Final = f"{PREFIX}descriptors_total"
+READS: Final[Mapping[str, str]] = {
+    path: f"{PREFIX}reads_{path}_total" for path in ("direct", "gather", "staged")
+}
+SECONDS: Final = f"{PREFIX}transfer_seconds_sum"
+TICKETS_REFUSED: Final = f"{PREFIX}tickets_refused_total"
+TICKETS_MISSING: Final = f"{PREFIX}tickets_missing_total"
+OFFERS: Final = f"{PREFIX}offers_total"
+OFFERS_READ: Final = f"{PREFIX}offers_read_total"
+OFFERS_ABORTED: Final = f"{PREFIX}offers_aborted_total"
+OFFERS_UNCLAIMED: Final = f"{PREFIX}offers_unclaimed_total"
+OFFERS_NOT_NEEDED: Final = f"{PREFIX}offers_not_needed_total"
+OFFERS_REVOKED: Final = f"{PREFIX}offers_revoked_total"
+PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
+CACHED_TOKENS: Final = "vllm:prompt_tokens_cached_total"
+PREEMPTIONS: Final = "vllm:num_preemptions_total"
+DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
+QUEUED: Final = "vllm:num_requests_waiting"
+USAGE: Final = "vllm:kv_cache_usage_perc"
+
+POLL_S: Final = 0.05
+PROBE: Final = "ba"
+"""A prompt of one token."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What decode has loaded for some requests, over all its ranks."""
+
+    loads: int = 0
+    failures: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    descriptors: int = 0
+    seconds: float = 0.0
+    prompts: int = 0
+    """In tokens."""
+    cached: int = 0
+    """How many of these were in decode's cache, from earlier requests or from prefill."""
+
+    @classmethod
+    def from_counters(cls, changed: Counters, connector: Connector = "nixl-kv") -> "Loaded":
+        """Out of all that changed."""
+        counted = {
+            field: changed.get(name, 0.0) for field, name in LOADED_METRICS[connector].items()
+        }
+        seconds = counted.pop("seconds")
+        return cls(**{field: round(value) for field, value in counted.items()}, seconds=seconds)
+
+    @property
+    def computed(self) -> int:
+        """How many tokens of the prompts decode has computed itself."""
+        return self.prompts - self.cached
+
+
+LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
+    "nixl-kv": {
+        "loads": LOADS,
+        "failures": FAILURES,
+        "tokens": TOKENS,
+        "nbytes": NBYTES,
+        "descriptors": DESCRIPTORS,
+        "seconds": SECONDS,
+        "prompts": PROMPT_TOKENS,
+        "cached": CACHED_TOKENS,
+    },
+    "in-tree": {
+        "loads": "vllm:nixl_bytes_transferred_count",
+        "failures": "vllm:nixl_num_failed_transfers_total",
+        "tokens": "vllm:external_prefix_cache_hits_total",
+        "nbytes": "vllm:nixl_bytes_transferred_sum",
+        "descriptors": "vllm:nixl_num_descriptors_sum",
+        "seconds": "vllm:nixl_xfer_time_seconds_sum",
+        "prompts": PROMPT_TOKENS,
+        "cached": CACHED_TOKENS,
+    },
+}
+"""Where each connector counts a field of Loaded."""
+
+
+class CountersSince:
+    """What an engine has counted since this was built.
+
+    Counters may lag an answer: what a worker counts is published with a later step of the engine.
+    """
+
+    def __init__(self, client: Client) -> None:
+        """Begin now."""
+        self._client = client
+        self._before = client.counters()
+
+    def changed(self) -> Counters:
+        """By how much each counter has grown."""
+        now = self._client.counters()
+        return {name: value - self._before.get(name, 0.0) for name, value in now.items()}
+
+    def wait(
+        self, condition: Callable[[Counters], bool], timeout_s: float, *, step: bool = False
+    ) -> Counters:
+        """What has changed once the condition holds, or time is over; missing names count as 0.
+
+        With `step` the engine is given a token to compute before each look.
+        """
+
+        def look() -> Counters:
+            if step:
+                self._client.complete(PROBE, 1)
+            return _Zeros(self.changed())
+
+        return look_until(look, condition, timeout_s, interval_s=POLL_S)
+
+    def wait_for(self, name: str, amount: float = 1, timeout_s: float = 60.0) -> Counters:
+        """What has changed once one counter has grown by so much, or time is over."""
+        return self.wait(lambda changed: changed[name] >= amount, timeout_s)
+
+
+class _Zeros(Counters):
+    """Counters of which those that were never counted are 0."""
+
+    def __missing__(self, _: str) -> float:
+        return 0.0
+
+
+def accepted_share(changed: Counters) -> float | None:
+    """How many of the tokens that were drafted were right; None if none was drafted."""
+    drafted = changed.get(DRAFTED, 0.0)
+    return changed.get(ACCEPTED, 0.0) / drafted if drafted else None
+
+
+def blocks_in_use(client: Client, num_blocks: int) -> int:
+    """How many blocks of its cache an engine holds, for requests or for readers.
+
+    The gauge is as of the last step, and an idle engine makes none: so one is made. Of the blocks
+    one is vLLM's own.
+    """
+    client.complete(PROBE, 1)
+    return round(client.counters()[USAGE] * (num_blocks - 1))
+
+
+def wait_until_free(client: Client, num_blocks: int, timeout_s: float) -> int:
+    """How many blocks an engine still holds when it holds none, or time is over."""
+    held = partial(blocks_in_use, client, num_blocks)
+    return look_until(held, operator.not_, timeout_s, interval_s=POLL_S)

@@ -1,0 +1,63 @@
+"""A prefill and a decode engine, as clients and routers see them."""
+
+from typing_extensions import Self
+
+from harness.cluster.client import TIMEOUT_S, Answer, Client, Prompt, Ticket
+from harness.cluster.engines import Engine
+from harness.cluster.router import Router
+
+
+class Pair:
+    """Connections to both engines, and to the router before them if there is one."""
+
+    def __init__(
+        self,
+        prefill: Engine,
+        decode: Engine,
+        router: Router | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Connections are made when they are needed; an answer may take so long."""
+        self.prefill = prefill
+        self.decode = decode
+        self.router = router
+        self.to_prefill = Client(prefill.url, timeout_s=timeout_s)
+        self.to_decode = Client(decode.url, timeout_s=timeout_s)
+        self._to_router = Client(router.url, timeout_s=timeout_s) if router else None
+
+    def __enter__(self) -> Self:
+        """The connections are closed at the end of the block; the engines go on."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in (self.to_prefill, self.to_decode, self._to_router):
+            if client is not None:
+                client.close()
+
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+    @property
+    def to_router(self) -> Client:
+        """The connection to the router."""
+        if self._to_router is None:
+            raise RuntimeError("there is no router before these engines")
+        return self._to_router
+
+    def complete(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Answer:
+        """Ask as a router does: prefill first, then decode with prefill's ticket as it is."""
+        return self.decode_with(self.to_prefill.ticket(prompt), prompt, max_tokens, **extra)
+
+    def decode_with(
+        self, ticket: Ticket, prompt: Prompt, max_tokens: int = 16, **extra: object
+    ) -> Answer:
+        """Ask decode alone, with a ticket that prefill gave before."""
+        return self.to_decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **extra)

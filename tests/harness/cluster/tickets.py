@@ -1,0 +1,45 @@
+"""Tickets with other values in them, as a client writes them who has no key.
+
+Ours has them in its one string, and copies of some for routers; vLLM's own connector's has them in
+fields of the request's parameters.
+"""
+
+import base64
+from typing import Any, Final
+
+import msgspec
+
+from harness.cluster.client import Ticket
+from nixl_kv.protocol import ticket
+
+INSIDE: Final = {"remote_engine_id": "engine", "remote_host": "host", "remote_port": "port"}
+"""What a field that routers know is called in the string."""
+
+NAMES: Final = ticket.Ticket.__struct_fields__
+
+
+def values(params: Ticket) -> dict[str, Any]:
+    """What the string says, by name; nothing if there is none."""
+    if ticket.FIELD not in params:
+        return {}
+    payload = params[ticket.FIELD].rpartition(".")[2]
+    packed = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
+    return dict(zip(NAMES, msgspec.msgpack.decode(packed), strict=True))
+
+
+def sealed(params: Ticket, entries: object, version: int = ticket.WIRE_VERSION) -> Ticket:
+    """The same ticket, with this in its string. Its MAC stays, and is wrong then."""
+    mac = params[ticket.FIELD].split(".")[1]
+    payload = base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
+    return params | {ticket.FIELD: f"{version}.{mac}.{payload}"}
+
+
+def changed(params: Ticket, **fields: Any) -> Ticket:
+    """The same ticket with these values, wherever it has them."""
+    inside = values(params)
+    if not inside:
+        return params | fields
+    outside = {name: value for name, value in fields.items() if name in params}
+    renamed = {INSIDE.get(name, name): value for name, value in fields.items()}
+    known = {name: value for name, value in renamed.items() if name in inside}
+    return sealed(params, list((inside | known).values())) | outside

@@ -1,0 +1,211 @@
+"""Engines that are forked from a process that has imported vLLM.
+
+An engine is three processes (API server, engine core, worker). Each imports torch and vLLM, in
+20 s of CPU time; the rest of a start costs 4 s for all three. Here one process imports them once.
+Each engine is a child of it, and forks its own two as well: vLLM spawns these on CPU, so that is
+changed before. Nothing else differs from the command line: the same main function gets the same
+arguments, environment and folder.
+
+    python -m harness.cluster.warm DESCRIPTOR    # of the socket that asks for engines
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from harness.cluster import netns
+from harness.cluster.processes import ManagedProcess, ProcessDiedError
+
+MAIN: Final = "vllm.entrypoints.launchers.api_server.entry"
+PRELOADED: Final = (
+    "vllm.entrypoints.openai.api_server",
+    MAIN,
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.responses.serving",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "compressed_tensors",
+    "pydantic.v1",
+)
+"""What an engine's three processes import; one that is not there is imported by them, or not."""
+POLL_S: Final = 0.02
+TESTS: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a new engine is: all that a command line, an environment and a shell would say."""
+
+    arguments: tuple[str, ...]
+    env: dict[str, str]
+    log_path: str
+    folder: str
+    cores: tuple[int, ...] = ()
+    """Where it may run; none: everywhere."""
+    namespace: str | None = None
+    """Where it runs; None: on this machine."""
+    main: str | None = None
+    """The module whose function of that name it runs; None: the API server's."""
+
+
+class ForkedProcess:
+    """An engine that the server has forked. See `processes.Child`."""
+
+    def __init__(self, server: "WarmServer", pid: int) -> None:
+        """It runs."""
+        self.pid = pid
+        self._server = server
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        if self._code is None:
+            self._code = self._server.exit_code_of(self.pid)
+        return self._code
+
+    def wait(self) -> int:
+        """Wait for its end; its exit status."""
+        while (code := self.poll()) is None:
+            time.sleep(POLL_S)
+        return code
+
+
+class WarmServer(ManagedProcess):
+    """The process that forks engines, as its owner sees it. It ends with its owner."""
+
+    def __init__(self, name: str, log_dir: Path) -> None:
+        """Nothing runs before start()."""
+        super().__init__(name, log_dir / f"{name}.log")
+        self._lock = threading.Lock()
+        self._socket, self._theirs = socket.socketpair()
+        self._replies = self._socket.makefile("r", encoding="utf-8")
+
+    def start(self, env: Mapping[str, str], python: Path) -> None:
+        """Begin to import the vLLM of `python`'s environment."""
+        path = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
+        with self._theirs:
+            descriptor = self._theirs.fileno()
+            self.launch(
+                [str(python), "-m", __name__, str(descriptor)],
+                {**env, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                self.log_path.parent,
+                pass_fds=[descriptor],
+            )
+
+    def fork(self, launch: Launch) -> ForkedProcess:
+        """Begin one more engine; waits until vLLM is imported.
+
+        Raises:
+            ProcessDiedError: if the server has ended.
+        """
+        reply = self._ask(msgspec.to_builtins(launch))
+        if reply is None:
+            raise ProcessDiedError(f"{self.name} has ended; its log:\n{self.tail()}")
+        return ForkedProcess(self, int(reply["pid"]))
+
+    def exit_code_of(self, pid: int) -> int | None:
+        """That of an engine; None while it runs."""
+        reply = self._ask({"poll": pid})
+        if reply is None:  # the server was killed: nobody knows how the engine ended
+            return None if psutil.pid_exists(pid) else -signal.SIGKILL
+        code: int | None = reply["code"]
+        return code
+
+    def close(self) -> None:
+        """End it; its engines go on."""
+        self._replies.close()
+        self._socket.close()
+        self.kill()
+
+    def _ask(self, question: object) -> dict[str, Any] | None:
+        with self._lock:
+            try:
+                self._socket.sendall(json.dumps(question).encode() + b"\n")
+                line = self._replies.readline()
+            except (OSError, ValueError):
+                return None
+            return dict(json.loads(line)) if line else None
+
+
+def preload() -> None:
+    """Import what engines need, such that their processes are forked instead of spawned."""
+    system_utils = importlib.import_module("vllm.utils.system_utils")
+    vars(system_utils)["get_mp_context"] = partial(multiprocessing.get_context, "fork")
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # vLLM collects garbage at each start: 1 s in each process for what stands here
+
+
+def serve(connection: socket.socket) -> Launch | None:
+    """Fork engines until nobody asks any more (None); in an engine, return what it is to be."""
+    requests = connection.makefile("r", encoding="utf-8")
+    for line in requests:
+        question = json.loads(line)
+        if "poll" in question:
+            reply = {"code": _poll(question["poll"])}
+        else:
+            pid = os.fork()
+            if not pid:
+                requests.close()
+                connection.close()
+                return msgspec.convert(question, Launch)
+            reply = {"pid": pid}
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+    return None
+
+
+def _poll(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def become(launch: Launch) -> None:
+    """Make this process what a shell would make of a new one."""
+    os.setsid()
+    log = os.open(launch.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.chdir(launch.folder)
+    if launch.namespace is not None:
+        netns.enter(launch.namespace)
+    if launch.cores:
+        os.sched_setaffinity(0, launch.cores)
+    os.environ.clear()
+    os.environ.update(launch.env)
+    added = launch.env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [path for path in added if path and path not in sys.path]
+    sys.argv = ["api_server", *launch.arguments]
+
+
+def main() -> None:
+    """Import, then serve; in a forked engine, be it."""
+    preload()
+    launch = serve(socket.socket(fileno=int(sys.argv[1])))
+    if launch is not None:
+        become(launch)
+        importlib.import_module(launch.main or MAIN).main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The data plane: the public `MemoryTransport`, whose reads land when the schedule says so.
+
+A read lands piece by piece, in any order, for as long as its agent lives and its source's memory
+can be read; whoever reads from a process that started anew at the same addresses reads the new
+one's bytes. On links that have a rate it lands as time passes, all reads of a link side by side.
+As NIXL does, a transport that has dropped a peer says nothing of a read's end, which goes on.
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from harness.local.memory import Fabric, MemoryTransport
+from nixl_kv.errors import NixlKVError, PeerLost, TransportError
+from nixl_kv.ids import FenceToken
+from nixl_kv.transport.base import Indices, PeerName, SlotPage
+from sim.faults import Costs, Faults
+from sim.repeatable import Clock, Violation
+
+EMPTY = FenceToken(bytes(16))
+
+Piece = tuple[tuple[int, int], tuple[int, int]]
+"""Address and length on this side, and on the side that is read."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One engine's process, through all of its lives."""
+
+    name: str
+    is_up: bool = True
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way: what has not landed yet."""
+
+    number: int
+    transport: "SimTransport"
+    peer: str
+    source: Process
+    pieces: list[Piece]
+    addresses: tuple[int, ...]  # on this side, of all pieces
+    server: "SimTransport | None" = None  # which has to take part, over TCP
+    served_before: int = 0  # how often it had taken part by the latest piece
+    is_broken: bool = False
+    is_forgotten: bool = False  # its peer was dropped: nobody learns of its end
+    hangs: bool = False  # it never lands
+    is_damaged: bool = False  # a bit of the next piece changes on its way
+
+    @property
+    def can_write(self) -> bool:
+        """Whether more of it may land."""
+        return bool(self.pieces) and not self.is_broken and not self.transport.is_closed
+
+    def land(self, pick: int) -> None:
+        """One more piece arrives."""
+        if not self.can_write or not self.source.is_up or self.hangs:
+            return
+        (address, length), (source, _) = self.pieces.pop(pick % len(self.pieces))
+        ctypes.memmove(address, source, length)
+        if self.is_damaged:
+            ctypes.c_uint8.from_address(address).value ^= 1
+            self.is_damaged = False
+
+    def land_all(self) -> None:
+        """The rest arrives."""
+        for _ in range(len(self.pieces)):
+            self.land(0)
+
+    def hang(self) -> None:
+        """It will never land."""
+        self.hangs = True
+
+    def fail(self) -> None:
+        """Its end will be an error."""
+        self.is_broken = True
+
+    def serve(self) -> bool:
+        """Whether its source has taken part since the latest piece."""
+        if self.server is None:
+            return True
+        has_served = self.server.served > self.served_before
+        self.served_before = self.server.served
+        return has_served
+
+
+class SimFabric(Fabric):
+    """All reads of the world, in the order in which they were started."""
+
+    def __init__(
+        self, clock: Clock, *, tcp: bool = False, rate: float = 0.0, costs: Costs | None = None
+    ) -> None:
+        """Start with none.
+
+        Args:
+            clock: of the world.
+            tcp: reads land only while their source's thread takes part.
+            rate: of each link between two engines, in bytes a second; 0: the schedule lands them.
+            costs: what takes time inside a turn.
+        """
+        super().__init__()
+        self.clock = clock
+        self.tcp = tcp
+        self.rate = rate
+        self.costs = costs or Costs()
+        self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
+        self._reads: list[Read] = []
+        self._count = 0
+        self._flowed_at = clock.now
+        self._unspent: dict[tuple[Process, Process], float] = {}  # bytes, of each link
+
+    def start(self, transport: "SimTransport", pieces: list[Piece], peer: str) -> Read:
+        """Add a read."""
+        self._count += 1
+        addresses = tuple(address for (address, _), _ in pieces)
+        source = self.processes[peer]
+        read = Read(self._count, transport, peer, source, pieces, addresses)
+        server = self.transports.get(peer)
+        if self.tcp and isinstance(server, SimTransport):
+            read.server, read.served_before = server, server.served
+        self._reads.append(read)
+        return read
+
+    def flow(self) -> None:
+        """What the links have carried since the last call lands, in turn of each read a piece."""
+        seconds, self._flowed_at = self.clock.now - self._flowed_at, self.clock.now
+        if not self.rate or not seconds:
+            return
+        under_way: dict[tuple[Process, Process], deque[Read]] = {}
+        for read in self.reads():
+            if read.source.is_up and not read.hangs:
+                under_way.setdefault((read.source, read.transport.process), deque()).append(read)
+        unspent, self._unspent = self._unspent, {}
+        for link, reads in under_way.items():
+            allowed = unspent.get(link, 0.0) + seconds * self.rate
+            while reads and reads[0].pieces[0][0][1] <= allowed:
+                read = reads.popleft()
+                allowed -= read.pieces[0][0][1]
+                read.land(0)
+                reads.extend([read] if read.pieces else [])
+            if reads:
+                self._unspent[link] = allowed
+
+    def leave(self, process: Process) -> None:
+        """A process has died, and its reads with it."""
+        for name, transport in list(self.transports.items()):
+            if self.processes[name] is process:
+                transport.close()
+
+    def reads(self) -> list[Read]:
+        """The reads that may still write; the others are forgotten."""
+        self._reads = [read for read in self._reads if read.can_write]
+        return self._reads
+
+
+class SimTransport(MemoryTransport):
+    """A transport of one life of a rank."""
+
+    def __init__(self, fabric: SimFabric, process: Process, faults: Faults) -> None:
+        """Join the fabric."""
+        super().__init__(fabric)
+        self.process = process
+        self.is_closed = False
+        self.served = 0
+        self._peers: set[str] = set()
+        self._reads = fabric
+        self._faults = faults
+        fabric.processes[self.name] = process
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """Find a peer on the fabric, unless the schedule refuses it."""
+        self._reads.clock.now += self._reads.costs.join
+        if self._faults.refuses_peer:
+            self._faults.refuses_peer = False
+            raise TransportError("the schedule refused this peer")
+        name = super().add_peer(metadata)
+        self._peers.add(name)
+        return name
+
+    def drop_peer(self, peer: PeerName) -> None:
+        """Forget a peer. What is read from it goes on, and nobody learns how it ends."""
+        self._peers.discard(peer)
+        for read in self._reads.reads():
+            if read.transport is self and read.peer == peer:
+                read.is_forgotten = True
+
+    def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
+        """Start a read that the schedule lands.
+
+        Raises:
+            TransportError: if the peer was dropped.
+        """
+        self._faults.touch()
+        costs = self._reads.costs
+        self._reads.clock.now += costs.post + costs.run * len(indices[0])
+        if remote.owner not in self._peers:
+            raise TransportError(f"no such peer: {remote.owner}")
+        read = super().read(local, remote, indices)
+        return self._reads.start(self, list(read.pairs), read.peer)
+
+    def poll(self, read: Any) -> bool:
+        """Whether all of it has landed.
+
+        Raises:
+            PeerLost: if it has failed.
+            TransportError: if nothing is known of it.
+        """
+        self._faults.touch()
+        if read.is_forgotten:
+            raise TransportError("no such read")
+        if read.is_broken:
+            raise PeerLost("the schedule broke this read")
+        return not read.pieces
+
+    def progress(self) -> None:
+        """Take part in reads of this side's memory."""
+        self.served += 1
+
+    def close(self) -> None:
+        """Leave: nothing lands any more."""
+        super().close()
+        self.is_closed = True
+
+
+class SimSlots(SlotPage):
+    """A rank's page of slots, at the same address in all of its lives."""
+
+    def __init__(self, count: int) -> None:
+        """All are clear."""
+        super().__init__(count)
+        self.faults = Faults()
+
+    def start_life(self, faults: Faults) -> None:
+        """A new process has fresh memory."""
+        self.faults = faults
+        ctypes.memset(self.address, 0, self.span.length)
+
+    def write(self, slot: int, fence_token: FenceToken) -> None:
+        """Write a slot; the thread may die of it.
+
+        Raises:
+            Violation: if a slot is granted twice, or cleared although it is clear.
+        """
+        self.faults.touch()
+        if (self.read(slot) == EMPTY) == (fence_token == EMPTY):
+            action = "cleared" if fence_token == EMPTY else "granted"
+            raise Violation(f"slot {action} twice", f"slot {slot}")
+        super().write(slot, fence_token)
+
+    def clear_all(self) -> None:
+        """Make every grant invalid; the thread may die of it."""
+        self.faults.touch()
+        super().clear_all()
+
+    @property
+    def any_valid(self) -> bool:
+        """Whether a grant is valid."""
+        return any(self.read(slot) != EMPTY for slot in range(self.count))
+
+
+@dataclass(eq=False)
+class Work:
+    """A call that waits for the schedule."""
+
+    future: "Future[Any]"
+    call: Callable[[], Any]
+
+
+class Background(Executor):
+    """Makes and destroys agents, and prepares peers, when the schedule says so."""
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self.waiting: list[Work] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Add a call."""
+        future: Future[Any] = Future()
+        self.waiting.append(Work(future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as Executor's
+        """Nothing runs by itself."""
+        del wait, cancel_futures
+
+    def work(self, *, fail: bool = False) -> None:
+        """Do the oldest call; or let it fail, as making and destroying agents may."""
+        if not self.waiting:
+            return
+        work = self.waiting.pop(0)
+        if not work.future.set_running_or_notify_cancel():
+            return
+        try:
+            if fail:
+                raise TransportError("the schedule let it fail")
+            work.future.set_result(work.call())
+        except (NixlKVError, ValueError) as error:
+            work.future.set_exception(error)

@@ -1,0 +1,224 @@
+"""The end of every schedule: no faults any more, and within a bound everything is over.
+
+    calm             everybody goes on
+    decode dies      all decode engines die: prefill's blocks are free within the lease, or within
+                     the offer's time if nobody had asked
+    prefill dies     every load ends
+    prefill sleeps   the same while prefill's processes stand still; then they go on
+    prefill drains   prefill takes no new request, and vLLM pauses on decode, where the transfer
+                     threads go on: prefill's blocks are free all the same; then decode resumes
+
+Where all engines both prefill and decode, the first is the prefill engine here, the last decodes.
+A read that hangs goes on doing so: only the end of its agent ends it. When all is over, no thread
+waits for anything but messages.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.engine.loop import LINK_KEPT_S, Parts
+from nixl_kv.engine.serving import LINGER_S
+from nixl_kv.protocol.load import DRAIN_S
+from nixl_kv.protocol.peers import KEPT_S, State
+from nixl_kv.protocol.prefill import RECALL_S
+from nixl_kv.reading.replace import TRY_AGAIN_S
+from sim.cache import CONTENT
+from sim.engine import Engine
+from sim.invariants import Invariants
+from sim.rank import RankLife
+from sim.repeatable import Violation
+from sim.steps import perform, round_lines
+from sim.world import World
+
+PAUSE_S: Final = 0.1  # between two rounds
+SLACK_S: Final = 1.0
+ALL_S: Final = 60.0
+LONGEST_ANSWER: Final = 4  # in steps; of those that schedules ask prefill for
+LONGEST_LOAD: Final = 8  # in rounds: a grant, a few chunks, the slot, a digest
+IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
+"""The last commands are submitted, carried out, and what they sent is handled; then all wait."""
+ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """For how many seconds a request may hold blocks for the other side."""
+
+    load: float
+    offer: float
+
+    @classmethod
+    def of(cls, world: World) -> "Allowed":
+        """A load: its time, the drain, making an agent and destroying one, each perhaps twice.
+
+        And what it waits for: peers that are joined before, and reads that share its link. Whatever
+        moves of it gives it its time anew: so do the turns that it takes where turns are long. An
+        offer: from its prompt's last step on until the whole answer is there, until somebody asks,
+        until it begins to read, and then that one's load and a lease.
+        """
+        config = world.environment.config
+        a_round = world.shape.tick * sum(1 for _ in world.ranks())
+        load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
+        load += LONGEST_LOAD * (a_round + PAUSE_S)
+        answer = LONGEST_ANSWER * a_round
+        offer = answer + max(config.offer_ttl_s, config.lease_s) + SLACK_S
+        granted = config.hold_s + RECALL_S + load + config.lease_s
+        return cls(load, offer + (granted if world.decodes() else 0))
+
+
+def _queue_s(world: World) -> float:
+    """For how long others may be served first, all ranks one after the other."""
+    shape, num_ranks = world.shape, sum(1 for _ in world.ranks())
+    num_bytes = shape.heads * CONTENT * world.router.num_tokens
+    return (
+        shape.join * num_ranks * len(world.prefills()) * max(shape.prefill, shape.decode)
+        + (shape.post + shape.tick) * num_ranks * world.router.num_used
+        + shape.run * num_ranks * world.router.num_tokens
+        + (num_bytes / shape.rate if shape.rate else 0)
+    )
+
+
+def end(world: World, ending: str, invariants: Invariants) -> None:
+    """End a schedule in one of these ways.
+
+    Raises:
+        Violation: if something is left, or took too long.
+        ValueError: if there is no such way.
+    """
+    if ending not in ENDINGS:
+        raise ValueError(f"a schedule ends in one of {', '.join(ENDINGS)}, not {ending!r}")
+    _end_faults(world)
+    prefills, decodes = _sides(world)
+    for name in {"decode dies": decodes, "prefill dies": prefills}.get(ending, ()):
+        world.kill(name)
+    if ending == "prefill sleeps":
+        _do(world, "stop", prefills)
+        _wait_until_over(world, invariants, others=prefills)
+        _do(world, "cont", prefills)
+    if ending == "prefill drains":
+        _do(world, "drain", prefills)
+        _do(world, "pause", decodes)
+        _wait_until_over(world, invariants, others=decodes)
+        _do(world, "resume", decodes)
+    _wait_until_over(world, invariants)
+    _check_idle(world, invariants)
+
+
+def _sides(world: World) -> tuple[list[str], list[str]]:
+    """The names of the engines that prefill here, and of those that decode."""
+    names = list(world.engines)
+    if world.shape.both:
+        return names[:1], names[-1:]
+    return world.shape.prefill_names, names[world.shape.prefills :]
+
+
+def _do(world: World, word: str, engines: list[str]) -> None:
+    for name in engines:
+        perform(world, f"{word} {name}")
+
+
+def _end_faults(world: World) -> None:
+    """Nothing stands still, nothing is about to fail, and others free their blocks."""
+    for rank in world.ranks():
+        rank.is_stopped, rank.faults.dies_after, rank.faults.refuses_peer = False, None, False
+        rank.faults.unsent = 0
+    for engine in world.alive():
+        engine.settle()
+        engine.scheduler.vacate()
+        engine.is_paused = False
+        engine.wake()
+
+
+def _wait_until_over(world: World, invariants: Invariants, *, others: Sequence[str] = ()) -> None:
+    """Rounds until nothing is left, but on some engines, of which nothing is asked."""
+    since = dict[str, float]()
+    allowed = Allowed.of(world)
+    until = world.clock.now + ALL_S + allowed.load
+    _round(world, invariants)  # for what was commanded, and nobody has yet
+    while True:
+        asked = [engine for engine in world.alive() if engine.name not in others]
+        left = [item for engine in asked for item in _left(engine)]
+        if not left:
+            return
+        if world.clock.now > until:
+            raise Violation("not over", "; ".join(left))
+        for engine in asked:
+            _check_time(engine, since, world.clock.now, allowed)
+        _round(world, invariants)
+        world.clock.now += PAUSE_S
+
+
+def _round(world: World, invariants: Invariants) -> None:
+    for line in round_lines(world):
+        perform(world, line)
+        invariants.check()
+
+
+def _check_time(engine: Engine, since: dict[str, float], now: float, allowed: Allowed) -> None:
+    """Blocks that are held for the other side are held for so long and no longer."""
+    for request in engine.scheduler.requests.values():
+        if engine.scheduler.is_offer(request):
+            kind, limit = "offer", allowed.offer
+        elif engine.scheduler.is_load(request):
+            kind, limit = "load", allowed.load
+        else:
+            continue
+        seconds = now - since.setdefault(request.request_id, now)
+        if seconds > limit:
+            detail = f"{request.request_id} after {seconds:.1f} s; allowed: {limit:g}"
+            raise Violation(f"{kind} too long", detail)
+
+
+def _check_idle(world: World, invariants: Invariants) -> None:
+    """Each thread waits for messages, and for the time when it forgets a peer: it uses no CPU."""
+    for _ in range(IDLE_ROUNDS):
+        _round(world, invariants)
+        world.clock.now += LINGER_S
+    for rank in world.ranks():
+        if rank.loop.parts.agents.next_due is not None:  # to close connections of the dead
+            continue
+        if rank.control.wait_s is not None and rank.control.wait_s < KEPT_S / 2:
+            raise Violation("not idle", f"{rank.seat.name} wakes after {rank.control.wait_s} s")
+
+
+def _left(engine: Engine) -> Iterator[str]:
+    """What an engine still has that it should not."""
+    if engine.scheduler.requests:
+        yield repr(engine)
+    num_used = engine.scheduler.blocks.block_pool.num_used
+    if num_used:
+        yield f"{engine.name}: {num_used} blocks"
+    for rank in engine.ranks:
+        yield from (f"{rank.seat.name}: {item}" for item in _left_on(rank))
+
+
+def _left_on(rank: RankLife) -> Iterator[str]:
+    parts = rank.parts
+    if rank.seat.slots.any_valid:
+        yield "a valid slot"
+    if parts.prefill.offers:
+        yield repr(parts.prefill)
+    for load in parts.decode.loads:
+        yield f"a load that waits for {load.waits_for}"
+    for peer in parts.decode.peers.known.values():
+        if peer.state is not State.READY:
+            yield f"{peer.key}, {peer.state.name}"
+    if len(rank.loop.outstanding):
+        yield repr(rank.loop.outstanding)
+    if parts.agents.is_busy:
+        yield repr(parts.agents)
+    if parts.digests:
+        yield repr(parts.digests)
+    yield from _left_in_rings(parts)
+
+
+def _left_in_rings(parts: Parts) -> Iterator[str]:
+    if parts.packs or any(parts.prefill.ring.slots):
+        yield f"{sum(map(bool, parts.prefill.ring.slots))} slots that were packed"
+    for path in parts.agents.peers.paths:
+        # Only a path that reads into a ring has these.
+        slots, staging = getattr(path, "slots", None), getattr(path, "staging", None)
+        if slots is not None and staging is not None and len(slots) < staging.ring.num_slots:
+            yield f"{staging.ring.num_slots - len(slots)} slots that were read"

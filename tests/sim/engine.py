@@ -1,0 +1,221 @@
+"""One life of one engine: its ranks, its scheduler, and vLLM's steps.
+
+A step has pieces, between which anything may happen: the schedule; each rank gets the commands;
+each rank computes and hands over its report; the scheduler handles what all ranks have reported.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from nixl_kv.connector.prefill import Address
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.geometry.match import ParallelShape
+from nixl_kv.ids import EngineId, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import Description
+from sim.network import HOST, VersionedControl
+from sim.rank import MODEL, Environment, RankLife, Seat
+from sim.schedulers import EngineScheduler
+from sim.vllm import Aggregator, BlockManager, BlockPool, Forward
+
+DIRECTORY_PORT: Final = 50
+"""After the port of the engine's first rank."""
+
+Piece = tuple[RankLife | None, Callable[[], None]]
+
+
+class Engine:
+    """See the module's head."""
+
+    def __init__(self, seats: Sequence[Seat], environment: Environment) -> None:
+        """Start a life: all memory has other contents."""
+        self._seats = seats
+        self._environment = environment
+        self._overwrite(list(range(seats[0].cache.num_blocks)))
+        self.is_paused = False  # vLLM makes no steps; the transfer threads go on
+        self.is_draining = False  # it takes no new request
+        self.is_asleep = False
+        self.is_going_to_sleep = False  # as soon as nothing is held
+        self.directory_control = VersionedControl(
+            f"{self.name}.directory", environment.network, is_newer=seats[0].is_newer
+        )
+        self._directory: DirectoryServer | None = None
+        if self.is_prefill:
+            port = seats[0].port + DIRECTORY_PORT
+            self._directory = DirectoryServer(self.directory_control, HOST, port)
+        self.scheduler = self._make_scheduler()
+        self._pieces: list[Piece] = []
+        self._ended = Aggregator(len(seats))
+        self._failed: set[RequestId] = set()
+        self._start_life()
+
+    def __repr__(self) -> str:
+        """Its requests and their states."""
+        return f"<{self.name}: {self.scheduler!r}>"
+
+    @property
+    def name(self) -> str:
+        """As schedules write it."""
+        return self._seats[0].process.name
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it prefills for others."""
+        return self._seats[0].is_prefill
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it decodes what others have prefilled."""
+        return self._seats[0].is_decode
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it accepts new ones."""
+        return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a rank of it stands still."""
+        return any(rank.is_stopped for rank in self.ranks)
+
+    @property
+    def num_pieces(self) -> int:
+        """What is left of the step that is under way."""
+        return len(self._pieces)
+
+    def serve_directory(self) -> None:
+        """Answer who asks for the engine's description, unless its process stands still."""
+        is_still = bool(self.ranks) and all(rank.is_stopped for rank in self.ranks)
+        if self._directory is not None and not is_still:
+            self._directory.turn(0)
+
+    def leave(self) -> None:
+        """Its process has died."""
+        self.directory_control.close()
+        for rank in self.ranks:
+            rank.control.close()
+
+    def piece(self) -> bool:
+        """Go on with the step, or begin one; False if a stopped rank is in the way."""
+        if not self._pieces:
+            if not self._is_resting:
+                self._begin()
+            return True
+        rank, call = self._pieces[0]
+        if rank is not None and rank.is_stopped:
+            return False
+        self._pieces.pop(0)
+        call()
+        return True
+
+    @property
+    def loses_loads_if_frozen(self) -> bool:
+        """Whether vLLM 0.33 runs a load's request with a discarded cache: see docs/faults.md.
+
+        The step that is under way may report such a load.
+        """
+        return bool(self._pieces) or self.scheduler.decode.has_good_loads
+
+    def settle(self) -> bool:
+        """End the step that is under way, if one is; False if a stopped rank is in the way."""
+        while self._pieces:
+            if not self.piece():
+                return False
+        return True
+
+    def step(self) -> bool:
+        """What is left of this step, or a whole one."""
+        if not self._pieces and not self._is_resting:
+            self._begin()
+        return self.settle()
+
+    def go_to_sleep(self) -> None:
+        """As vLLM's `sleep` in its mode `abort`: all requests end; it sleeps when none is left."""
+        for request in self.scheduler.living():
+            self.scheduler.abort(request)
+        self.is_going_to_sleep = True
+
+    def freeze(self) -> None:
+        """As vLLM's `sleep` in its mode `keep`: at once. What runs is computed again later."""
+        if not self.is_asleep:
+            for request in self.scheduler.living():
+                self.scheduler.preempt(request)
+            self._fall_asleep()
+
+    def wake(self) -> None:
+        """Begin a new life of all ranks, if it sleeps; else it goes on."""
+        self.is_going_to_sleep = False
+        if self.is_asleep:
+            self.is_asleep = False
+            self._start_life()
+
+    @property
+    def _is_resting(self) -> bool:
+        return self.is_paused or self.is_asleep
+
+    def _start_life(self) -> None:
+        """All ranks register their caches."""
+        self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
+        self.description = self._describe()
+        layouts = tuple(rank.parts.description.layout for rank in self.ranks)
+        self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts)]
+        if self._directory is not None:
+            self._directory.publish(self.description)
+            engine, life = EngineId(self.name), self.description.incarnation
+            self.scheduler.prefill.set_address(Address(engine, life, HOST, self._directory.port))
+
+    def _fall_asleep(self) -> None:
+        """The cache is discarded; what was owed is reported with the next step."""
+        for rank in self.ranks:
+            rank.stop()
+            self._take_report(rank)
+        self.ranks = []
+        self.is_asleep, self.is_going_to_sleep = True, False
+        self._overwrite(list(range(self._seats[0].cache.num_blocks)))
+
+    def _describe(self) -> Description:
+        descriptions = [rank.parts.description for rank in self.ranks]
+        shape = ParallelShape(len(self.ranks), 1)
+        return describe_engine(EngineId(self.name), MODEL, shape, descriptions)
+
+    def _make_scheduler(self) -> EngineScheduler:
+        environment, seat = self._environment, self._seats[0]
+        caches = [each.cache for each in self._seats]
+        blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
+        return EngineScheduler(seat, caches, blocks, environment.config, environment.clock)
+
+    def _overwrite(self, blocks: list[int]) -> None:
+        """These blocks are anybody's."""
+        for seat in self._seats:
+            seat.cache.overwrite(blocks)
+
+    def _begin(self) -> None:
+        commands, forwards = self.scheduler.schedule()
+        commands, self._first = [*self._first, *commands], []
+        pieces: list[Piece] = [(rank, self._submit(rank, commands)) for rank in self.ranks]
+        pieces += [(rank, self._work(rank, forwards)) for rank in self.ranks]
+        self._pieces = [*pieces, (None, self._end)]
+
+    def _submit(self, rank: RankLife, commands: list[events.Command]) -> Callable[[], None]:
+        return lambda: rank.submit(commands)
+
+    def _work(self, rank: RankLife, forwards: list[Forward]) -> Callable[[], None]:
+        """A forward, and then the rank's report."""
+
+        def work() -> None:
+            for forward in forwards:
+                rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
+            self._take_report(rank)
+
+        return work
+
+    def _take_report(self, rank: RankLife) -> None:
+        ended, failed = rank.pop_ended()
+        self._failed |= failed
+        self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
+
+    def _end(self) -> None:
+        self.scheduler.on_ends(self._ended.pop_complete(), self._failed)
+        self.scheduler.update()
+        if self.is_going_to_sleep and not self.scheduler.requests:
+            self._fall_asleep()

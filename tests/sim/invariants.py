@@ -1,0 +1,264 @@
+"""What must hold after every step.
+
+a slot            is granted only while it is clear, and cleared once (see `data_plane.SimSlots`)
+a grant           is valid when it leaves, for blocks of the request that it was made for
+a valid slot      its blocks are still that request's, and it is not reported as sent
+a read            its blocks are those of the request that it is for, until it cannot write
+a good load       has its own prompt's bytes from every rank, when it is reported
+a report          is of a load that was started, says of how many tokens, and is the only one
+a digest          leaves while the slot of its grant is valid
+a verified load   was compared with each rank's digest, and equal
+a corrupt load    was damaged on its way
+a dropped peer    is not being read (see `data_plane.SimTransport`)
+a stopped rank    is not written by any read, and owes no load (see `rank.RankLife.stop`)
+the machines      say so themselves
+
+And where no lease runs out and no message is lost (`gentle`), a read is served to its end: its
+blocks stay as they are on prefill until nothing reads them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from harness.local.offers import check_prefill
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.layout import ABSENT
+from nixl_kv.ids import FenceToken, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
+from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
+from sim.cache import NULL_BLOCK
+from sim.data_plane import Read
+from sim.engine import Engine
+from sim.network import SimControl
+from sim.rank import RankLife
+from sim.repeatable import Violation
+from sim.tickets import incarnation_in
+from sim.world import World
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A grant that left a prefill rank, and whose the blocks were then."""
+
+    rank: RankLife
+    nonce: Nonce
+    slot: int
+    fence_token: FenceToken
+    blocks: frozenset[int]
+    owner: RequestId
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a reader would believe it."""
+        return self.rank.seat.slots.read(self.slot) == self.fence_token
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """A load that failed; `incarnation` is that of the engine that its ticket names."""
+
+    request: RequestId
+    failure: events.Failure
+    incarnation: Incarnation
+
+
+class Invariants:
+    """See the module's head. It observes all ranks of a world."""
+
+    def __init__(self, world: World, *, is_served: Callable[[], bool]) -> None:
+        """Observe this world. `is_served`: whether each read is served to its end, up to now."""
+        self.num_good = 0
+        self.num_verified = 0
+        self.failed: list[FailedLoad] = []
+        self._world = world
+        self._is_served = is_served
+        self._grants: dict[tuple[RankLife, Nonce], Granted] = {}
+        self._owners: dict[int, RequestId | None] = {}  # of reads' blocks, by the read's number
+        self._reported: set[tuple[RankLife, RequestId]] = set()
+        self._equal: set[tuple[RankLife, RequestId, Rank]] = set()
+        world.environment.observer = self
+
+    def check(self) -> None:
+        """To be called after a step.
+
+        Raises:
+            Violation: says what does not hold.
+        """
+        alive = list(self._world.ranks())
+        if self._grants:
+            self._grants = {key: each for key, each in self._grants.items() if each.rank in alive}
+            for granted in self._grants.values():
+                self._check_grant(granted)
+        reads = self._world.fabric.reads()
+        for engine in self._world.decodes() if reads else ():
+            self._check_reads(engine)
+        for rank in alive:
+            if rank.has_turned:
+                rank.has_turned = False
+                _validate(rank)
+
+    # --- as observer
+
+    def on_result(self, rank: RankLife, result: events.Result) -> None:
+        """From now on vLLM may use the blocks for anything.
+
+        Raises:
+            Violation: if it may not.
+        """
+        engine = self._engine_of(rank)
+        if engine is None:
+            return
+        if isinstance(result, OfferEnded):
+            self._check_offer_ended(rank, result)
+        if isinstance(result, LoadEnded):
+            self._reported.add((rank, result.request))
+            self._check_reads(engine)
+            self._check_load(engine, rank, result)
+
+    def on_reply(self, control: SimControl, payload: bytes) -> None:
+        """A prefill rank answers: what it grants or digests, it holds.
+
+        Raises:
+            Violation: if it does not.
+        """
+        answer = decode_answer(payload)
+        rank = next((r for r in self._world.ranks() if r.control is control), None)
+        engine = None if rank is None else self._engine_of(rank)
+        if engine is None or rank is None:
+            return
+        if isinstance(answer, Grant):
+            self._add_grant(engine, rank, answer)
+        if isinstance(answer, DigestReply) or (
+            isinstance(answer, PackReply) and answer.slot is not None
+        ):
+            granted = self._grants.get((rank, answer.nonce))
+            if granted is None or not granted.is_valid:
+                kind = "digest" if isinstance(answer, DigestReply) else "chunk"
+                raise Violation(f"{kind} of what is not held", f"{control.name}: {answer.nonce}")
+            self._check_grant(granted)
+
+    def on_compared(self, rank: RankLife, event: events.DigestCompared) -> None:
+        """Bytes that landed were compared with prefill's."""
+        if event.difference is None and event.refusal is None:
+            self._equal.add((rank, event.request, event.rank))
+
+    def _engine_of(self, rank: RankLife) -> Engine | None:
+        """The life that it is a part of, which may be over."""
+        return self._world.engines[rank.seat.process.name]
+
+    # --- prefill
+
+    def _add_grant(self, engine: Engine, rank: RankLife, grant: Grant) -> None:
+        ids = [block for table in grant.tables for block in table.block_ids.tolist()]
+        blocks = frozenset(ids) - {ABSENT}
+        owner = _owner(engine, min(blocks, default=NULL_BLOCK))
+        if owner is None:
+            raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")
+        granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
+        if not granted.is_valid:
+            raise Violation("granted without a slot", f"{rank.seat.name}: {owner}")
+        known = self._grants.setdefault((rank, grant.nonce), granted)
+        if known != granted:
+            raise Violation("granted in two ways", f"{rank.seat.name}: {known} and {granted}")
+        self._check_grant(granted)
+
+    def _check_grant(self, granted: Granted) -> None:
+        engine = self._engine_of(granted.rank)
+        if engine is None or not granted.is_valid:
+            return
+        for block in granted.blocks:
+            if _owner(engine, block) != granted.owner:
+                detail = f"{granted.rank.seat.name}: slot {granted.slot}, block {block}"
+                raise Violation("blocks free while their slot is valid", detail)
+
+    def _check_offer_ended(self, rank: RankLife, ended: OfferEnded) -> None:
+        granted = self._grants.get((rank, ended.nonce))
+        if granted is None:
+            return
+        detail = f"{rank.seat.name}: {ended.request}, slot {granted.slot}"
+        if granted.is_valid:
+            raise Violation("reported while its slot is valid", detail)
+        if self._is_served():
+            for read in self._world.fabric.reads():
+                if self._warms_up(read):
+                    continue
+                remote = {rank.seat.cache.block_at(there) for _, (there, _) in read.pieces}
+                if remote & granted.blocks:
+                    raise Violation("not served to its end", detail)
+
+    # --- decode
+
+    def _check_reads(self, engine: Engine) -> None:
+        for rank, read in self._reads(engine):
+            blocks = {rank.seat.cache.block_at(address) for address in read.addresses}
+            owners = {_owner(engine, block) for block in blocks if block is not None}
+            owner = self._owners.setdefault(read.number, next(iter(owners)))
+            detail = f"{rank.seat.name}: blocks {blocks} of {owner}"
+            if owners != {owner} or owner is None:
+                raise Violation("blocks back while a read can write", detail)
+            if (rank, owner) in self._reported:
+                raise Violation("reported while a read can write", detail)
+
+    def _warms_up(self, read: Read) -> bool:
+        """Whether it is of bytes that nobody wants, into memory that is nobody's."""
+        caches = [rank.seat.cache for rank in self._world.ranks()]
+        return all(cache.block_at(read.addresses[0]) is None for cache in caches)
+
+    def _reads(self, engine: Engine) -> Iterator[tuple[RankLife, Read]]:
+        """Those that write into an engine's caches."""
+        for rank in engine.ranks:
+            for read in self._world.fabric.reads():
+                if rank.seat.cache.block_at(read.addresses[0]) is not None:
+                    yield rank, read
+
+    def _check_load(self, engine: Engine, rank: RankLife, ended: LoadEnded) -> None:
+        request, start = engine.scheduler.requests.get(ended.request), rank.loads.get(ended.request)
+        name = f"{rank.seat.name}: {ended.request}"
+        if request is None or start is None:
+            raise Violation("unexpected report", name)
+        if ended.num_tokens != start.num_tokens:
+            raise Violation("wrong report", f"{name}: {ended}, of {start}")
+        if ended.failure is not None:
+            self._check_failure(ended.request, ended.failure)
+            incarnation = incarnation_in(request.kv_transfer_params)
+            self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
+            return
+        self.num_good += 1
+        self.num_verified += ended.verified
+        compared = all(
+            (rank, ended.request, read.rank) in self._equal
+            for read in ended.reads
+            if read.num_bytes
+        )
+        if ended.verified != start.verify or (start.verify and not compared):
+            raise Violation("not compared", name)
+        environment = self._world.environment
+        packs = environment.config.path == "staged" and not environment.has_copy_failed
+        if packs and any(r.num_bytes and r.path != "staged" for r in ended.reads):
+            raise Violation("read directly although prefill packs", name)
+        tokens = range(start.begin, start.end)
+        table = engine.scheduler.blocks.table(ended.request)
+        wrong = rank.seat.cache.wrong_tokens(request.prompt, table, tokens)
+        if wrong:
+            raise Violation("wrong bytes", f"{name}, tokens {wrong} of {tokens}")
+
+    def _check_failure(self, request: RequestId, failure: events.Failure) -> None:
+        is_corrupt = failure.kind is FailureKind.CORRUPT
+        if is_corrupt and request not in self._world.damage.requests:
+            raise Violation("good bytes called corrupt", f"{request}: {failure}")
+
+
+def _owner(engine: Engine, block: int) -> RequestId | None:
+    return engine.scheduler.blocks.block_pool.blocks[block].owner
+
+
+def _validate(rank: RankLife) -> None:
+    """Between a death and the restart the machines are in doubt."""
+    if rank.has_died:
+        return
+    try:
+        check_prefill(rank.parts.prefill)
+        rank.parts.decode.validate()
+    except LocalProtocolError as error:
+        raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

@@ -1,0 +1,277 @@
+"""One life of one rank: the real transfer engine, and what its worker does with it."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from harness.local.engine import features_with
+from harness.local.memory_control import MemoryNetwork
+from nixl_kv.config import Config
+from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
+from nixl_kv.engine.loop import Parts
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import EngineId, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.reading.paths import Buffer
+from sim.cache import RankCache
+from sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
+from sim.faults import Faults, InjectedError
+from sim.network import HOST, SimControl
+from sim.repeatable import Clock, Violation
+
+RING_SLOTS: Final = 4
+WORK_S: Final = 0.5
+"""How long it takes to create or destroy an agent, while a rank stops."""
+MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
+
+
+class Observer(Protocol):
+    """Sees what leaves a rank at the moment in which it does."""
+
+    def on_result(self, rank: "RankLife", result: events.Result) -> None:
+        """The step thread may see this result from now on."""
+
+    def on_reply(self, control: SimControl, payload: bytes) -> None:
+        """A message is answered."""
+
+    def on_compared(self, rank: "RankLife", event: events.DigestCompared) -> None:
+        """Bytes that landed were compared with prefill's."""
+
+
+class _Results(deque[events.Result]):
+    """Results of a rank, each shown to the observer."""
+
+    def __init__(self, on_result: Callable[[events.Result], None]) -> None:
+        super().__init__()
+        self._on_result = on_result
+
+    def append(self, result: events.Result, /) -> None:
+        super().append(result)
+        self._on_result(result)
+
+    def extend(self, results: Iterable[events.Result], /) -> None:
+        for result in results:
+            self.append(result)
+
+
+@dataclass
+class Environment:
+    """What all ranks share. The observer is set before anything happens."""
+
+    clock: Clock
+    network: MemoryNetwork
+    fabric: SimFabric
+    config: Config
+    window: int = 0
+    has_copy_failed: bool = False
+    observer: Observer = field(init=False)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank is in all of its lives."""
+
+    process: Process
+    number: Rank
+    cache: RankCache
+    slots: SimSlots
+    staging: Buffer
+    port: int
+    is_prefill: bool
+    is_decode: bool
+    is_newer: bool
+
+    @property
+    def name(self) -> str:
+        """As schedules write it."""
+        return f"{self.process.name}.{self.number}"
+
+
+class RankLife:
+    """See the module's head."""
+
+    def __init__(self, seat: Seat, environment: Environment) -> None:
+        """Start a life."""
+        self.seat = seat
+        self._environment = environment
+        self.is_stopped = False
+        self.has_died = False  # the loop restarts in place of its next turn
+        self.has_turned = False  # since somebody looked at its machines
+        self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
+        self.counts: Counter[str] = Counter()
+        self.faults = Faults()
+        self.background = Background()
+        self.joining = Background()
+        self.copying = Background()
+        self.control = SimControl(
+            seat.name, seat.port, environment.network, self.faults, is_newer=seat.is_newer
+        )
+        self.control.clock = environment.clock
+        self.control.on_reply = self._on_reply
+        seat.slots.start_life(self.faults)
+        self.engine = TransferEngine(
+            RankSpec(
+                engine=EngineId(seat.process.name),
+                rank=seat.number,
+                layout=seat.cache.layout(environment.window),
+                model=MODEL,
+                config=environment.config,
+                host=HOST,
+                is_prefill=seat.is_prefill,
+                is_decode=seat.is_decode,
+                make_transport=partial(SimTransport, environment.fabric, seat.process, self.faults),
+                make_control=lambda: self.control,
+                make_background=lambda n: self.background if n == 1 else self.joining,
+                make_slots=lambda _count: seat.slots,
+                num_slots=seat.slots.count,
+                features=features_with(
+                    make_threads=lambda: self.copying,
+                    make_memory=lambda _length: seat.staging,
+                    num_slots=RING_SLOTS,
+                ),
+                clock=environment.clock,
+            )
+        )
+        self.loop = self.engine.start_stepped(results=_Results(self._on_result))
+        self._guard()
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return f"<RankLife {self.seat.name}>"
+
+    @property
+    def parts(self) -> Parts:
+        """What the transfer engine consists of."""
+        return self.loop.parts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something, besides looking at reads and the time."""
+        commands = self.engine._commands
+        work = self.parts.digests or self.parts.packs
+        return bool(commands or self.control.inbox or self.has_died or work)
+
+    def turn(self) -> None:
+        """One turn of the loop; or its restart, if the last one died.
+
+        Raises:
+            Violation: if it dies of anything that the schedule did not plan.
+        """
+        step, self.has_died = (self.loop.restart if self.has_died else self.loop.turn), False
+        self.has_turned = True
+        try:
+            step()
+        except InjectedError:
+            self.has_died = True
+        except Violation:
+            raise
+        except Exception as error:
+            detail = f"{self.seat.name}: {type(error).__name__}: {error}"
+            raise Violation("thread died", detail) from error
+
+    @property
+    def num_waiting(self) -> int:
+        """How much there is to do beside the thread: with agents one thing, and all copies."""
+        return bool(self.background.waiting) + len(self.copying.waiting)
+
+    def work(self, *, fail: bool = False) -> None:
+        """Make or destroy an agent, or else copy between the cache and the ring."""
+        self._environment.has_copy_failed |= fail and not self.background.waiting
+        (self.background if self.background.waiting else self.copying).work(fail=fail)
+
+    def join_at_once(self) -> None:
+        """Peers are prepared as far as they can be, and what warms up has landed."""
+        while self.joining.waiting:
+            self.joining.work()
+        for agent in self.parts.agents.polled:
+            for read in agent.warm_ups:
+                handle = getattr(read.op, "_handle", None)
+                if isinstance(handle, Read):
+                    handle.land_all()
+
+    def stop(self) -> None:
+        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile.
+
+        Raises:
+            Violation: if it does not stop in time, if a read may still write into its cache when it
+                has, or if a load is still owed.
+        """
+        self.faults.dies_after = None
+        clock = self._environment.clock
+        until = clock.now + STOP_TIMEOUT_S
+        while True:
+            try:
+                self.engine.stop()
+                break
+            except TransportError as error:
+                if clock.now > until:
+                    raise Violation("does not stop", f"{self.seat.name}: {error}") from error
+            clock.now += WORK_S
+            self.background.work()
+        block_at = self.seat.cache.block_at
+        reads = [block_at(read.addresses[0]) for read in self._environment.fabric.reads()]
+        blocks = [block for block in reads if block is not None]
+        if blocks:
+            raise Violation("stopped while a read can write", f"{self.seat.name}: blocks {blocks}")
+        owed = self.loop.outstanding.orphans
+        if owed:
+            raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
+
+    def submit(self, commands: Iterable[events.Command]) -> None:
+        """Before the forward, as `Worker.bind_connector_metadata`."""
+        commands = list(commands)
+        starts = [each for each in commands if isinstance(each, events.StartLoad)]
+        self.loads.update({start.request: start for start in starts})
+        self.engine.submit(commands)
+
+    def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
+        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed.
+
+        Raises:
+            Violation: if a rank that only prefills reports a load, or one that only decodes an
+                offer.
+        """
+        ended: set[RequestId] = set()
+        failed: set[RequestId] = set()
+        for result in self.engine.pop_results():
+            if isinstance(result, events.NewLife):  # its agent listens nowhere
+                raise Violation("unexpected report", f"{self.seat.name}: {result}")
+            if isinstance(result, events.Counts):
+                self.counts.update(result.counts)
+                continue
+            is_offer = isinstance(result, events.OfferEnded)
+            if not (self.seat.is_prefill if is_offer else self.seat.is_decode):
+                raise Violation("unexpected report", f"{self.seat.name}: {result}")
+            ended.add(result.request)
+            if isinstance(result, events.LoadEnded) and result.failure is not None:
+                failed.add(result.request)
+        return ended, failed
+
+    def _on_result(self, result: events.Result) -> None:
+        self._environment.observer.on_result(self, result)
+
+    def _on_reply(self, control: SimControl, payload: bytes) -> None:
+        self._environment.observer.on_reply(control, payload)
+
+    def _guard(self) -> None:
+        """Machines and digests may be what the thread dies of; comparisons are shown."""
+        parts = self.loop.parts
+        self.faults.guard(parts.prefill, "handle")
+        self.faults.guard(parts.decode, "handle")
+        self.faults.guard(parts.digests, "add")
+        self.faults.guard(parts.digests, "poll")
+        if parts.description.ring is not None:
+            self.faults.guard(parts.packs, "add")
+            self.faults.guard(parts.packs, "poll")
+        handle = parts.decode.handle
+
+        def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:
+            if isinstance(event, events.DigestCompared):
+                self._environment.observer.on_compared(self, event)
+            if isinstance(event, events.Tick):
+                self._environment.clock.now += self._environment.fabric.costs.tick
+            return handle(event, now)
+
+        setattr(parts.decode, "handle", observed)  # noqa: B010 - a method of one object

@@ -1,0 +1,350 @@
+"""The words of a schedule, one step a line, and what each does to the world.
+
+A number picks among what there is at that moment, counted round; a step that has nothing to do does
+nothing. So whatever is left out of a schedule, the rest of it can still be run.
+
+    prefill LENGTH STEPS [P]         a prompt comes to prefill (the first, unless one is named)
+    decode D TICKET BLOCKS           its ticket comes to decode, which has so many blocks of it
+    foreign D TICKET                 the same ticket with another prompt
+    step E, piece E                  vLLM's step, or a piece of it
+    pause E, resume E                vLLM makes no steps; the transfer threads go on
+    sleep E, freeze E                all requests end, or stay, and the cache is discarded
+    wake E                           a new life begins
+    drain E                          no new request is accepted
+    turn R                           a turn of the transfer thread
+    abort E N                        a client leaves
+    preempt E N                      vLLM frees a request's blocks
+    reset E                          the cache is reset, as for new weights
+    occupy E, vacate E               others fill the cache
+    deliver N, repeat N, lose N      a message
+    cut N, report N                  a connection breaks; who had made it learns of that
+    refuse R                         the next peer cannot be joined
+    mute R N                         the next N messages to endpoints cannot be sent
+    land N PIECES                    of a read arrive (0: all), on links without a rate
+    hang N, break N                  a read never lands, or fails
+    damage                           a bit changes of the next piece that will be compared
+    work R, fail R                   agents are made and destroyed, KV is copied, or that fails
+    join R, balk R                   a peer is prepared, or that fails, where it is not at once
+    kill E, start E                  an engine
+    stop X, cont X                   an engine or a rank stands still
+    die R N                          the thread dies at the N-th thing that it does next
+    wait S                           seconds pass
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from harness.local.memory_control import MemoryLink, Packet
+from nixl_kv.ids import RequestId
+from sim.cache import BLOCK_TOKENS
+from sim.data_plane import Read
+from sim.engine import Engine
+from sim.rank import RankLife
+from sim.tickets import IssuedTicket
+from sim.vllm import Request
+from sim.world import PREFILL, World
+
+DIGEST_TURNS: Final = 20
+"""Of a rank in each round: a digest has a step for each block, and waits for nothing."""
+
+_Item = TypeVar("_Item")
+Find = Callable[[World, str], object]
+"""What an argument means in a world; None: there is no such thing, or it does nothing now."""
+
+
+class Step:
+    """What a word does: `act` with the world, and with what its arguments mean."""
+
+    def __init__(self, act: Callable[..., object], *finds: Find, default: str = "") -> None:
+        """One `find` for each argument, the last of which may be left out if it has a default."""
+        self._act = act
+        self._finds = finds
+        self._default = default
+
+    def __call__(self, world: World, arguments: Sequence[str]) -> None:
+        """Do it; nothing, if an argument means nothing.
+
+        Raises:
+            ValueError: if there are more arguments, or less.
+        """
+        if self._default and len(arguments) < len(self._finds):
+            arguments = [*arguments, self._default]
+        pairs = zip(self._finds, arguments, strict=True)
+        meant = [find(world, argument) for find, argument in pairs]
+        if not any(each is None for each in meant):
+            self._act(world, *meant)
+
+
+def perform(world: World, line: str) -> None:
+    """Do one step.
+
+    Raises:
+        Violation: if a promise is broken.
+        ValueError: if there is no such step.
+    """
+    word, *arguments = line.split()
+    if word not in STEPS:
+        raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
+    STEPS[word](world, arguments)
+    world.join_at_once()
+    world.fabric.flow()
+    for engine in world.alive():
+        if engine.directory_control.inbox:
+            engine.serve_directory()
+
+
+# --- what arguments mean
+
+
+def _pick(items: Sequence[_Item], number: str) -> _Item | None:
+    """Count round; None if there is nothing."""
+    return items[int(number) % len(items)] if items else None
+
+
+def _number(_world: World, text: str) -> int:
+    return int(text)
+
+
+def _engine(world: World, name: str) -> Engine | None:
+    """One that lives and runs."""
+    engine = world.engines.get(name)
+    return None if engine is None or engine.is_stopped else engine
+
+
+def _settled(world: World, name: str) -> Engine | None:
+    """An engine between two steps: only then does vLLM handle what comes from outside."""
+    engine = _engine(world, name)
+    return engine if engine is not None and engine.settle() else None
+
+
+def _half_awake(world: World, name: str) -> Engine | None:
+    """One of whose ranks some run: pieces of its step are theirs."""
+    engine = world.engines.get(name)
+    return None if engine is None or all(r.is_stopped for r in engine.ranks) else engine
+
+
+def _life(world: World, name: str) -> str | None:
+    """An engine that may be dead."""
+    return name if name in world.engines else None
+
+
+def _rank(world: World, name: str) -> RankLife | None:
+    """One that lives, whether it runs or not."""
+    return next((rank for rank in world.ranks() if rank.seat.name == name), None)
+
+
+def _running(world: World, name: str) -> RankLife | None:
+    rank = _rank(world, name)
+    return None if rank is None or rank.is_stopped else rank
+
+
+def _ranks(world: World, name: str) -> list[RankLife]:
+    """One rank, or all of an engine."""
+    return [r for r in world.ranks() if name in (r.seat.name, r.seat.process.name)]
+
+
+def _ticket(world: World, number: str) -> IssuedTicket | None:
+    return _pick(world.router.tickets, number)
+
+
+def _packet(world: World, number: str) -> Packet | None:
+    return _pick(world.network.packets, number)
+
+
+def _working_link(world: World, number: str) -> MemoryLink | None:
+    return _pick(world.network.working(), number)
+
+
+def _broken_link(world: World, number: str) -> MemoryLink | None:
+    return _pick(world.network.unreported(), number)
+
+
+def _read(world: World, number: str) -> Read | None:
+    return _pick(world.fabric.reads(), number)
+
+
+# --- vLLM and its clients
+
+
+def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
+    if engine.is_prefill and engine.takes_requests:
+        request_id, prompt = world.new_request_id(engine.name), world.new_prompt(length)
+        engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
+
+
+def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
+    if engine.name == ticket.engine:
+        return  # no router sends a request back to where it comes from
+    world.router.num_used += 1
+    local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    _add_to_decode(world, engine, ticket, local)
+
+
+def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
+    prompt = world.new_prompt(ticket.prompt.length)
+    _add_to_decode(world, engine, replace(ticket, prompt=prompt), 0)
+
+
+def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
+    if engine.is_decode and engine.takes_requests:
+        request_id, params = world.new_request_id(engine.name), dict(ticket.params)
+        request = Request(request_id, ticket.prompt, params, local=local, steps_left=2)
+        engine.scheduler.decode.add(request)
+
+
+def _on_request(act: Callable[[Engine, Request], None]) -> Step:
+    """A step of one request whose client waits."""
+
+    def step(_world: World, engine: Engine, number: int) -> None:
+        request = _pick(engine.scheduler.living(), str(number))
+        if request is not None:
+            act(engine, request)
+
+    return Step(step, _settled, _number)
+
+
+# --- the data plane
+
+
+def _land(world: World, read: Read, num_pieces: int) -> None:
+    if world.fabric.rate or not read.serve():
+        return
+    if world.damage.is_due:
+        _damage(world, read)
+    if num_pieces == 0:
+        read.land_all()
+    for number in range(num_pieces):
+        read.land(number * 7)
+
+
+def _damage(world: World, read: Read) -> None:
+    """Only if it is for a load that is verified: nobody notices it in others."""
+    request = _verified_by(world, read)
+    if request is not None:
+        world.damage.is_due, read.is_damaged = False, True
+        world.damage.requests.add(request)
+
+
+def _verified_by(world: World, read: Read) -> RequestId | None:
+    """The request whose data it reads, if that is to be verified."""
+    for engine in world.alive():
+        for rank in engine.ranks:
+            block = rank.seat.cache.block_at(read.addresses[0])
+            if block is not None:
+                owner = engine.scheduler.blocks.block_pool.blocks[block].owner
+                load = rank.loads.get(owner or RequestId(""))
+                return owner if load is not None and load.verify else None
+    return None
+
+
+# --- processes and time
+
+
+def _stop(*, is_stopped: bool) -> Step:
+    def step(_world: World, ranks: list[RankLife]) -> None:
+        for rank in ranks:
+            rank.is_stopped = is_stopped
+
+    return Step(step, _ranks)
+
+
+def _pause(*, is_paused: bool) -> Step:
+    """Between two steps of vLLM's."""
+
+    def step(_world: World, engine: Engine) -> None:
+        engine.is_paused = is_paused
+
+    return Step(step, _settled)
+
+
+def _drain(_world: World, engine: Engine) -> None:
+    engine.is_draining = True
+
+
+def _mute(_world: World, rank: RankLife, count: int) -> None:
+    rank.faults.unsent = count
+
+
+def _die(_world: World, rank: RankLife, number: int) -> None:
+    rank.faults.dies_after = number
+
+
+def _refuse(_world: World, rank: RankLife) -> None:
+    rank.faults.refuses_peer = True
+
+
+def _wait(world: World, seconds: float) -> None:
+    world.clock.now += seconds
+
+
+def _plan_damage(world: World) -> None:
+    world.damage.is_due = True
+
+
+def _turns(rank: RankLife) -> Iterator[str]:
+    """One, and those that its digests need."""
+    yield f"turn {rank.seat.name}"
+    for _ in range(DIGEST_TURNS):
+        if rank.parts.digests and not rank.has_died:
+            yield f"turn {rank.seat.name}"
+
+
+def round_lines(world: World) -> Iterator[str]:
+    """Everything that is under way, in order, and every thread, and every scheduler."""
+    for _ in range(len(world.network.packets)):
+        yield "deliver 0"
+    for _ in world.network.unreported():
+        yield "report 0"
+    for rank in list(world.ranks()):
+        yield from _turns(rank)
+        for _ in range(rank.num_waiting):
+            yield f"work {rank.seat.name}"
+        for _ in range(len(rank.joining.waiting)):
+            yield f"join {rank.seat.name}"
+    for number in range(len(world.fabric.reads()) - 1, -1, -1):
+        yield f"land {number} 0"
+    for engine in world.alive():
+        yield f"step {engine.name}"
+
+
+STEPS: Final[Mapping[str, Step]] = {
+    "prefill": Step(_prefill, _number, _number, _settled, default=PREFILL),
+    "decode": Step(_decode, _settled, _ticket, _number),
+    "foreign": Step(_foreign, _settled, _ticket),
+    "step": Step(lambda _world, engine: engine.step(), _engine),
+    "piece": Step(lambda _world, engine: engine.piece(), _half_awake),
+    "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
+    "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
+    "reset": Step(lambda _world, engine: engine.scheduler.reset(), _engine),
+    "pause": _pause(is_paused=True),
+    "resume": _pause(is_paused=False),
+    "sleep": Step(lambda _world, engine: engine.go_to_sleep(), _settled),
+    "freeze": Step(lambda _world, engine: engine.freeze(), _settled),
+    "wake": Step(lambda _world, engine: engine.wake(), _settled),
+    "drain": Step(_drain, _settled),
+    "occupy": Step(lambda _world, engine: engine.scheduler.occupy(), _settled),
+    "vacate": Step(lambda _world, engine: engine.scheduler.vacate(), _settled),
+    "turn": Step(lambda _world, rank: rank.turn(), _running),
+    "die": Step(_die, _rank, _number),
+    "refuse": Step(_refuse, _running),
+    "mute": Step(_mute, _running, _number),
+    "work": Step(lambda _world, rank: rank.work(), _running),
+    "fail": Step(lambda _world, rank: rank.work(fail=True), _running),
+    "join": Step(lambda _world, rank: rank.joining.work(), _running),
+    "balk": Step(lambda _world, rank: rank.joining.work(fail=True), _running),
+    "deliver": Step(lambda world, packet: world.network.deliver(packet), _packet),
+    "repeat": Step(lambda world, packet: world.network.deliver(packet, again=True), _packet),
+    "lose": Step(lambda world, packet: world.network.packets.remove(packet), _packet),
+    "cut": Step(lambda world, link: world.network.cut(link), _working_link),
+    "report": Step(lambda world, link: world.network.report_loss(link), _broken_link),
+    "land": Step(_land, _read, _number),
+    "hang": Step(lambda _world, read: read.hang(), _read),
+    "break": Step(lambda _world, read: read.fail(), _read),
+    "damage": Step(_plan_damage),
+    "kill": Step(World.kill, _life),
+    "start": Step(World.start, _life),
+    "stop": _stop(is_stopped=True),
+    "cont": _stop(is_stopped=False),
+    "wait": Step(_wait, lambda _world, text: float(text)),
+}

@@ -1,0 +1,208 @@
+"""The parts of vLLM that connectors see: blocks, requests, and the union of all ranks' reports.
+
+A freed block is the next to be given out, which is the worst that may happen to it; and whoever
+gets all of its blocks back has them in another order.
+"""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nixl_kv.connector.decode import Prompt
+from nixl_kv.ids import RequestId
+from sim.cache import BLOCK_TOKENS, NULL_BLOCK, KnownPrompt
+from sim.repeatable import Violation
+
+
+@dataclass(eq=False)
+class Block:
+    """As vLLM's KVCacheBlock, and whose it is."""
+
+    block_id: int
+    ref_cnt: int = 0
+    owner: RequestId | None = None
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it only fills gaps of a table."""
+        return self.block_id == NULL_BLOCK
+
+
+class BlockPool:
+    """As vLLM's. `on_free` is called with the blocks that nobody refers to any more."""
+
+    def __init__(self, count: int, on_free: Callable[[list[int]], None]) -> None:
+        """All are free, but the null block."""
+        self.blocks = [Block(number) for number in range(count)]
+        self.free = self.blocks[:NULL_BLOCK:-1]
+        self._on_free = on_free
+
+    @property
+    def num_used(self) -> int:
+        """How many blocks somebody refers to."""
+        return len(self.blocks) - 1 - len(self.free)
+
+    def get_new_block(self, owner: RequestId) -> Block:
+        """Give out the block that was freed last."""
+        block = self.free.pop()
+        block.owner, block.ref_cnt = owner, 1
+        return block
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """One reference more."""
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        """One reference less."""
+        unused = []
+        for block in blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                raise Violation("freed twice", f"block {block.block_id}")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                block.owner = None
+                unused.append(block)
+        self.free += reversed(unused)
+        self._on_free([block.block_id for block in unused])
+
+
+class Blocks(NamedTuple):
+    """As vLLM's KVCacheBlocks: those of each group."""
+
+    blocks: tuple[list[Block], ...]
+
+
+@dataclass
+class BlockManager:
+    """As vLLM's KVCacheManager, with one group and no prefix cache."""
+
+    block_pool: BlockPool
+    window: int = 0
+    on_free: Callable[[RequestId], None] = lambda _request: None
+    _tables: dict[RequestId, list[Block]] = field(default_factory=dict)
+
+    def allocate(self, request: RequestId, computed: int, total: int) -> bool:
+        """Let a request have blocks for so many tokens in all; False if there are too few.
+
+        Blocks that no token after the `computed` ones looks at are given back, or never given.
+        """
+        table = self._tables.setdefault(request, [])
+        skipped = max(0, computed - self.window + 1) // BLOCK_TOKENS if self.window else 0
+        self._skip(table, skipped)
+        entries = range(len(table), -(-total // BLOCK_TOKENS))
+        if sum(entry >= skipped for entry in entries) > len(self.block_pool.free):
+            return False
+        null = self.block_pool.blocks[NULL_BLOCK]
+        for entry in entries:
+            table.append(self.block_pool.get_new_block(request) if entry >= skipped else null)
+        return True
+
+    def fits(self, total: int) -> bool:
+        """Whether there are blocks for so many tokens: only then vLLM begins a request."""
+        return -(-total // BLOCK_TOKENS) <= len(self.block_pool.free)
+
+    def free(self, request: RequestId) -> None:
+        """The request does not need its blocks any more; the last ones go first.
+
+        The connector hears of it, as `RequestBlocks.bind` arranges with vLLM.
+        """
+        self.on_free(request)
+        self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
+
+    def get_blocks(self, request: RequestId) -> Blocks:
+        """As vLLM's."""
+        return Blocks((self._tables.get(request, []),))
+
+    def get_block_ids(self, request: RequestId) -> tuple[list[int], ...]:
+        """As vLLM's."""
+        return (self.table(request),)
+
+    def table(self, request: RequestId) -> list[int]:
+        """Of the one group."""
+        return [block.block_id for block in self._tables.get(request, [])]
+
+    def _skip(self, table: list[Block], skipped: int) -> None:
+        gone = [block for block in table[:skipped] if not block.is_null]
+        table[:skipped] = [self.block_pool.blocks[NULL_BLOCK]] * len(table[:skipped])
+        self.block_pool.free_blocks(reversed(gone))
+
+
+class Status(enum.Enum):
+    """As vLLM's RequestStatus."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of one engine."""
+
+    request_id: RequestId
+    prompt: KnownPrompt
+    kv_transfer_params: Any = None
+    num_computed_tokens: int = 0
+    status: Status = Status.WAITING
+    local: int = 0  # tokens that decode has in its own cache
+    steps_left: int = 1
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is over for its client."""
+        return self.status in (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_ABORTED)
+
+    @property
+    def connector_prompt(self) -> Prompt:
+        """As `connector.vllm_config.prompt_of` has it."""
+        return Prompt(self.request_id, self.prompt.length, self.prompt.token_ids)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a step computes of one request."""
+
+    prompt: KnownPrompt
+    table: list[int]
+    tokens: range
+
+
+@dataclass
+class Aggregator:
+    """As vLLM's KVOutputAggregator: an id is complete when all ranks have reported it."""
+
+    num_ranks: int
+    _left: dict[RequestId, int] = field(default_factory=dict)
+    _reported: set[tuple[int, RequestId]] = field(default_factory=set)
+    _complete: list[RequestId] = field(default_factory=list)
+
+    def add(
+        self, rank: int, requests: Iterable[RequestId], is_expected: Callable[[RequestId], bool]
+    ) -> None:
+        """One rank's report.
+
+        Raises:
+            Violation: if vLLM would end the engine for it.
+        """
+        for request in sorted(requests):
+            if (rank, request) in self._reported:
+                raise Violation("reported twice", f"rank {rank}: {request}")
+            if not is_expected(request):
+                raise Violation("unexpected report", f"rank {rank}: {request}")
+            self._reported.add((rank, request))
+            self._left[request] = self._left.get(request, self.num_ranks) - 1
+            if not self._left[request]:
+                del self._left[request]
+                self._complete.append(request)
+
+    def pop_complete(self) -> list[RequestId]:
+        """What is complete since the last call."""
+        complete, self._complete = self._complete, []
+        return complete

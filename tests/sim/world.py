@@ -1,0 +1,217 @@
+"""Prefill and decode engines, the network between them, and their faults.
+
+Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from harness.local.engine import HOST_PATHS
+from nixl_kv.config import ANYWHERE, Config
+from nixl_kv.ids import Rank, RequestId
+from nixl_kv.reading.paths import allocate
+from sim.cache import Heads, KnownPrompt, RankCache
+from sim.data_plane import Process, SimFabric, SimSlots
+from sim.engine import Engine
+from sim.faults import Costs
+from sim.network import SimNetwork
+from sim.rank import Environment, RankLife, Seat
+from sim.repeatable import Clock
+from sim.tickets import IssuedTicket
+
+FIRST_PORT: Final = 7000
+PREFILL: Final = "p"
+"""The first engine that prefills; every world has it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many ranks and engines; `heads` are the model's, which more ranks than heads copy.
+
+    The first numbers are those of a world's ranks and engines, the others of what else differs.
+    """
+
+    prefill: int = 1  # ranks of each engine that prefills
+    decode: int = 1  # ranks of each that only decodes
+    engines: int = 1  # that only decode
+    prefills: int = 1  # engines that prefill
+    both: bool = False  # these decode too, as vLLM's kv_both
+    blocks: int = 11  # of each rank's cache
+    heads: int = 2
+    slots: int = 3
+    share: float = 0.5
+    tcp: bool = False
+    verify: float = 0.0  # share of the loads whose bytes are compared
+    window: int = 0  # tokens that a layer looks at; 0 for all
+    rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
+    join: float = 0.0  # seconds that it takes to join a rank of a peer,
+    post: float = 0.0  # to post a read,
+    run: float = 0.0  # and each of its runs,
+    tick: float = 0.0  # and to do what is due
+    links: int = 0  # connections that a listener takes; 0: all
+    apart: bool = False  # peers are prepared when the schedule says so, not at once
+    staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
+    newer: int = 0  # so many engines are of the next release, if below 0 of the last ones
+
+    def __str__(self) -> str:
+        """Short, for tables."""
+        more = [f"{self.prefills} prefills"] if self.prefills > 1 else []
+        more += [f"{self.engines} engines"] if self.engines != 1 else []
+        more += ["both"] if self.both else []
+        more += ["copies"] if self.heads < self.prefill else []
+        flags = "tcp", "window", "verify", "rate", "join", "post", "run", "tick", "links", "staged"
+        more += [name for name in (*flags, "apart", "newer") if getattr(self, name)]
+        return " ".join([f"{self.prefill}x{self.decode}", *more])
+
+    @property
+    def prefill_names(self) -> list[str]:
+        """The engines that prefill."""
+        return [PREFILL, *(f"{PREFILL}{number}" for number in range(1, self.prefills))]
+
+    @property
+    def names(self) -> list[str]:
+        """All engines."""
+        return self.prefill_names + [f"d{number}" for number in range(self.engines)]
+
+    def is_newer(self, name: str) -> bool:
+        """Whether an engine is of the next release."""
+        names = self.names
+        return name in (names[: self.newer] if self.newer > 0 else names[len(names) + self.newer :])
+
+    def config(self) -> Config:
+        """Of all engines: short times, and no key."""
+        return Config(
+            insecure=True,
+            peers=ANYWHERE,
+            offer_ttl_s=3.0,
+            lease_s=1.0,
+            hold_s=2.0,
+            request_timeout_s=4.0,
+            offer_share=self.share,
+            verify=self.verify,
+            path="staged" if self.staged and "staged" in HOST_PATHS else "direct",
+        )
+
+
+@dataclass
+class Router:
+    """What the clients and the router know, through all lives of the engines."""
+
+    tickets: list[IssuedTicket] = field(default_factory=list)
+    num_prompts: int = 0
+    num_tokens: int = 0  # of all prompts
+    num_requests: int = 0
+    num_used: int = 0  # how often a ticket was used
+
+
+@dataclass
+class Damage:
+    """Whether the next piece of a load that is verified is damaged, and the loads that were."""
+
+    is_due: bool = False
+    requests: set[RequestId] = field(default_factory=set)
+
+
+class World:
+    """See the module's head."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Start with all engines alive, and nothing to do."""
+        self.shape = shape
+        self.clock = Clock()
+        self.network = SimNetwork(held=True, max_links=shape.links)
+        costs = Costs(shape.join, shape.post, shape.run, shape.tick)
+        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
+        self.environment = Environment(
+            self.clock, self.network, self.fabric, shape.config(), shape.window
+        )
+        self.router = Router()
+        self.damage = Damage()
+        self._seats = {
+            name: self._make_seats(name, FIRST_PORT + 100 * number)
+            for number, name in enumerate(shape.names)
+        }
+        self.engines: dict[str, Engine | None] = dict.fromkeys(self._seats)
+        for name in self._seats:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """An engine starts where it had another life, if it has none."""
+        if self.engines[name] is not None:
+            return
+        seats = self._seats[name]
+        self.engines[name] = engine = Engine(seats, self.environment)
+        seats[0].process.is_up = True
+        engine.scheduler.prefill.tickets = self.router.tickets
+
+    def kill(self, name: str) -> None:
+        """An engine dies with all of its ranks."""
+        engine, process = self.engines[name], self._seats[name][0].process
+        if engine is None:
+            return
+        self.engines[name] = None
+        process.is_up = False
+        self.fabric.leave(process)
+        engine.leave()
+
+    def prefills(self) -> list[Engine]:
+        """The engines that live and prefill."""
+        return [engine for engine in self.alive() if engine.is_prefill]
+
+    def decodes(self) -> list[Engine]:
+        """The engines that live and decode."""
+        return [engine for engine in self.alive() if engine.is_decode]
+
+    def alive(self) -> list[Engine]:
+        """All engines that live."""
+        return [engine for engine in self.engines.values() if engine is not None]
+
+    def ranks(self) -> Iterator[RankLife]:
+        """All ranks that live."""
+        for engine in self.alive():
+            yield from engine.ranks
+
+    def join_at_once(self) -> None:
+        """What goes on beside the transfer threads ends, where the schedule does not say when.
+
+        Ranks do it at the same time.
+        """
+        began = ended = self.clock.now
+        for rank in [] if self.shape.apart else self.ranks():
+            if not rank.is_stopped:
+                self.clock.now = began
+                rank.join_at_once()
+                ended = max(ended, self.clock.now)
+        self.clock.now = ended
+
+    def new_prompt(self, length: int) -> KnownPrompt:
+        """One that nobody has seen."""
+        self.router.num_prompts += 1
+        self.router.num_tokens += length
+        return KnownPrompt(self.router.num_prompts, length, self.shape.heads)
+
+    def new_request_id(self, engine: str) -> RequestId:
+        """One that was never used."""
+        self.router.num_requests += 1
+        return RequestId(f"{engine}-{self.router.num_requests}")
+
+    def _make_seats(self, name: str, port: int) -> list[Seat]:
+        process, shape = Process(name), self.shape
+        is_prefill = name in shape.prefill_names
+        num_ranks = shape.prefill if is_prefill else shape.decode
+        each = max(1, shape.heads // num_ranks)
+        return [
+            Seat(
+                process=process,
+                number=Rank(number),
+                cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
+                slots=SimSlots(shape.slots),
+                staging=allocate(max(1, shape.staged)),
+                port=port + number,
+                is_prefill=is_prefill,
+                is_decode=shape.both or not is_prefill,
+                is_newer=shape.is_newer(name),
+            )
+            for number in range(num_ranks)
+        ]
