@@ -54,7 +54,7 @@ SAMPLE: Final = 509, 4001
 
 Program: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Of the rows and of the columns, of type int64."""
+"""Sums of the rows and of the columns, int64."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def matrix(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Pop
         launcher, where = launcher_of(tmp_path, on_term), "nohup" if before else "terminal"
         script = [sys.executable, "-c", MATRIX, where, str(launcher), str(grace_s)]
         arguments = ["--judge", "accuracy", "--only", "same", "--log-dir", str(tmp_path / "logs")]
-        path = os.pathsep.join([str(stubs), str(REPO / "scripts")])
+        path = os.pathsep.join([str(stubs), str(REPO / "scripts"), str(REPO / "tests")])
         with (tmp_path / "said").open("wb") as said:
             started.append(
                 subprocess.Popen(

@@ -160,7 +160,7 @@ def environment(subject: Subject) -> dict[str, str]:
     env = os.environ | QUIET_ENV | past_proxies(os.environ) | {"OPENAI_API_KEY": "EMPTY"}
     offline = "0" if subject.online else "1"
     env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), offline)
-    scripts = [str(REPO / "scripts"), os.environ.get("PYTHONPATH")]
+    scripts = [str(REPO / "scripts"), str(REPO / "tests"), os.environ.get("PYTHONPATH")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, scripts))
     if subject.heldout is not None:
         env["RECALL_HELDOUT"] = str(subject.heldout)

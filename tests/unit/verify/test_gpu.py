@@ -56,7 +56,8 @@ class Calls:
         monkeypatch.setattr(gpu, "gathered_sums", lambda *args: self(*args, compiled=False))
 
     def __call__(self, shape: Any, *tensors: Any, compiled: bool = True) -> Any:
-        self.sizes.append((compiled, *map(len, tensors[1:4])))
+        rows, tokens, units = map(len, tensors[1:4])
+        self.sizes.append((compiled, rows, tokens, units))
         return self._program(shape, *tensors)
 
     def get(self, shape: Any) -> Any:
