@@ -2,9 +2,10 @@
 
 They are read by hand. Measured against pydantic-settings 2.16, on the good and bad values of
 tests/tools/accuracy/test_settings.py: `Knobs` has 76 lines, the same with it 115 and 0.8 s of
-import on top. Its errors name one bound, never all that is allowed, so that each field needs its words
-beside its bounds; it takes `1_0`, `+5` and `1.0` for whole numbers; and what the device at hand
-allows, which flag goes before which variable, and an environment other than ours stay hand work.
+import on top. Its errors name one bound, never all that is allowed, so that each field needs its
+words beside its bounds; it takes `1_0`, `+5` and `1.0` for whole numbers; and what the device at
+hand allows, which flag goes before which variable, and an environment other than ours stay hand
+work.
 """
 
 import argparse

@@ -241,7 +241,12 @@ def environment_of(path: Path) -> dict[str, str]:
         RuntimeError: if they do not.
     """
     inherited = os.environ.get("PYTHONPATH")
-    paths = [str(path), str(path / "scripts"), str(path / "tests"), *([inherited] if inherited else [])]
+    paths = [
+        str(path),
+        str(path / "scripts"),
+        str(path / "tests"),
+        *([inherited] if inherited else []),
+    ]
     env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", "import nixl_kv; print(nixl_kv.__file__)"]
     imported = subprocess.check_output(command, env=os.environ | env, cwd="/", text=True).strip()

@@ -18,7 +18,10 @@ def test_gather_runs_its_kernel() -> None:
     command = [sys.executable, "-m", "lab.bench", "gather", "--device", "cpu", "--shape", "tiny"]
     command += ["--tokens", "32", "--orders", "LBHNC", "--blocks", "16-32"]
     command += ["--programs", "1", "3", "--repeat", "2"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{REPO}:{REPO}/scripts:{REPO}/tests"}
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{REPO}:{REPO}/scripts:{REPO}/tests",
+    }
     ended = subprocess.run(
         command, env=env, capture_output=True, text=True, check=False, timeout=300
     )
