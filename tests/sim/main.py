@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from sim.exhaustive import Explorer
 from sim.planted import PLANTED, Bug
 from sim.random_schedules import PROFILES, RandomSchedule
-from sim.scenes import SCENES
 from sim.schedule import Outcome, follow, read_schedule, replay
 from sim.shrink import Shrinker
 
@@ -83,29 +81,6 @@ def random_runs(options: argparse.Namespace) -> int:
     return 1 if tally.checks else 0
 
 
-def exhaustive_runs(options: argparse.Namespace) -> int:
-    """All scenes, to a depth; the exit status."""
-    broken = 0
-    for scene in SCENES:
-        if options.only and not any(word in scene.name for word in options.only):
-            continue
-        started_at = time.monotonic()
-        explorer = Explorer(scene)
-        explored = explorer.explore(options.depth, options.most)
-        broken += len(explored.violations)
-        print(
-            f"{scene.name}: depth {explored.depth}, alphabet {len(explorer.alphabet)}: "
-            f"{explored.num_schedules} schedules run, {explored.num_states} states, "
-            f"{explored.num_known} led to a known one, "
-            f"{len(explored.violations)} broke a promise; {time.monotonic() - started_at:.0f} s"
-            + (" (cut off)" if explored.num_schedules >= options.most else ""),
-            flush=True,
-        )
-        if explored.shortest_violation is not None:
-            _show(scene.name, explored.shortest_violation)
-    return 1 if broken else 0
-
-
 def planted_runs(options: argparse.Namespace) -> int:
     """Each planted bug until it is caught; the exit status is 1 if one is not."""
     missed = 0
@@ -168,12 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--minutes", type=float, help="as many seeds as that takes instead")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--depth", type=int, help="all schedules of this many steps instead")
-    parser.add_argument("--most", type=int, default=10**9, help="schedules per scene, with --depth")
     parser.add_argument("--replay", metavar="SCHEDULE|FILE")
     parser.add_argument("--planted", action="store_true", help="bugs that have to be caught")
     parser.add_argument(
-        "--only", nargs="+", default=[], help=f"profiles ({', '.join(PROFILES)}), scenes or bugs"
+        "--only", nargs="+", default=[], help=f"profiles ({', '.join(PROFILES)}) or bugs"
     )
     parser.add_argument(
         "--verbose", action="store_true", help="the code's log, the bugs' schedules"
@@ -183,8 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("nixl_kv").setLevel(logging.CRITICAL + 1)
     if options.replay is not None:
         return replay_text(options.replay)
-    if options.depth is not None:
-        return exhaustive_runs(options)
     return planted_runs(options) if options.planted else random_runs(options)
 
 
