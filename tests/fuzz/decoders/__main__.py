@@ -4,8 +4,7 @@ Each target is a decoder of bytes or objects from outside, or the machinery behi
 valid ones with up to four mutations. An input may give a value or the documented exception. All
 else is a crash, and so is an execution of more than a second or 500 MiB. Times are CPU times.
 
-A crash is printed with the input in hex, which --replay runs again. `--nixl` gives mutated
-metadata to NIXL itself, in a child process, and counts how often that process dies.
+A crash is printed with the input in hex, which --replay runs again.
 """
 
 import argparse
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from fuzz.decoders.execute import execute
 from fuzz.decoders.fuzzer import Crash, Findings, as_argument, fuzz
-from fuzz.decoders.nixl_metadata import NAME, fuzz_nixl, replay_nixl
 from fuzz.decoders.rank import map_memory
 from fuzz.decoders.targets import Target, targets
 from lab.results import print_table, say_on_stderr
@@ -73,8 +71,6 @@ def print_crash(name: str, crash: Crash, *, times: int) -> None:
 def replay(everything: Mapping[str, Target], name: str, text: str) -> int:
     """One input, in hex or as @FILE; the exit status."""
     data = Path(text[1:]).read_bytes() if text.startswith("@") else bytes.fromhex(text)
-    if name == NAME:
-        return replay_nixl(data)
     result = execute(everything[name], data)
     words = result.crash or "no crash"
     print(f"{words}; {result.seconds * 1e3:.1f} ms, {result.nbytes / MIB:.0f} MiB")
@@ -91,7 +87,6 @@ def parse_arguments(names: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TARGET")
     parser.add_argument("--list", action="store_true", help="print the targets and stop")
-    parser.add_argument("--nixl", action="store_true", help="NIXL's own decoder, and no other")
     parser.add_argument("--replay", nargs=2, metavar=("TARGET", "HEX"), help="run one input")
     return parser.parse_args()
 
@@ -105,8 +100,6 @@ def main() -> int:
     if options.list:
         print("\n".join(everything))
         return 0
-    if options.nixl:
-        return fuzz_nixl(options.minutes * 60, seed=options.seed)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     map_memory()
     if options.replay:
