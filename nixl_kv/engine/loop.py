@@ -258,7 +258,7 @@ class Loop:
         for event in parts.agents.poll():
             self._handle(event)
         digests = parts.digests
-        for made in digests.poll(self._is_wanted) if digests.jobs or digests.landed else ():
+        for made in digests.poll(self._is_wanted) if digests.jobs or digests.waiting else ():
             self._handle(made)
         for packed in parts.packs.poll() if parts.packs else ():
             self._handle(packed)
@@ -283,7 +283,9 @@ class Loop:
         has_decoded = self._decoding and self._decoding[0][1].done()
         if self._commands or has_decoded or digests_wait_s == 0:
             return 0
-        if parts.packs or digests_wait_s is not None:
+        if digests_wait_s is not None:
+            return digests_wait_s
+        if parts.packs:
             return READING_PAUSE_S
         if parts.agents.is_busy:
             return parts.agents.pause_s

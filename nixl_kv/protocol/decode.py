@@ -97,7 +97,7 @@ class DecodeMachine:
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self._loads.get(action.claim)
         read = load.reads.get(action.rank) if load is not None else None
-        return read is not None and read.state is State.VERIFYING
+        return read is not None and read.state in (State.READING, State.VERIFYING)
 
     def set_engine(self, engine: EngineId) -> None:
         """Call this before the first load."""

@@ -310,7 +310,11 @@ class Load:
         if self.start is None or read.grant is None:
             return []
         self._move(read, State.READING, self.start, now)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        if read.slices:
+            digest = (read.rank, read.slices, self.start, self.claim)
+            actions.append(events.CompareDigest(*digest, has_landed=False))
+        return actions
 
     # --- the handlers of HANDLERS: a late or repeated message changes nothing
 

@@ -48,6 +48,7 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor."""
 
 Steps: TypeAlias = Generator[None, None, "Digest"]
+"""Computes a digest. The first step reads no KV."""
 
 WORD: Final = 4
 MIN_COLUMN: Final = 64
@@ -131,6 +132,7 @@ class Digester:
         offset, step, multipliers = numbers_of(secret, longest)
         rows = np.zeros(sum(local.num_heads for local in local_slices), np.int64)
         columns = np.zeros(num_columns(end), np.int64)
+        yield
         row = done = 0
         for local in local_slices:
             own = np.arange(row, row + local.num_heads)
