@@ -342,7 +342,6 @@ class Loop:
     # --- commands and messages
 
     def _receive(self) -> None:
-        """Wait, and handle commands and messages."""
         if not self._received:  # messages beyond those wait at their senders
             self._received.extend(self.parts.control.poll(self._wait_s()))
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
@@ -428,7 +427,6 @@ class Loop:
     # --- the machines, and their actions
 
     def _handle(self, event: _Event) -> None:
-        """Feed an event to its machine, and carry out the actions and all that follows."""
         parts, follow_up = self.parts, deque((event,))
         while follow_up:
             event, now = follow_up.popleft(), self._clock()
@@ -441,7 +439,6 @@ class Loop:
                 follow_up.extend(self._execute(action))
 
     def _execute(self, action: events.Action) -> Sequence[_Event]:
-        """Carry out an action; return the events that follow at once."""
         parts = self.parts
         event: _Event | None = None
         match action:

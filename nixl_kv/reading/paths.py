@@ -80,7 +80,6 @@ class Read(NamedTuple):
     num_runs: int
 
     def part(self, plan: Plan, pieces: Sequence[Pieces]) -> "Read":
-        """The part of this read that consists of these pieces of a plan."""
         num_bytes, num_runs = plan.num_bytes(pieces), plan.num_runs(pieces)
         return self._replace(pieces=pieces, num_bytes=num_bytes, num_runs=num_runs)
 

@@ -79,7 +79,6 @@ class Digest:
 
 
 def column_tokens(end: int) -> int:
-    """Tokens of a column, for a prompt of `end` tokens."""
     tokens = MIN_COLUMN
     while -(-end // tokens) > MAX_COLUMNS:
         tokens *= 2
@@ -91,7 +90,6 @@ def num_columns(end: int) -> int:
 
 
 def mix(numbers: Array) -> Array:
-    """A bijection of 64-bit numbers in which each bit of the result depends on all bits."""
     for shift, mask, factor in _MIX:
         # An int64 is shifted with its sign; the mask makes that a shift of 64 plain bits.
         numbers = (numbers ^ (numbers >> shift & mask)) * factor

@@ -71,7 +71,6 @@ class DigestQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the thread may wait before the next step; None without jobs."""
         return self._digester.pause_s if self._digester and self.jobs else None
 
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
@@ -110,7 +109,6 @@ class DigestQueue:
     def _go_on(
         self, requester: _Requester, action: events.DigestAction
     ) -> events.DigestEvent | None:
-        """What a job waited for may have arrived."""
         job = self.waiting[requester]
         if job.digest is not None and not _awaits_reply(action):
             del self.waiting[requester]
