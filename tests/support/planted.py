@@ -1,31 +1,35 @@
-"""What an engine with planted faults has logged: what was planted, and what `verify` has found."""
+"""Engines that plant faults into what they read, and whether `verify` has found these."""
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
-from harness.cluster.engines import Engine
+from harness.cluster.engines import Engine, EngineSpec, python_path
+from support.planting import Planted
 
-ROW = r"(?P<row>[\w ]+ of head \d+ of layer .+?)(?: and (?P<more>\d+) more(?: heads)?)?"
-PLANTED = re.compile(
-    r"planted \w+ in request (?P<request>\S+): "
-    rf"{ROW}, tokens (?P<first>\d+) to (?P<last>\d+)"
-)
-SEEN = re.compile(
-    r"request (?P<request>\S+): KV not loaded: the bytes from prefill rank 0 are wrong: "
-    rf"{ROW} differs in tokens (?P<first>\d+) to (?P<last>\d+) "
-    r"\(blocks \d+ to \d+ of the request; \d+ of \d+ columns of 64 tokens\) \(corrupt"
-)
+TESTS = Path(__file__).resolve().parents[1]
+PLANTED = re.compile(r"planted (\{.*\})")
+FAILED = re.compile(r"request (\S+): KV not loaded: (.*\(corrupt.*)")
 
 
-def expect_named(engine: Engine) -> list[str]:
-    """Each planted fault was found, by its layer, part, head and tokens; those rows, in order."""
-    log = engine.log_text()
-    faults = {fault["request"]: fault for fault in PLANTED.finditer(log)}
-    found = {failure["request"]: failure for failure in SEEN.finditer(log)}
-    assert faults.keys() == found.keys()
-    for request, fault in faults.items():
-        failure = found[request]
-        assert failure["row"] == fault["row"]
-        assert int(failure["more"] or 0) == int(fault["more"] or 0)
-        assert int(failure["first"]) <= int(fault["first"])
-        assert int(fault["last"]) <= int(failure["last"])
-    return [fault["row"] for fault in faults.values()]
+def planted_spec(spec: EngineSpec, plan: Path) -> EngineSpec:
+    """The same decode engine with the faults that the file `plan` names."""
+    env = {"NIXL_KV_PLANT": str(plan), "PYTHONPATH": python_path(TESTS)}
+    return replace(
+        spec,
+        name=f"{spec.name}-planted",
+        module="support.planted_connector",
+        extra_env={**spec.extra_env, **env},
+    )
+
+
+def expect_named(engine: Engine, start: int = 0) -> list[str]:
+    """Each fault in the log was found, by its layer, part, head and tokens; their first rows."""
+    log = engine.log_text(start)
+    faults = [Planted(**json.loads(text)) for text in PLANTED.findall(log)]
+    reasons = dict(FAILED.findall(log))
+    assert [fault.request for fault in faults] == list(reasons)
+    for fault in faults:
+        assert fault.is_named_in(reasons[fault.request]), (fault, reasons)
+    return [fault.rows[0] for fault in faults]
