@@ -32,7 +32,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 from support.nixl_kv_command import nixl_kv
-from support.planted import expect_named, planted_spec
+from support.planting import expect_named, planted_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

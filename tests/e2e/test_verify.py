@@ -13,8 +13,7 @@ from harness.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, 
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from support.engines import connect, expect, started
-from support.planted import expect_named, planted_spec
-from support.planting import FAULTS
+from support.planting import FAULTS, expect_named, planted_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -52,18 +51,11 @@ def planted(base_engines: tuple[Engine, Engine, Engine], planted_engine: Engine)
         yield pair
 
 
-@pytest.mark.parametrize(
-    ("fault", "lengths"),
-    [
-        pytest.param(fault, LENGTHS, id=fault)
-        if fault == "byte"
-        else pytest.param(fault, LONG, id=fault, marks=pytest.mark.slow)
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_detected_named_counted_and_recomputed(
-    planted: Pair, plan: Path, single: Client, fault: str, lengths: tuple[int, ...]
+    planted: Pair, plan: Path, single: Client, fault: str
 ) -> None:
+    lengths = LENGTHS if fault == "byte" else LONG
     plan.write_text(fault)
     prompts = [random_prompt(length, seed=next(SEEDS)) for length in lengths]
     since, log_before = CountersSince(planted.to_decode), planted.decode.log_size()

@@ -9,16 +9,20 @@ import ctypes
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from harness.cluster.engines import Engine, EngineSpec, python_path
 from nixl_kv.errors import get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Region
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.slices import LocalSlice, part_name
+
+TESTS = Path(__file__).resolve().parents[1]
 
 logger = get_logger("nixl_kv.planted")
 
@@ -221,3 +225,28 @@ class Planter(Digester):
             edges = (field.tokens.start + edge for edge in (min(tokens), max(tokens)))
             self.planted.append(Planted(request, rows, *edges))
             logger.warning("planted %s", json.dumps(asdict(self.planted[-1])))
+
+
+# --- engines of vLLM that plant faults
+
+
+def planted_spec(spec: EngineSpec, plan: Path) -> EngineSpec:
+    """The same decode engine with the faults that the file `plan` names."""
+    env = {"NIXL_KV_PLANT": str(plan), "PYTHONPATH": python_path(TESTS)}
+    return replace(
+        spec,
+        name=f"{spec.name}-planted",
+        module="support.planted_connector",
+        extra_env={**spec.extra_env, **env},
+    )
+
+
+def expect_named(engine: Engine, start: int = 0) -> list[str]:
+    """Each fault in the log was found, by its layer, part, head and tokens; their first rows."""
+    log = engine.log_text(start)
+    faults = [Planted(**json.loads(text)) for text in re.findall(r"planted (\{.*\})", log)]
+    reasons = dict(re.findall(r"request (\S+): KV not loaded: (.*\(corrupt.*)", log))
+    assert [fault.request for fault in faults] == list(reasons)
+    for fault in faults:
+        assert fault.is_named_in(reasons[fault.request]), (fault, reasons)
+    return [fault.rows[0] for fault in faults]
