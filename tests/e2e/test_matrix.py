@@ -71,7 +71,7 @@ PATHS: Final = {"qwen3/tp-1-2": "direct", "qwen3/block-128-64": "staged"}
 """The cells that are not slow, and how decode reads in them."""
 
 
-class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How an engine divides and stores its KV cache; None is vLLM's own choice."""
 
     tp: int = 1
@@ -92,10 +92,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return DEVICE == "cpu" and self in (Shape(), Shape(block=128))
 
     def __str__(self) -> str:
-        """Short, for names of logs."""
-        parts = [f"tp{self.tp}", f"pp{self.pp}", f"pcp{self.pcp}", f"b{self.block}"]
-        flags = [flag.strip("-") for flag in self.flags]
-        return "-".join(map(str, filter(None, (*parts, self.layout, self.backend, *flags))))
+        """For names of logs: all that is not vLLM's own choice."""
+        return re.sub(r"\W+", "-", str(msgspec.to_builtins(self))).strip("-") or "plain"
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
