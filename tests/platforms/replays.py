@@ -80,17 +80,8 @@ def of_dynamo(request: Request) -> Body:
 
 
 def as_it_is(_: Request, reply: Reply) -> Body:
-    """Also null; a reply without parameters leaves the request as it was."""
-    return {PARAMS: reply[PARAMS]} if PARAMS in reply else {}
-
-
-def or_null(_: Request, reply: Reply) -> Body:
+    """Null where there is none, which means the same to vLLM as no field."""
     return {PARAMS: reply.get(PARAMS)}
-
-
-def unless_null(_: Request, reply: Reply) -> Body:
-    given = reply.get(PARAMS)
-    return {PARAMS: dict(given)} if given is not None else {}
 
 
 def with_flags(_: Request, reply: Reply) -> Body:
@@ -193,7 +184,7 @@ REPLAYS: Final = (
         "llm-d sidecar",
         "v0.10.0",
         "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
-        or_null,
+        as_it_is,
         ones=(LIMIT, CHAT_LIMIT, FEWEST),
     ),
     Replay(
@@ -210,7 +201,7 @@ REPLAYS: Final = (
         "KServe",
         "llm-d sidecar v0.7.1",
         "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
-        or_null,
+        as_it_is,
         ones=(LIMIT, CHAT_LIMIT),
     ),
     Replay(
@@ -249,7 +240,7 @@ REPLAYS: Final = (
         "Dynamo",
         "1.6.1",
         "PyPI ai-dynamo, dynamo/vllm/handlers.py, kv_connector_protocols.py",
-        unless_null,
+        as_it_is,
         ones=(LIMIT, FEWEST),
         for_prefill=of_dynamo,
         for_decode=of_dynamo,
@@ -259,7 +250,7 @@ REPLAYS: Final = (
         "Ray Serve LLM",
         "2.60.0",
         "PyPI ray, ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py",
-        or_null,
+        as_it_is,
         ones_if_there=(CHAT_LIMIT,),
     ),
 )

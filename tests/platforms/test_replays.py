@@ -5,23 +5,13 @@ from typing import Any, Final
 
 import pytest
 
-from harness.cluster.client import CHAT, COMPLETIONS
+from harness.cluster.client import COMPLETIONS
 from nixl_kv.config import Config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.ticket import FIELD
-from platforms.replays import (
-    ASKED,
-    CHAT_LIMIT,
-    LIMIT,
-    PARAMS,
-    REPLAYS,
-    STREAM,
-    BrokenReplyError,
-    Replay,
-    Request,
-)
+from platforms.replays import PARAMS, REPLAYS, BrokenReplyError, Replay, Request
 from support.records import ticket
 
 HERE: Final = "10.1.0.7"
@@ -133,26 +123,3 @@ def test_a_reply_without_a_ticket_is_computed_or_refused_in_words(replay: Replay
     if params is not None:
         with pytest.raises(RemoteProtocolError, match=f"lacks the field '{FIELD}'"):
             KEYED.check(params)
-
-
-@named(REPLAYS)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_prefill_is_asked_for_one_token_in_one_piece(replay: Replay, path: str) -> None:
-    asked = request(path)
-    body = replay.to_prefill(asked)
-    assert body[LIMIT] == 1
-    assert body.get(CHAT_LIMIT) in (1, None)
-    assert body["stream"] is False
-    assert STREAM not in body
-    assert body.get(PARAMS, ASKED) == ASKED
-    assert asked.body == BODY
-
-
-@named(REPLAYS)
-def test_decode_is_asked_for_what_the_client_asked(replay: Replay) -> None:
-    body = replay.to_decode(request(), reply(KEYED))
-    ours = {"prompt", PARAMS, "disagg_prefill_resp"}
-    ours |= set() if replay.takes_chat else {CHAT_LIMIT}
-    same = {name: value for name, value in body.items() if name not in ours}
-    assert same == {name: value for name, value in BODY.items() if name not in ours}
-    assert body["prompt"] == ([3, 4] if replay.tokenizes else "ba be")
