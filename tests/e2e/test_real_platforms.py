@@ -15,7 +15,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -52,42 +52,30 @@ SEEDS = itertools.count(50_000)
 """No prompt is asked twice: decode would have it."""
 
 
-def count(metrics: str, *names: str) -> Counter[tuple[str | None, ...]]:
+def count(urls: Sequence[str], *names: str) -> Counter[tuple[str | None, ...]]:
     """The sum of our counters of these names, by engine, under any platform's prefix."""
     counted: Counter[tuple[str | None, ...]] = Counter()
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.name.partition(OURS)[2].removesuffix("_total") in names:
-                counted[tuple(map(sample.labels.get, WHO))] += sample.value
+    for url in urls:
+        with Client(url) as client:
+            metrics = client.metrics()
+        for family in text_string_to_metric_families(metrics):
+            for sample in family.samples:
+                if sample.name.partition(OURS)[2].removesuffix("_total") in names:
+                    counted[(url, *map(sample.labels.get, WHO))] += sample.value
     return counted
 
 
-@dataclass(frozen=True)
-class Engines:
-    """All engines of a platform, by the URLs of their metrics."""
-
-    urls: Sequence[str]
-
-    def count(self, *names: str) -> Counter[tuple[str | None, ...]]:
-        counted: Counter[tuple[str | None, ...]] = Counter()
-        for url in self.urls:
-            with Client(url) as client:
-                by_engine = count(client.metrics(), *names)
-            counted.update({(url, *who): amount for who, amount in by_engine.items()})
-        return counted
-
-    def tokens(self) -> int:
-        return round(self.count("tokens_loaded").total())
+def count_tokens(urls: Sequence[str]) -> int:
+    return round(count(urls, "tokens_loaded").total())
 
 
 def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: int) -> None:
     """All answers are right, all KV is moved, and every engine takes part."""
-    engines = Engines(metrics_urls)
     prompts = [random_prompt(length, seed=next(SEEDS)) for length in LENGTHS]
     questions = questions_of(single, prompts, ANSWER_TOKENS)
     with Client(url) as platform:
-        wait_until_it_moves_kv(platform, engines)
-        tokens, work = engines.tokens(), engines.count("offers", "loads")
+        wait_until_it_moves_kv(platform, metrics_urls)
+        tokens, work = count_tokens(metrics_urls), count(metrics_urls, "offers", "loads")
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             answers = list(
                 pool.map(lambda numbered: ask(platform, *numbered), enumerate(questions))
@@ -95,19 +83,19 @@ def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: in
     likenesses = [one.compare(got) for one, got in zip(questions, answers, strict=True)]
     assert "other" not in likenesses
     loadable = sum(question.expected.prompt_tokens - 1 for question in questions)
-    wait_until(lambda: engines.tokens() - tokens >= loadable, LAG_S)
-    assert engines.tokens() - tokens == loadable
-    assert len(engines.count("offers", "loads") - work) == num_engines
+    wait_until(lambda: count_tokens(metrics_urls) - tokens >= loadable, LAG_S)
+    assert count_tokens(metrics_urls) - tokens == loadable
+    assert len(count(metrics_urls, "offers", "loads") - work) == num_engines
 
 
-def wait_until_it_moves_kv(platform: Client, engines: Engines) -> None:
+def wait_until_it_moves_kv(platform: Client, metrics_urls: Sequence[str]) -> None:
     """A platform may answer before it knows of all its engines."""
-    before = engines.tokens()
+    before = count_tokens(metrics_urls)
 
     def does() -> bool:
         with contextlib.suppress(RefusedError, httpx.TransportError):
             platform.complete(random_prompt(20, seed=next(SEEDS)), 1)
-            return wait_until(lambda: engines.tokens() > before, LAG_S / 4)
+            return wait_until(lambda: count_tokens(metrics_urls) > before, LAG_S / 4)
         return False
 
     assert wait_until(does, START_S)
@@ -188,22 +176,11 @@ def environment(name: str, vllm: str, package: str, *overrides: str) -> Path:
         folder,
     ]
     subprocess.run(install, check=True)
-    python, stamp = folder / "bin/python", folder / ".platform-installed"
-    overridden = "\n".join((*FOR_CPU, *overrides, ""))
-    wanted = "\n".join(((folder / ".nixl-kv-installed").read_text(), package, overridden))
-    if not stamp.exists() or stamp.read_text() != wanted:
-        path = folder / "platform-overrides"
-        path.write_text(overridden)
-        command: list[str | Path] = [
-            folder / "bin/uv",
-            "pip",
-            "install",
-            "--quiet",
-            "--compile-bytecode",
-        ]
-        command += ["--python", python, "--override", path, package]
-        subprocess.run(command, check=True)
-        stamp.write_text(wanted)
+    python, overridden = folder / "bin/python", folder / "platform-overrides"
+    overridden.write_text("\n".join((*FOR_CPU, *overrides, "")))
+    command: list[str | Path] = [folder / "bin/uv", "pip", "install", "--quiet"]
+    command += ["--python", python, "--override", overridden, package]
+    subprocess.run(command, check=True)
     return python
 
 

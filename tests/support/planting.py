@@ -8,7 +8,7 @@ tokens are, so that it also sees mistakes of the product's slices and plans.
 import ctypes
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -85,70 +85,54 @@ def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
 
 # --- the faults
 
+FAULTS = ("byte", "blocks", "head", "layer", "parts")
+
+
+def can_have(field: Field, fault: str) -> bool:
+    needs = {
+        "blocks": len(field.whole_blocks) > 1,
+        "head": field.region.num_heads > 1,
+        "parts": len(field.parts) > 1,
+    }
+    return needs.get(fault, True)
+
 
 @dataclass(frozen=True)
-class Target:
-    """A layer that gets a fault; the bytes of `heads`, numbered within the rank, have landed."""
+class Fault:
+    """A fault for one layer of a load; `stale` are its bytes before the load."""
 
-    memory: Bytes
+    name: str
+    load: StartLoad
     field: Field
-    heads: range
-    stale: Sequence[Bytes]  # what was in the layer before the load
-    rng: np.random.Generator
+    stale: Sequence[Bytes]
 
-    @property
-    def parts(self) -> list[Places]:
-        """Of these heads."""
-        return [places[self.heads.start : self.heads.stop] for places in self.field.parts]
-
-
-def byte(target: Target) -> None:
-    """One byte is another one."""
-    places = target.parts[target.rng.integers(len(target.parts))]
-    target.memory[places[tuple(target.rng.integers(places.shape))]] ^= target.rng.integers(1, 256)
-
-
-def blocks(target: Target) -> None:
-    """Two blocks of a layer changed places."""
-    field, size = target.field, target.field.group.block_size
-    pair = target.rng.choice(np.array(field.whole_blocks) - field.tokens.start, 2, replace=False)
-    one, two = (slice(start, start + size) for start in pair.tolist())
-    for places in target.parts:
-        _swap(target.memory, places[:, one], places[:, two])
-
-
-def head(target: Target) -> None:
-    """One head has what belongs to a neighbour."""
-    first = target.heads.start
-    for places in target.field.parts:
-        target.memory[places[first]] = target.memory[places[first - 1 if first else 1]]
-
-
-def layer(target: Target) -> None:
-    """One layer was not read: what was there before is still there."""
-    for places, stale in zip(target.parts, target.stale, strict=True):
-        target.memory[places] = stale[target.heads.start : target.heads.stop]
-
-
-def parts(target: Target) -> None:
-    """K and V of a layer are exchanged, or two rows of a state."""
-    key, value = target.parts[:2]
-    length = min(key.shape[-1], value.shape[-1])
-    _swap(target.memory, key[..., :length], value[..., :length])
+    def plant(self, memory: Bytes, heads: range, rng: np.random.Generator) -> None:
+        """Change bytes of these heads, numbered within the rank: those that have landed."""
+        field, first = self.field, heads.start
+        parts = [places[first : heads.stop] for places in field.parts]
+        match self.name:
+            case "byte":  # is another one
+                places = parts[rng.integers(len(parts))]
+                memory[places[tuple(rng.integers(places.shape))]] ^= rng.integers(1, 256)
+            case "blocks":  # two changed places
+                starts = np.array(field.whole_blocks) - field.tokens.start
+                pair = rng.choice(starts, 2, replace=False).tolist()
+                one, two = (slice(start, start + field.group.block_size) for start in pair)
+                for places in parts:
+                    _swap(memory, places[:, one], places[:, two])
+            case "head":  # has what belongs to a neighbour
+                for places in field.parts:
+                    memory[places[first]] = memory[places[first - 1 if first else 1]]
+            case "layer":  # was not read
+                for places, stale in zip(parts, self.stale, strict=True):
+                    memory[places] = stale[first : heads.stop]
+            case "parts":  # K and V are exchanged, or two rows of a state
+                length = min(places.shape[-1] for places in parts[:2])
+                _swap(memory, parts[0][..., :length], parts[1][..., :length])
 
 
 def _swap(memory: Bytes, one: Places, two: Places) -> None:
     memory[one], memory[two] = memory[two], memory[one]
-
-
-FAULTS: dict[str, tuple[Callable[[Target], None], Callable[[Field], bool]]] = {
-    "byte": (byte, lambda _: True),
-    "blocks": (blocks, lambda field: len(field.whole_blocks) > 1),
-    "head": (head, lambda field: field.region.num_heads > 1),
-    "layer": (layer, lambda _: True),
-    "parts": (parts, lambda field: len(field.parts) > 1),
-}
-"""Each with which fields can have it."""
 
 
 # --- the planter
@@ -182,48 +166,43 @@ class Planter(Digester):
         self._layout = layout
         self._memory = memory_of(layout)
         self._rng = np.random.default_rng(seed)
-        self._expected: tuple[StartLoad, str, Field, list[Bytes]] | None = None
+        self._expected: Fault | None = None
 
     def expect(self, load: StartLoad, fault: str, where: str = "") -> bool:
         """Plant a fault into a layer that has `where` in its name; False if none can have it."""
-        able = [
-            field
-            for field in fields_of(self._layout, load)
-            if where in field.region.layer and FAULTS[fault][1](field)
-        ]
+        fields = fields_of(self._layout, load)
+        able = [one for one in fields if where in one.region.layer and can_have(one, fault)]
         if able:
             field = able[self._rng.integers(len(able))]
             stale = [self._memory[places] for places in field.parts]
-            self._expected = load, fault, field, stale
+            self._expected = Fault(fault, load, field, stale)
         return bool(able)
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
         """Digest what has landed, and has a fault by now if it was to have one."""
-        if self._expected is not None:
-            load, fault, field, stale = self._expected
-            for one in local_slices:
-                if one.region.layer == field.region.layer and self._expected is not None:
-                    heads = range(*(n - field.region.first_head for n in one.heads))
-                    target = Target(self._memory, field, heads, stale, self._rng)
-                    self._plant(load.request, fault, target)
+        for one in local_slices:
+            if self._expected and one.region.layer == self._expected.field.region.layer:
+                heads = range(*(number - one.region.first_head for number in one.heads))
+                self._plant(self._expected, heads)
         return super().__call__(secret, local_slices)
 
-    def _plant(self, request: str, fault: str, target: Target) -> None:
-        field, heads = target.field, target.heads
-        landed = [self._memory[places] for places in target.parts]
-        FAULTS[fault][0](target)
+    def _plant(self, fault: Fault, heads: range) -> None:
+        field = fault.field
+        parts = [places[heads.start : heads.stop] for places in field.parts]
+        landed = [self._memory[places] for places in parts]
+        fault.plant(self._memory, heads, self._rng)
         rows, tokens = [], []
-        for number, (places, before) in enumerate(zip(target.parts, landed, strict=True)):
+        for number, (places, before) in enumerate(zip(parts, landed, strict=True)):
             differs = (self._memory[places] != before).any(axis=-1)
             name = part_name(field.group, field.region, number)
             for row in np.flatnonzero(differs.any(axis=1)).tolist():
-                at = field.region.first_head + heads[row]
-                rows.append(f"{name} of head {at} of layer {field.region.layer}")
+                head = field.region.first_head + heads[row]
+                rows.append(f"{name} of head {head} of layer {field.region.layer}")
             tokens += np.flatnonzero(differs.any(axis=0)).tolist()
-        if rows:  # where a byte was right by chance, there is none
+        if rows:  # none if the bytes were equal by chance
             self._expected = None
             edges = (field.tokens.start + edge for edge in (min(tokens), max(tokens)))
-            self.planted.append(Planted(request, rows, *edges))
+            self.planted.append(Planted(fault.load.request, rows, *edges))
             logger.warning("planted %s", json.dumps(asdict(self.planted[-1])))
 
 
