@@ -12,7 +12,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import distributions
 from typing import Any, Final
 
@@ -69,6 +69,10 @@ FEWER_ACCEPTED: Final = 0.25
 draft model's KV it is about zero."""
 PATHS: Final = {"qwen3/tp-1-2": "direct", "qwen3/block-128-64": "staged"}
 """The cells that are not slow, and how decode reads in them."""
+
+
+Reference = tuple[Sequence[Question], float | None]
+"""What a single engine answers to a cell's prompts, and the share of its drafts that are right."""
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -157,14 +161,6 @@ def param_of(model: str, cell: Cell) -> Any:
     return pytest.param(model, cell, id=name, marks=marks)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What a single engine answers to a cell's prompts, and how many of its drafts are right."""
-
-    questions: Sequence[Question]
-    accepted: float | None
-
-
 def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec:
     """Prefill is side 0, decode side 1."""
     served, role = MATRIX.models[model], ("prefill", "decode")[side]
@@ -242,7 +238,7 @@ def ask_single(single: Client, model: str, cell: Cell) -> Reference:
         for length in CONTINUED
     ]
     more = [Question.of(single, prompt, tokens) for prompt in later]
-    return Reference([*first.values(), *more], accepted_share(since.changed()))
+    return [*first.values(), *more], accepted_share(since.changed())
 
 
 @pytest.fixture
@@ -276,8 +272,8 @@ def pair(
 def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     reference_of: Callable[[str, Cell], Reference], pair: Pair, model: str, cell: Cell
 ) -> None:
-    reference = reference_of(model, cell)
-    questions, dtype = reference.questions, pair.decode.spec.actual_dtype
+    questions, accepted = reference_of(model, cell)
+    dtype = pair.decode.spec.actual_dtype
     since, log_before = CountersSince(pair.to_decode), pair.decode.log_size()
     answers = [pair.complete(one.prompt, one.num_tokens) for one in questions]
     loads = len(questions) * pair.decode.spec.ranks
@@ -295,5 +291,5 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     if path := PATHS.get(f"{model}/{cell.name}"):
         read = since.wait(lambda now: now[READS[path]] > 0, EVENT_S, step=True)
         assert {name for name, counter in READS.items() if read[counter]} == {path}
-    if reference.accepted is not None:
-        assert (accepted_share(changed) or 0) >= reference.accepted - FEWER_ACCEPTED
+    if accepted is not None:
+        assert (accepted_share(changed) or 0) >= accepted - FEWER_ACCEPTED

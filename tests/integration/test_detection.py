@@ -9,7 +9,7 @@ part, head and tokens. Clean loads between them must be verified, and have the r
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,12 +31,11 @@ from support.planting import FAULTS, Bytes, Places, Planter, fields_of, memory_o
 pytestmark = pytest.mark.detection
 
 MakeTransport = Callable[[], Transport]
-KV = Mapping[str, Sequence[Bytes]]
-"""For each layer, for each part, shape (heads, tokens, bytes)."""
 
 CONFIG = Config(host=HOST, offer_ttl_s=600, lease_s=600, request_timeout_s=600, peer_timeout_s=60)
 """Nothing fails because the machine is busy."""
 STAGING_BYTES = 8 << 20
+MAX_HEADS = 16
 SEEDS = 2
 MAX_LOADS = SEEDS * len(FAULTS) + SEEDS + 1
 SPARE = 8
@@ -176,7 +175,6 @@ class World:
         self, cell: Cell, make: MakeTransport, path: str, stack: contextlib.ExitStack
     ) -> None:
         self.cell = cell
-        self.rng = np.random.default_rng(5)
         self.sides = [Side(name, cell, make, path) for name in ("prefill", "decode")]
         for side in self.sides:
             stack.callback(side.engine.close)
@@ -193,10 +191,9 @@ class World:
             load = load_of(decode.layouts[rank], request, mine, tokens)
             if not self.planters[rank].expect(load, fault):
                 return None
-        kv = self._random_kv()
         for layout in prefill.layouts:
             memory, load = memory_of(layout), load_of(layout, request, theirs, range(tokens.stop))
-            for places, content in self._contents(layout, load, kv):
+            for places, content in self._contents(layout, load):
                 memory[places] = content
         ticket = prefill.engine.offer(request, theirs, tokens.stop)
         decode.engine.prepare_load(request, ticket)
@@ -204,32 +201,19 @@ class World:
         reports = decode.engine.wait_load(request, 2 * CONFIG.request_timeout_s)
         for layout in () if fault else decode.layouts:
             memory, load = memory_of(layout), load_of(layout, request, mine, tokens)
-            for places, content in self._contents(layout, load, kv):
+            for places, content in self._contents(layout, load):
                 assert np.array_equal(memory[places], content)
         return reports
 
-    def _contents(
-        self, layout: CacheLayout, load: StartLoad, kv: KV
-    ) -> Iterator[tuple[Places, Bytes]]:
-        """Where each part of a rank's KV is, and its bytes."""
+    def _contents(self, layout: CacheLayout, load: StartLoad) -> Iterator[tuple[Places, Bytes]]:
+        """Where each part of a rank's KV is, and the request's bytes for it."""
         for field in fields_of(layout, load):
-            heads = slice(*field.region.heads)
-            for places, content in zip(field.parts, kv[field.region.layer], strict=True):
-                yield places, content[heads, field.tokens.start : field.tokens.stop]
-
-    def _random_kv(self) -> KV:
-        shape, tokens = self.cell.model, self.cell.tokens
-        sizes = {
-            model_layouts.layer_name(layer): [(shape.kv_heads, length) for length in shape.content]
-            for layer in range(shape.layers)
-        }
-        for layer, part in itertools.product(shape.recurrent, shape.state):
-            name = f"{model_layouts.layer_name(layer)} {part.name}"
-            sizes[name] = [(part.number, part.length)] * part.rows
-        return {
-            name: [self.rng.integers(0, 256, (n, tokens, m), dtype=np.uint8) for n, m in each]
-            for name, each in sizes.items()
-        }
+            heads, tokens = slice(*field.region.heads), slice(field.tokens.start, field.tokens.stop)
+            for number, places in enumerate(field.parts):
+                seed = list(f"{load.request} {field.region.layer} {number}".encode())
+                shape = MAX_HEADS, self.cell.tokens, places.shape[-1]
+                whole = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+                yield places, whole[heads, tokens]
 
 
 def check(name: str, make: MakeTransport, path: str) -> None:
