@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -77,9 +78,7 @@ def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: in
         wait_until_it_moves_kv(platform, metrics_urls)
         tokens, work = count_tokens(metrics_urls), count(metrics_urls, "offers", "loads")
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            answers = list(
-                pool.map(lambda numbered: ask(platform, *numbered), enumerate(questions))
-            )
+            answers = list(pool.map(partial(ask, platform), itertools.count(), questions))
     likenesses = [one.compare(got) for one, got in zip(questions, answers, strict=True)]
     assert "other" not in likenesses
     loadable = sum(question.expected.prompt_tokens - 1 for question in questions)
@@ -167,15 +166,8 @@ TRANSFER: Final = {
 def environment(name: str, vllm: str, package: str, *overrides: str) -> Path:
     """The interpreter of an environment with vLLM's CPU build, this checkout, and a platform."""
     folder = REPO / ".environments" / name
-    install: list[str | Path] = [
-        REPO / "scripts/install",
-        "--quiet",
-        "--vllm",
-        vllm,
-        "--venv",
-        folder,
-    ]
-    subprocess.run(install, check=True)
+    install: list[str | Path] = [REPO / "scripts/install", "--quiet"]
+    subprocess.run([*install, "--vllm", vllm, "--venv", folder], check=True)
     python, overridden = folder / "bin/python", folder / "platform-overrides"
     overridden.write_text("\n".join((*FOR_CPU, *overrides, "")))
     command: list[str | Path] = [folder / "bin/uv", "pip", "install", "--quiet"]
