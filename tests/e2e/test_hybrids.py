@@ -30,10 +30,9 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.models.qwen3_next import Qwen3Next
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from suites.damage import planted_spec
 from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 from support.nixl_kv_command import nixl_kv
-from support.planted import expect_named
+from support.planting import expect_named, planted_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -92,7 +91,7 @@ def engines(cluster: Cluster, plan: Path) -> Iterator[Mapping[str, Engine]]:
             module="support.without_state",
             extra_env={"PYTHONPATH": python_path(TESTS)},
         ),
-        "spoiled decode": replace(planted_spec(decode, plan), name=f"{decode.name}-planted"),
+        "spoiled decode": planted_spec(decode, plan),
         "single": single,
     }
     with started(cluster, *specs.values()) as running:

@@ -24,12 +24,7 @@ ANSWER = 4
 
 SEEDS = itertools.count(2600)
 """No prompt is in decode's cache before."""
-
-
-@pytest.fixture(params=REPLAYS, ids=lambda replay: replay.name)
-def replay(request: pytest.FixtureRequest) -> Replay:
-    played: Replay = request.param
-    return played
+each_replay = pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.name)
 
 
 def client_of(replay: Replay, pair: Pair) -> Client:
@@ -43,6 +38,7 @@ def platform(replay: Replay, pair: Pair) -> Iterator[Client]:
         yield client
 
 
+@each_replay
 def test_kv_moves_and_answers_are_right(
     replay: Replay, platform: Client, single: Client, accounts: Accounts
 ) -> None:
@@ -64,6 +60,7 @@ def test_kv_moves_and_answers_are_right(
     assert counted[LOADS] == 0
 
 
+@each_replay
 def test_prefill_may_be_sent_a_minimum_above_its_limit(
     replay: Replay, platform: Client, single: Client
 ) -> None:

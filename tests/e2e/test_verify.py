@@ -1,7 +1,7 @@
-"""One wrong byte in each load between real engines: seen, named, counted, recomputed."""
+"""A fault in each load between real engines: detected, named, counted, recomputed."""
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,17 @@ from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from suites.damage import planted_spec
 from support.engines import connect, expect, started
-from support.planted import expect_named
+from support.planting import FAULTS, expect_named, planted_spec
 
 pytestmark = pytest.mark.e2e
 
 DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
+LONG = (300, 500)
+"""Several blocks."""
+SEEDS = itertools.count(71_000)
+"""No prompt is in decode's cache before."""
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +38,9 @@ def planted_engine(
     base_engines: tuple[Engine, Engine, Engine],
     plan: Path,
 ) -> Iterator[Engine]:
-    """A decode engine that verifies all, and spoils what its file says."""
+    """A decode engine that verifies all, and plants the faults that its file names."""
     plan.write_text("")
-    spec = replace(planted_spec(base_specs[1], plan), name="decode-planted")
-    with started(cluster, spec) as (engine,):
+    with started(cluster, planted_spec(base_specs[1], plan)) as (engine,):
         connect(base_engines[0], engine)
         yield engine
 
@@ -49,23 +51,25 @@ def planted(base_engines: tuple[Engine, Engine, Engine], planted_engine: Engine)
         yield pair
 
 
-def test_a_wrong_byte_is_detected_named_counted_and_recomputed(
-    planted: Pair, plan: Path, single: Client
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_detected_named_counted_and_recomputed(
+    planted: Pair, plan: Path, single: Client, fault: str
 ) -> None:
-    plan.write_text("byte")
-    prompts = [random_prompt(length, seed=71) for length in LENGTHS]
-    since = CountersSince(planted.to_decode)
+    lengths = LENGTHS if fault == "byte" else LONG
+    plan.write_text(fault)
+    prompts = [random_prompt(length, seed=next(SEEDS)) for length in lengths]
+    since, log_before = CountersSince(planted.to_decode), planted.decode.log_size()
     for prompt in prompts:
         assert planted.complete(prompt).tokens == single.complete(prompt).tokens
     count = len(prompts)
     expect(since, {CORRUPT: count, FAILURES: count, LOADS: 0, DIGESTS: count})
-    assert len(expect_named(planted.decode)) == count
+    assert len(expect_named(planted.decode, log_before)) == count
 
 
 def test_loads_without_a_fault_are_verified(planted: Pair, plan: Path, single: Client) -> None:
     """The same engines, after all these failures."""
     plan.write_text("")
-    prompt = random_prompt(300, seed=72)
+    prompt = random_prompt(300, seed=next(SEEDS))
     since = CountersSince(planted.to_decode)
     assert planted.complete(prompt).tokens == single.complete(prompt).tokens
     nbytes = 299 * 4 * 4 * 64 * 2 * 4  # tokens, layers, heads, head size, K and V, float32

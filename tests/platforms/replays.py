@@ -1,24 +1,24 @@
 """What each platform makes of a client's request on its way to prefill, and then to decode.
 
-A replay does what the platform's own code does, as it was read in the file and version that its
-first function names: which limits of tokens it lowers, which parameters it asks prefill with, and
-what of prefill's reply it hands on. Errors, retries and load balancing are not part of it.
+A replay does what the platform's published code does, in the file and version that it names: which
+limits of tokens the platform lowers, what it asks prefill for, and which part of prefill's reply it
+hands on. Errors, retries and load balancing are not part of it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from harness.cluster.client import CHAT, WANT_TICKET
 
 Body = dict[str, Any]
-Headers = dict[str, str]
+Reply = Mapping[str, Any]
 
 PARAMS: Final = "kv_transfer_params"
 ASKED: Final[Mapping[str, object]] = WANT_TICKET | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-"""What all of them ask prefill with: vLLM's own connector's fields, to be filled in."""
+"""What all of them ask prefill with: the fields of vLLM's own connector, to be filled in."""
 LIMIT: Final = "max_tokens"
 CHAT_LIMIT: Final = "max_completion_tokens"
 FEWEST: Final = "min_tokens"
@@ -33,291 +33,224 @@ class Request:
     path: str
     body: Mapping[str, Any]
     id: str
-    """Chosen by the platform."""
+    """The platform chooses it."""
     prefill: str = "http://127.0.0.1:8000"
     """URL of the prefill engine, as the platform knows it."""
-    decode: str = "http://127.0.0.1:8001"
     pod_ip: str = "127.0.0.1"
     """Of the pod that prefill runs in."""
     token_ids: tuple[int, ...] = ()
     """Of the prompt, where the platform has a tokenizer."""
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is a conversation, and not a prompt."""
-        return self.path == CHAT
-
-
-@dataclass(frozen=True)
-class Message:
-    """What an engine is sent."""
-
-    body: Body
-    headers: Headers
-
-
-ToPrefill = Callable[[Request], Message]
-ToDecode = Callable[[Request, Mapping[str, Any]], Message]
-"""Of a request and prefill's reply to it."""
-
 
 class BrokenReplyError(ValueError):
-    """The platform answers the client with an error: it does not know what to do with a reply."""
+    """The platform answers the client with an error, because it does not understand a reply."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """One platform, in one of its modes."""
-
-    name: str
-    version: str
-    to_prefill: ToPrefill
-    to_decode: ToDecode
-    moves_kv: bool = True
-    """False: it hands no ticket on, so that decode computes each prompt."""
-    tokenizes: bool = False
-    """Whether engines are sent token ids in place of the prompt."""
-    takes_chat: bool = True
-    """False: its own front end makes a prompt of a conversation."""
-    keeps_fewest: bool = False
-    """Whether prefill is sent the client's `min_tokens` beside its limit of one token."""
+# --- what engines are sent instead of the client's request
 
 
-def one_token(
-    body: Mapping[str, Any],
-    *,
-    ones: Collection[str] = (LIMIT,),
-    ones_if_there: Collection[str] = (),
-    dropped: Collection[str] = (STREAM,),
-) -> Body:
-    """A request for a single token in a single piece.
-
-    Args:
-        body: the client's.
-        ones: the fields that become 1.
-        ones_if_there: those that do if the client has sent them.
-        dropped: the fields that are left out.
-    """
-    capped = {name: value for name, value in body.items() if name not in dropped}
-    present = [name for name in ones_if_there if name in body]
-    return capped | dict.fromkeys((*ones, *present), 1) | {"stream": False}
+def unchanged(request: Request) -> Body:
+    return dict(request.body)
 
 
-def asking(body: Body) -> Body:
-    """The same, to be decoded elsewhere."""
-    return body | {PARAMS: dict(ASKED)}
+def tokens_alone(request: Request) -> Body:
+    """llm-d's coordinator sends prefill no `cache_salt` and no sampling parameters of a prompt."""
+    if request.path == CHAT:
+        return with_tokens(request)
+    prompt = list(request.token_ids)
+    return {"request_id": request.id, "model": request.body["model"], "prompt": prompt}
 
 
-def host_of(url: str) -> str:
-    """As production-stack finds it."""
-    return _without_scheme(url).partition(":")[0]
-
-
-def _without_scheme(url: str) -> str:
-    return url.partition("://")[2]
-
-
-def vllm_router_to_prefill(request: Request) -> Message:
-    """The router of vLLM 0.1.17 (PyPI vllm-router, src/routers/http/vllm_pd_router.rs)."""
-    body = one_token(request.body, ones=(LIMIT, FEWEST), ones_if_there=(CHAT_LIMIT,))
-    return Message(asking(body), _vllm_router_headers(request))
-
-
-def vllm_router_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """As it is, also null; a reply without parameters leaves the request as it was."""
-    handed = {PARAMS: reply[PARAMS]} if PARAMS in reply else {}
-    return Message(dict(request.body) | handed, _vllm_router_headers(request))
-
-
-def _vllm_router_headers(request: Request) -> Headers:
-    prefill, decode = map(_without_scheme, (request.prefill, request.decode))
-    return {
-        "Authorization": "Bearer",
-        REQUEST_ID: f"___prefill_addr_{prefill}___decode_addr_{decode}_{request.id}",
-    }
-
-
-def llm_d_sidecar_to_prefill(request: Request) -> Message:
-    """llm-d's pd-sidecar v0.10.0 (llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go)."""
-    body = one_token(request.body, ones=(LIMIT, CHAT_LIMIT, FEWEST))
-    return Message(asking(body), {REQUEST_ID: request.id})
-
-
-def kserve_to_prefill(request: Request) -> Message:
-    """KServe's pd-sidecar, llm-d's v0.7.1 (pkg/sidecar/proxy/connector_nixlv2.go)."""
-    body = one_token(request.body, ones=(LIMIT, CHAT_LIMIT))
-    return Message(asking(body), {REQUEST_ID: request.id})
-
-
-def llm_d_sidecar_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """Both versions: as it is, and null where there is none."""
-    return Message(dict(request.body) | {PARAMS: reply.get(PARAMS)}, {REQUEST_ID: request.id})
-
-
-def llm_d_coordinator_to_prefill(request: Request) -> Message:
-    """llm-d's coordinator v0.10.0 with `kv-nixl` (pkg/coordinator/steps, connectors/kv/nixl.go).
-
-    Of a prompt nothing is sent but its tokens: no `cache_salt` and no sampling parameters.
-    """
+def with_tokens(request: Request) -> Body:
     tokens = list(request.token_ids)
-    body: Mapping[str, Any] = request.body
-    if not request.is_chat:
-        body = {"request_id": request.id, "model": body["model"], "prompt": tokens}
-    capped = one_token(body, ones_if_there=(CHAT_LIMIT,), dropped=(FEWEST, STREAM))
-    extra = {"tokens": {"token_ids": tokens}} if request.is_chat else {}
-    headers = {"x-request-id": request.id, "EPP-Profile": "prefill"}
-    return Message(asking(capped) | extra, headers)
+    is_chat = request.path == CHAT
+    prompt = {"tokens": {"token_ids": tokens}} if is_chat else {"prompt": tokens}
+    return dict(request.body) | prompt
 
 
-def llm_d_coordinator_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """As it is, with the two flags set whatever they were; the flags alone where there is none."""
-    given = reply.get(PARAMS)
-    flags = {"do_remote_decode": False, "do_remote_prefill": True}
-    tokens = list(request.token_ids)
-    prompt: Body = {"tokens": {"token_ids": tokens}} if request.is_chat else {"prompt": tokens}
-    params = (dict(given) if isinstance(given, Mapping) else {}) | flags
-    headers = {"x-request-id": request.id, "EPP-Profile": "decode"}
-    return Message(dict(request.body) | prompt | {PARAMS: params}, headers)
-
-
-def production_stack_to_prefill(request: Request) -> Message:
-    """production-stack vllm-stack-0.1.12 with `disaggregated_prefill_orchestrated`.
-
-    src/vllm_router/services/request_service/request.py: route_orchestrated_disaggregated_request.
-    """
-    body = one_token(request.body, ones_if_there=(CHAT_LIMIT,))
-    return Message(asking(body), {REQUEST_ID: request.id})
-
-
-def production_stack_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """With the host of prefill's URL, which may be a name, in the place of the ticket's host."""
-    given = reply.get(PARAMS)
-    handed = {PARAMS: dict(given) | {"remote_host": host_of(request.prefill)}} if given else {}
-    return Message(dict(request.body) | handed, {REQUEST_ID: request.id})
-
-
-def production_stack_plain_to_prefill(request: Request) -> Message:
-    """The same with `disaggregated_prefill`: for connectors that need no ticket."""
-    body = one_token(request.body, dropped=(CHAT_LIMIT, FEWEST, STREAM))
-    return Message(body, {"Authorization": "Bearer None", REQUEST_ID: request.id})
-
-
-def production_stack_plain_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """Nothing of the reply is handed on."""
-    del reply
-    return Message(dict(request.body), {"Authorization": "Bearer None", REQUEST_ID: request.id})
-
-
-def aibrix_to_prefill(request: Request) -> Message:
-    """AIBrix v0.7.0 by default, `shfs` (pkg/plugins/gateway/algorithms/pd: transfer/shfs.go)."""
-    return Message(asking(_aibrix_body(request)), {REQUEST_ID: request.id})
-
-
-def aibrix_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """With the IP of prefill's pod in the place of the ticket's host.
-
-    Raises:
-        BrokenReplyError: for null, which vLLM answers where there is no ticket.
-    """
-    if PARAMS not in reply:
-        return Message(dict(request.body), {REQUEST_ID: request.id})
-    given = reply[PARAMS]
-    if not isinstance(given, Mapping):
-        raise BrokenReplyError(f"{PARAMS} has unexpected type {type(given).__name__}")
-    params = dict(given) | {"remote_host": request.pod_ip}
-    return Message(dict(request.body) | {PARAMS: params}, {REQUEST_ID: request.id})
-
-
-def aibrix_nixl_to_prefill(request: Request) -> Message:
-    """The same with the pod label `nixl`, meant for Neuron (transfer/nixl.go): it asks nothing."""
-    return Message(_aibrix_body(request), {REQUEST_ID: request.id})
-
-
-def aibrix_nixl_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """The whole reply, in a field that vLLM's front end does not know."""
-    body = dict(request.body) | {"disagg_prefill_resp": dict(reply)}
-    return Message(body, {REQUEST_ID: request.id})
-
-
-def _aibrix_body(request: Request) -> Body:
-    """pd/prefill/payload.go."""
-    return one_token(request.body, ones=(LIMIT, CHAT_LIMIT), dropped=(FEWEST, STREAM))
-
-
-def dynamo_to_prefill(request: Request) -> Message:
-    """Dynamo 1.6.1 (PyPI ai-dynamo, dynamo/vllm/handlers.py, kv_connector_protocols.py).
-
-    Its workers call the engine without HTTP, with tokens and these sampling parameters.
-    """
-    body = one_token(_tokens_of(request), ones=(LIMIT, FEWEST))
-    return Message(asking(body), {REQUEST_ID: request.id})
-
-
-def dynamo_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """As it is."""
-    given = reply.get(PARAMS)
-    handed = {PARAMS: dict(given)} if given is not None else {}
-    return Message(_tokens_of(request) | handed, {REQUEST_ID: request.id})
-
-
-def _tokens_of(request: Request) -> Body:
-    """As its front end gives them to the workers: there is one limit."""
+def of_dynamo(request: Request) -> Body:
+    """Dynamo's front end gives its workers tokens and one limit."""
     body = dict(request.body) | {"prompt": list(request.token_ids)}
     if CHAT_LIMIT in body:
         body[LIMIT] = body.pop(CHAT_LIMIT)
     return body
 
 
-def ray_to_prefill(request: Request) -> Message:
-    """Ray Serve LLM 2.60.0 (PyPI ray, ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py).
+# --- what decode is sent of prefill's reply
 
-    It copies vLLM's request objects, of which those for conversations have the second limit.
+
+def as_it_is(_: Request, reply: Reply) -> Body:
+    """Null where there is none, which means the same to vLLM as no field."""
+    return {PARAMS: reply.get(PARAMS)}
+
+
+def with_flags(_: Request, reply: Reply) -> Body:
+    """Sets the two flags whatever they were; without parameters it sends the flags alone."""
+    flags = {"do_remote_decode": False, "do_remote_prefill": True}
+    return {PARAMS: dict(reply.get(PARAMS) or {}) | flags}
+
+
+def with_host_of_url(request: Request, reply: Reply) -> Body:
+    """Writes the host of prefill's URL, which may be a name, over the ticket's host."""
+    host = request.prefill.partition("://")[2].partition(":")[0]
+    given = reply.get(PARAMS)
+    return {PARAMS: dict(given) | {"remote_host": host}} if given else {}
+
+
+def with_host_of_pod(request: Request, reply: Reply) -> Body:
+    """Writes the IP of prefill's pod over the ticket's host.
+
+    Raises:
+        BrokenReplyError: for null, which vLLM answers where there is no ticket.
     """
-    ones = (LIMIT, CHAT_LIMIT) if request.is_chat else (LIMIT,)
-    body = one_token(request.body, ones=ones, ones_if_there=(CHAT_LIMIT,))
-    return Message(asking(body), {REQUEST_ID: request.id})
+    if PARAMS not in reply:
+        return {}
+    given = reply[PARAMS]
+    if not isinstance(given, Mapping):
+        raise BrokenReplyError(f"{PARAMS} has unexpected type {type(given).__name__}")
+    return {PARAMS: dict(given) | {"remote_host": request.pod_ip}}
 
 
-def ray_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
-    """As it is, and null where there is none."""
-    return Message(dict(request.body) | {PARAMS: reply.get(PARAMS)}, {REQUEST_ID: request.id})
+def nothing(_: Request, reply: Reply) -> Body:
+    del reply
+    return {}
+
+
+def whole_reply(_: Request, reply: Reply) -> Body:
+    """In a field that vLLM's front end does not know."""
+    return {"disagg_prefill_resp": dict(reply)}
+
+
+# --- the platforms
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One platform, in one of its modes; prefill is asked for one token in one piece."""
+
+    name: str
+    version: str
+    source: str
+    hand_on: Callable[[Request, Reply], Body]
+    ones: tuple[str, ...] = (LIMIT,)
+    """The fields that become 1 for prefill."""
+    ones_if_there: tuple[str, ...] = ()
+    """The fields that become 1 if the client has sent them."""
+    dropped: tuple[str, ...] = (STREAM,)
+    asks: bool = True
+    """False: prefill is not asked for a ticket."""
+    for_prefill: Callable[[Request], Body] = unchanged
+    for_decode: Callable[[Request], Body] = unchanged
+    takes_chat: bool = True
+    """False: its own front end makes a prompt of a conversation."""
+
+    @property
+    def moves_kv(self) -> bool:
+        """Otherwise decode computes each prompt."""
+        return self.asks and self.hand_on is not nothing
+
+    @property
+    def tokenizes(self) -> bool:
+        """Whether engines are sent token ids instead of the prompt."""
+        return self.for_decode is not unchanged
+
+    @property
+    def keeps_fewest(self) -> bool:
+        """Whether prefill is sent the client's `min_tokens` beside its limit of one token."""
+        return FEWEST not in (*self.ones, *self.dropped)
+
+    def to_prefill(self, request: Request) -> Body:
+        """What prefill is sent."""
+        body = {k: v for k, v in self.for_prefill(request).items() if k not in self.dropped}
+        present = [name for name in self.ones_if_there if name in request.body]
+        asked = {PARAMS: dict(ASKED)} if self.asks else {}
+        return body | dict.fromkeys((*self.ones, *present), 1) | {"stream": False} | asked
+
+    def to_decode(self, request: Request, reply: Reply) -> Body:
+        """What decode is sent."""
+        return self.for_decode(request) | self.hand_on(request, reply)
 
 
 REPLAYS: Final = (
-    Replay("vllm-router", "0.1.17", vllm_router_to_prefill, vllm_router_to_decode),
-    Replay("llm-d sidecar", "v0.10.0", llm_d_sidecar_to_prefill, llm_d_sidecar_to_decode),
+    Replay(
+        "vllm-router",
+        "0.1.17",
+        "PyPI vllm-router, src/routers/http/vllm_pd_router.rs",
+        as_it_is,
+        ones=(LIMIT, FEWEST),
+        ones_if_there=(CHAT_LIMIT,),
+    ),
+    Replay(
+        "llm-d sidecar",
+        "v0.10.0",
+        "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
+        as_it_is,
+        ones=(LIMIT, CHAT_LIMIT, FEWEST),
+    ),
     Replay(
         "llm-d coordinator",
         "v0.10.0",
-        llm_d_coordinator_to_prefill,
-        llm_d_coordinator_to_decode,
-        tokenizes=True,
+        "llm-d-router with `kv-nixl`, pkg/coordinator/steps, connectors/kv/nixl.go",
+        with_flags,
+        ones_if_there=(CHAT_LIMIT,),
+        dropped=(FEWEST, STREAM),
+        for_prefill=tokens_alone,
+        for_decode=with_tokens,
     ),
     Replay(
         "KServe",
         "llm-d sidecar v0.7.1",
-        kserve_to_prefill,
-        llm_d_sidecar_to_decode,
-        keeps_fewest=True,
+        "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
+        as_it_is,
+        ones=(LIMIT, CHAT_LIMIT),
     ),
     Replay(
         "production-stack, orchestrated",
         "0.1.12",
-        production_stack_to_prefill,
-        production_stack_to_decode,
-        keeps_fewest=True,
+        "`disaggregated_prefill_orchestrated`, src/vllm_router/services/request_service/request.py",
+        with_host_of_url,
+        ones_if_there=(CHAT_LIMIT,),
     ),
     Replay(
         "production-stack, not orchestrated",
         "0.1.12",
-        production_stack_plain_to_prefill,
-        production_stack_plain_to_decode,
-        moves_kv=False,
+        "`disaggregated_prefill`, for connectors that need no ticket; the same file",
+        nothing,
+        dropped=(CHAT_LIMIT, FEWEST, STREAM),
+        asks=False,
     ),
-    Replay("AIBrix, default", "v0.7.0", aibrix_to_prefill, aibrix_to_decode),
-    Replay("AIBrix, nixl", "v0.7.0", aibrix_nixl_to_prefill, aibrix_nixl_to_decode, moves_kv=False),
     Replay(
-        "Dynamo", "1.6.1", dynamo_to_prefill, dynamo_to_decode, tokenizes=True, takes_chat=False
+        "AIBrix, default",
+        "v0.7.0",
+        "pkg/plugins/gateway/algorithms/pd: transfer/shfs.go, prefill/payload.go",
+        with_host_of_pod,
+        ones=(LIMIT, CHAT_LIMIT),
+        dropped=(FEWEST, STREAM),
     ),
-    Replay("Ray Serve LLM", "2.60.0", ray_to_prefill, ray_to_decode, keeps_fewest=True),
+    Replay(
+        "AIBrix, nixl",
+        "v0.7.0",
+        "the pod label `nixl`, meant for Neuron: transfer/nixl.go",
+        whole_reply,
+        ones=(LIMIT, CHAT_LIMIT),
+        dropped=(FEWEST, STREAM),
+        asks=False,
+    ),
+    Replay(
+        "Dynamo",
+        "1.6.1",
+        "PyPI ai-dynamo, dynamo/vllm/handlers.py, kv_connector_protocols.py",
+        as_it_is,
+        ones=(LIMIT, FEWEST),
+        for_prefill=of_dynamo,
+        for_decode=of_dynamo,
+        takes_chat=False,
+    ),
+    Replay(
+        "Ray Serve LLM",
+        "2.60.0",
+        "PyPI ray, ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py",
+        as_it_is,
+        ones_if_there=(CHAT_LIMIT,),
+    ),
 )

@@ -1,28 +1,17 @@
-"""A ticket of prefill that a platform has had in its hands is accepted, or refused in words."""
+"""A ticket that a platform hands on is accepted, or the error says why not."""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
 
-from harness.cluster.client import CHAT, COMPLETIONS
+from harness.cluster.client import COMPLETIONS
 from nixl_kv.config import Config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.ticket import FIELD
-from platforms.replays import (
-    ASKED,
-    CHAT_LIMIT,
-    FEWEST,
-    LIMIT,
-    PARAMS,
-    REPLAYS,
-    STREAM,
-    BrokenReplyError,
-    Replay,
-    Request,
-)
+from platforms.replays import PARAMS, REPLAYS, BrokenReplyError, Replay, Request
 from support.records import ticket
 
 HERE: Final = "10.1.0.7"
@@ -67,7 +56,7 @@ def reply(trust: Trust, host: str = HERE) -> dict[str, Any]:
 
 
 def handed_on(replay: Replay, answer: dict[str, Any], **known: Any) -> Any:
-    return replay.to_decode(request(**known), answer).body.get(PARAMS)
+    return replay.to_decode(request(**known), answer).get(PARAMS)
 
 
 @named(MOVING)
@@ -119,7 +108,7 @@ def test_a_ticket_that_was_changed_is_refused(replay: Replay) -> None:
 @named(STANDING)
 def test_nothing_of_the_reply_is_handed_on_to_the_connector(replay: Replay) -> None:
     """Nor has prefill been asked, so that it holds nothing for anybody."""
-    assert PARAMS not in replay.to_prefill(request()).body
+    assert PARAMS not in replay.to_prefill(request())
     assert handed_on(replay, reply(KEYED)) is None
 
 
@@ -134,38 +123,3 @@ def test_a_reply_without_a_ticket_is_computed_or_refused_in_words(replay: Replay
     if params is not None:
         with pytest.raises(RemoteProtocolError, match=f"lacks the field '{FIELD}'"):
             KEYED.check(params)
-
-
-@named(REPLAYS)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_prefill_is_asked_for_one_token_in_one_piece(replay: Replay, path: str) -> None:
-    asked = request(path)
-    body = replay.to_prefill(asked).body
-    assert body[LIMIT] == 1
-    assert body.get(CHAT_LIMIT) in (1, None)
-    assert (body.get(FEWEST, 0) > 1) is replay.keeps_fewest
-    assert body["stream"] is False
-    assert STREAM not in body
-    assert body.get(PARAMS, ASKED) == ASKED
-    assert asked.body == BODY
-
-
-@named(REPLAYS)
-def test_decode_is_asked_for_what_the_client_asked(replay: Replay) -> None:
-    body = replay.to_decode(request(), reply(KEYED)).body
-    ours = {"prompt", PARAMS, "disagg_prefill_resp"}
-    ours |= set() if replay.takes_chat else {CHAT_LIMIT}
-    same = {name: value for name, value in body.items() if name not in ours}
-    assert same == {name: value for name, value in BODY.items() if name not in ours}
-    assert body["prompt"] == ([3, 4] if replay.tokenizes else "ba be")
-
-
-@named(REPLAYS)
-def test_both_engines_are_told_the_same_name_of_the_request(replay: Replay) -> None:
-    to_prefill, to_decode = replay.to_prefill(request()), replay.to_decode(request(), reply(KEYED))
-    names = [
-        {name.lower(): value for name, value in message.headers.items()}["x-request-id"]
-        for message in (to_prefill, to_decode)
-    ]
-    assert names[0] == names[1]
-    assert names[0].endswith("1f")

@@ -1,0 +1,118 @@
+"""Do prefill and decode apart give the answers of a single engine? Twenty prompts tell.
+
+The exit status is 0 only if every answer is the same, token for token, and KV was moved.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.cluster.answers import Question
+from harness.cluster.client import Answer, Client
+from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.engines import MODEL_NAME, Connector, EngineSpec
+from harness.cluster.metrics import LOADED_METRICS, CountersSince, Loaded
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.pair import Pair
+from harness.cluster.processes import ProcessDiedError
+from harness.cluster.prompts import first_prompts, later_prompts, random_prompt
+
+ANSWER_TOKENS: Final = 16
+CONNECTORS: Final[tuple[Connector, ...]] = ("nixl-kv", "in-tree")
+
+
+def ask_single(single: Client) -> list[Question]:
+    prompts = first_prompts()
+    first = [Question.of(single, prompt, ANSWER_TOKENS) for prompt in prompts]
+    later = later_prompts(prompts, [question.expected.text for question in first])
+    return first + [Question.of(single, prompt, ANSWER_TOKENS) for prompt in later]
+
+
+def ask_pair(pair: Pair, question: Question, connector: Connector) -> tuple[Answer, Loaded]:
+    """The answer through the router, and the KV that was moved for it."""
+    since = CountersSince(pair.to_decode)
+    answer = pair.to_router.complete(question.prompt, ANSWER_TOKENS)
+    # Counters may lag an answer; a prompt that decode has cached moves nothing.
+    changed = since.wait_for(LOADED_METRICS[connector]["nbytes"], timeout_s=1)
+    return answer, Loaded.from_counters(changed, connector)
+
+
+def compare(connectors: Sequence[Connector], log_dir: Path | None) -> bool:
+    """Ask all prompts with each connector, and print a table; whether all is well."""
+    model, num_right, has_moved = ensure_tiny_model(), 0, True
+    table = Table(title="prefill and decode apart, compared with a single engine")
+    with Cluster(log_dir) as cluster:
+        (engine,) = cluster.start(EngineSpec("single", model))
+        with Client(engine.url) as single:
+            questions = ask_single(single)
+        cluster.end(engine)
+        rows = [[str(one.expected.prompt_tokens)] for one in questions]
+        table.add_column("prompt\ntokens", justify="right")
+        for name in connectors:
+            prefill, decode = cluster.start(*pair_specs(model, name, suffix=f"-{name}"))
+            with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+                pair.to_router.complete(random_prompt(20, seed=0))  # the first one loads code
+                run = [ask_pair(pair, question, name) for question in questions]
+            cluster.end(prefill, decode)
+            for heading in ("tokens moved", "MiB", "transfer ms", "answer ms", "match"):
+                table.add_column(f"{name}\n{heading}", justify="right")
+            for row, question, (answer, moved) in zip(rows, questions, run, strict=True):
+                is_right = question.compare(answer) == "same"
+                num_right += is_right
+                row += [str(moved.tokens), f"{moved.nbytes / 2**20:.2f}"]
+                row += [f"{moved.seconds * 1e3:.1f}", f"{answer.seconds * 1e3:.0f}"]
+                row.append("yes" if is_right else "NO")
+            has_moved &= any(moved.tokens for _, moved in run)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if not has_moved:
+        print("nothing was moved: the decode engine computed every prompt itself")
+    total = len(questions) * len(connectors)
+    print(f"{num_right}/{total} answers match")
+    return has_moved and num_right == total
+
+
+def serve(connector: Connector, log_dir: Path | None) -> None:
+    """Leave prefill, decode and router running until Ctrl-C."""
+    with Cluster(log_dir) as cluster:
+        prefill, decode = cluster.start(*pair_specs(ensure_tiny_model(), connector))
+        url = cluster.route([prefill], [decode]).url
+        body = f'{{"model": "{MODEL_NAME}", "prompt": "{random_prompt(6, seed=0)}"}}'
+        print(f"curl {url}/v1/completions \\")
+        print(f"  -H 'Content-Type: application/json' -d '{body}'")
+        print("Ctrl-C ends it.", flush=True)
+        while True:
+            cluster.check_alive()
+            time.sleep(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--connector", choices=[*CONNECTORS, "both"], default="nixl-kv")
+    parser.add_argument("--serve", action="store_true", help="start all and leave it running")
+    parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
+    options = parser.parse_args()
+    if options.serve and options.connector == "both":
+        parser.error("--serve runs one connector")
+    try:
+        if options.serve:
+            serve(options.connector, options.log_dir)
+        both = options.connector == "both"
+        return not compare(CONNECTORS if both else [options.connector], options.log_dir)
+    except ProcessDiedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Which faults the digest detects, between engines of many shapes."""

@@ -1,1 +1,0 @@
-"""Engines of every pair of shapes: do they understand each other?"""

@@ -1,1 +1,0 @@
-"""Does KV move on the platforms that people run prefill and decode on?"""

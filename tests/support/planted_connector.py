@@ -1,0 +1,44 @@
+"""Our connector, except that it plants faults into the bytes that decode has read (CPU only).
+
+The file that `NIXL_KV_PLANT` names holds a fault of `support.planting.FAULTS`, or `FAULT@NAME` for
+layers with NAME in their names, or nothing; each load looks there. Loads come one at a time.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
+from nixl_kv.connector.worker import StepMetadata
+from nixl_kv.engine import engine
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.protocol.events import StartLoad
+from nixl_kv.verify.queue import DigestQueue, open_digests
+from support.planting import Planter
+
+
+class NixlKVConnector(SoundConnector):
+    """Has the same name, so that nothing else of an engine's configuration changes."""
+
+    _planter: Planter | None = None  # of a worker that has a cache
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        def open_planting(layout: CacheLayout, *arguments: Any, **options: Any) -> DigestQueue:
+            digests = open_digests(layout, *arguments, **options)
+            digests._digester = self._planter = Planter(layout)
+            return digests
+
+        with patch.object(engine, "open_digests", open_planting):
+            super().register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        fault, _, where = Path(os.environ["NIXL_KV_PLANT"]).read_text("utf-8").partition("@")
+        step = connector_metadata
+        for command in step.commands if isinstance(step, StepMetadata) else ():
+            if fault and self._planter is not None and isinstance(command, StartLoad):
+                self._planter.expect(command, fault, where)
+        super().bind_connector_metadata(step)
