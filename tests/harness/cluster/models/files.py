@@ -75,7 +75,6 @@ def write_model(folder: Path, model: Family, *, weights: bool = True) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """As people read it."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -86,19 +85,20 @@ def write_tokenizer(
     from tokenizers import Tokenizer  # noqa: PLC0415 - see write_model
     from tokenizers.models import WordLevel  # noqa: PLC0415
     from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    unknown, end, padding = SPECIALS
-    tokenizer = Tokenizer(
-        WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=unknown)
-    )
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=SPECIALS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=unknown,
-        eos_token=end,
-        pad_token=padding,
-        model_max_length=max_length,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the name in all versions of transformers
+        "unk_token": SPECIALS[0],
+        "eos_token": SPECIALS[1],
+        "pad_token": SPECIALS[2],
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    write_json(folder / "tokenizer_config.json", settings)

@@ -55,7 +55,7 @@ class Gemma3(Family):
 
 @dataclass(frozen=True)
 class Gemma4(Family):
-    """As Gemma3, and the last layers read the cache of earlier ones.
+    """A Gemma whose last layers read the cache of earlier ones.
 
     Layers of full attention may have KV heads of another number and size than the others.
     """

@@ -27,7 +27,7 @@ class Granite4(Family):
     groups: int = 1
     state_dim: int = 128
     kernel: int = 4
-    """Of the convolution."""
+    """The length of the convolution."""
 
     def config(self, vocab_size: int) -> dict[str, object]:
         return super().config(vocab_size) | {

@@ -52,9 +52,9 @@ class KimiLinear(DeepseekV2):
     period: int = 4
     state_heads: int = 4
     state_dim: int = 128
-    """Of keys and values in a state."""
+    """The size of keys and values in a state."""
     kernel: int = 4
-    """Of the convolutions."""
+    """The length of the convolutions."""
 
     def config(self, vocab_size: int) -> dict[str, object]:
         """Layers are counted from 1 here."""

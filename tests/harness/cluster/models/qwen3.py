@@ -24,7 +24,7 @@ class TinyModel(Family):
 
 @dataclass(frozen=True)
 class PaddedQwen3(TinyModel):
-    """As TinyModel, with a vocabulary that three ranks can share: vLLM pads to 64 only.
+    """A TinyModel with a vocabulary that three ranks can share: vLLM pads to 64 only.
 
     The words more have no name; their scores are 0, and so they are never the best.
     """

@@ -49,9 +49,9 @@ class Qwen3Next(Family):
     key_heads: int = 2
     value_heads: int = 4
     state_dim: int = 128
-    """Of keys and values in a state."""
+    """The size of keys and values in a state."""
     kernel: int = 4
-    """Of the convolution."""
+    """The length of the convolution."""
     experts: int = 2
     expert_dim: int = 64
 
@@ -115,7 +115,7 @@ class Qwen3NextMtp(Qwen3Next):
         return weights | predictor
 
     def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
-        """What the layers before the last one add is small."""
+        """The layers before the last one add little."""
         values = super().values(name, shape, random)
         is_last = f".{self.layers - 1}." in name
         is_added = name.endswith(("out_proj", "down_proj"))

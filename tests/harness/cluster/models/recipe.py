@@ -24,7 +24,7 @@ FORMAT: Final = 2
 DTYPES: Final = ("float32", "bfloat16", "float16")
 ATTENTION_GAIN: Final = 4.0
 SHARPNESS: Final = 2.0
-"""Of attention: one word among thousands still shows."""
+"""One word among thousands still shows in attention."""
 LOGIT_GAIN: Final = SHARPNESS**2
 """How widely scores of attention spread."""
 DECAY: Final = (-6.0, -3.0)
@@ -34,15 +34,15 @@ FULL: Final = "full_attention"
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """What a model's files are made from: the same numbers give the same files."""
+    """A kind of model; the same numbers give the same files."""
 
     family: ClassVar[str]
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     gains: ClassVar[Mapping[str, float]] = {}
-    """By the end of a matrix' name: it makes vectors of size 1 per element into such vectors."""
+    """The size per element that a matrix gives vectors of size 1, by the end of its name."""
     constants: ClassVar[Mapping[str, float]] = {}
-    """By the end of a vector's name, what all its elements are."""
+    """The value of all elements of a vector, by the end of its name."""
     neutral_norm: ClassVar[float] = 1.0
     """The weight of a norm that scales nothing."""
 
