@@ -87,7 +87,7 @@ class Accounts:
         self.decode = CountersSince(pair.to_decode)
 
     def expect_loaded(self, *tokens: int) -> Counters:
-        """Decode has read that many tokens for each of so many requests, and no load failed."""
+        """Decode has read these numbers of tokens, one for each request, and no load failed."""
         wanted = {LOADS: len(tokens), TOKENS: sum(tokens), FAILURES: 0}
         return expect(self.decode, wanted)
 

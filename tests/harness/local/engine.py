@@ -34,7 +34,7 @@ HOST_PATHS: Final = (
 )
 """The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
-"""Of every prompt: this engine does not compute, so nothing depends on it."""
+"""The context hash of every prompt: this engine does not compute, so nothing depends on it."""
 
 TIMEOUT_S: Final = 30.0
 """How long a wait for results may take, on a busy machine."""
@@ -42,7 +42,7 @@ TIMEOUT_S: Final = 30.0
 NAP_S: Final = 0.001
 
 Tables = Sequence[Sequence[int]]
-"""For each cache group a block table, or the end of one; -1 where there is no block."""
+"""A block table, or the end of one, for each cache group; -1 stands for no block."""
 
 
 @dataclass

@@ -81,7 +81,7 @@ class MemoryNetwork:
         return link
 
     def carry(self, link: MemoryLink, payload: bytes, *, is_answer: bool) -> None:
-        """What is sent on a broken link is lost."""
+        """A message on a broken link is lost."""
         with self.changed:
             if link.is_broken:
                 return
@@ -101,7 +101,7 @@ class MemoryNetwork:
                 self._break(link, "cannot connect")
             elif not packet.is_answer and listener is not None:
                 listener.inbox.append(FromPeer(link.route, packet.payload))
-            elif link.is_open and not link.is_broken:  # else nobody listens to the answer
+            elif link.is_open and not link.is_broken:  # else the answer is lost
                 link.received += 1
                 link.active_at = link.control.clock()
                 link.control.inbox.append(FromEndpoint(link.endpoint, packet.payload))

@@ -230,7 +230,7 @@ class _RankArray:
         return Stripe(engine.dcp, self.rank % engine.dcp, width) if engine.dcp > 1 else ALL_TOKENS
 
     def strides_of(self, layers: int) -> dict[str, int]:
-        """In bytes, for a group of so many layers. All groups have the same block stride."""
+        """Strides in bytes, for a group of `layers` layers. All have the same block stride."""
         model, engine = self.model, self.engine
         content = max(model.content) if "2" in self.order else sum(model.content)
         sizes = {"L": layers, "B": engine.num_blocks, "2": 2, "N": engine.block_size, "C": content}
