@@ -106,26 +106,26 @@ class Client:
 
     def answers(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> list[Answer]:
         """Several of complete(): one for each prompt, or `n` to one prompt."""
-        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))
+        return self._answers(COMPLETIONS, self._body(max_tokens, _prompt(prompt) | extra))
 
     def chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Answer:
         """The greedy next message."""
-        return self._answers(CHAT, self._chat_body(messages, max_tokens, extra))[0]
+        return self._answers(CHAT, self._body(max_tokens, _messages(messages) | extra))[0]
 
     def stream(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Streamed:
         """The same as complete(), streamed."""
-        return self._stream(COMPLETIONS, self._body(prompt, max_tokens, extra))
+        return self._stream(COMPLETIONS, self._body(max_tokens, _prompt(prompt) | extra))
 
     def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Streamed:
         """The same as chat(), streamed."""
-        return self._stream(CHAT, self._chat_body(messages, max_tokens, extra))
+        return self._stream(CHAT, self._body(max_tokens, _messages(messages) | extra))
 
     def ticket(self, prompt: Prompt, max_tokens: int = 1) -> Ticket:
         """The kv_transfer_params of a prefill engine's answer, which a router asks for.
 
         With more tokens than one, prefill goes on to generate before it gives the ticket.
         """
-        body = self._body(prompt, max_tokens, {"kv_transfer_params": WANT_TICKET})
+        body = self._body(max_tokens, _prompt(prompt) | {"kv_transfer_params": WANT_TICKET})
         reply = _checked(self._http.post(COMPLETIONS, json=body))
         ticket: Ticket | None = reply.json().get("kv_transfer_params")
         if ticket is None:
@@ -134,12 +134,14 @@ class Client:
 
     def disconnect_early(self, prompt: Prompt, after_s: float = 0.05, **extra: object) -> None:
         """Send a request and hang up before its answer."""
+        body = self._body(1, _prompt(prompt) | extra)
         with contextlib.suppress(httpx.TimeoutException):
-            self._http.post(COMPLETIONS, json=self._body(prompt, 1, extra), timeout=after_s)
+            self._http.post(COMPLETIONS, json=body, timeout=after_s)
 
     def abandon(self, prompt: Prompt, max_tokens: int, **extra: object) -> None:
         """Send a request and hang up when its first token has come."""
-        with self._choices(COMPLETIONS, self._body(prompt, max_tokens, extra)) as choices:
+        body = self._body(max_tokens, _prompt(prompt) | extra)
+        with self._choices(COMPLETIONS, body) as choices:
             next(choices, None)
 
     def counters(self) -> Counters:
@@ -198,21 +200,17 @@ class Client:
                 for choice in json.loads(line).get("choices") or ()
             )
 
-    def _body(self, prompt: Prompt, max_tokens: int, extra: Mapping[str, object]) -> Body:
-        body: Body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 0,
-        }
-        return body | dict(extra)
+    def _body(self, max_tokens: int, asked: Body) -> Body:
+        greedy = {"temperature": 0, "ignore_eos": True}
+        return {"model": self.model, "max_tokens": max_tokens, **greedy, **asked}
 
-    def _chat_body(self, messages: Messages, max_tokens: int, extra: Mapping[str, object]) -> Body:
-        body = self._body("", max_tokens, {"messages": messages, "logprobs": True} | dict(extra))
-        del body["prompt"]
-        return body
+
+def _prompt(prompt: Prompt) -> Body:
+    return {"prompt": prompt, "logprobs": 0}
+
+
+def _messages(messages: Messages) -> Body:
+    return {"messages": messages, "logprobs": True}
 
 
 def is_healthy(url: str) -> bool:

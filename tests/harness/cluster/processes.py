@@ -200,13 +200,15 @@ def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> N
     If one has not ended by then, those of its children end too that lead sessions of their own.
     """
     running = list(processes)
-    for process in running:
-        process.terminate()
-    wait_until(lambda: not any(p.is_running() for p in running), grace_s, interval_s=0.05)
-    for process in running:
-        if process.is_running():
-            kill_descendants(process.pid)
-        process.kill()
+    try:
+        for process in running:
+            process.terminate()
+        wait_until(lambda: not any(p.is_running() for p in running), grace_s, interval_s=0.05)
+    finally:  # also after a second Ctrl-C
+        for process in running:
+            if process.is_running():
+                kill_descendants(process.pid)
+            process.kill()
 
 
 def kill_descendants(pid: int) -> None:

@@ -1,5 +1,6 @@
 """A cluster keeps engines by their specs, bounds how many run, and ends them all."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from harness.cluster import cluster as cluster_module
+from harness.cluster import processes
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec, apart
 from harness.cluster.processes import ManagedProcess, Ports, ProcessDiedError, end_on_signals
@@ -93,9 +95,6 @@ def test_an_engine_that_does_not_start_is_named_once_the_others_are_up(make_clus
 def test_an_interrupted_start_leaves_nothing(
     make_cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: Engine) -> bool:
-        raise KeyboardInterrupt
-
     cluster = make_cluster()
     monkeypatch.setattr(SleepingEngine, "is_ready", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -103,12 +102,22 @@ def test_an_interrupted_start_leaves_nothing(
     assert running(cluster) == set()
 
 
-def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+def interrupt(*_: object, **__: object) -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "a second Ctrl-C"])
+def test_a_process_that_does_not_end_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, impatient: bool
+) -> None:
     process = ManagedProcess("stubborn", tmp_path / "log")
     process.launch(["bash", "-c", STUBBORN], os.environ, tmp_path)
     assert wait_until((tmp_path / "child").exists, PATIENCE_S)
     child = psutil.Process(int((tmp_path / "child").read_text()))
-    cluster_module.stop_all([process], grace_s=0.1)
+    if impatient:
+        monkeypatch.setattr(processes, "wait_until", interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        processes.stop_all([process], grace_s=0.1)
     assert process.exit_code() == -signal.SIGKILL
     assert wait_until(lambda: not child.is_running(), PATIENCE_S)
 
