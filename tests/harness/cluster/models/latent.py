@@ -78,8 +78,6 @@ class KimiLinear(DeepseekV2):
         return super().values(name, shape, random)
 
     def weights(self, vocab_size: int) -> Tensors:
-        """transformers gives the names and the shape that layers with experts have in vLLM."""
-        return {
-            name.replace("block_sparse_moe", "mlp"): part.ravel() if "A_log" in name else part
-            for name, part in super().weights(vocab_size).items()
-        }
+        """transformers writes the name that layers with experts have in vLLM."""
+        weights = super().weights(vocab_size)
+        return {name.replace("block_sparse_moe", "mlp"): part for name, part in weights.items()}
