@@ -14,12 +14,12 @@ from harness.cluster.pair import Pair
 from support.engines import PATIENT, Accounts, connect, without_connector
 
 KV_CACHE_BYTES = 320 << 20
-"""Of each cache, 1 MiB for each block: enough for all tests, and little memory."""
+"""The size of each cache, 1 MiB for each block: enough for all tests."""
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Whatever runs in this session runs here, and is ended with it."""
+    """The engines of this session, which end with it."""
     with Cluster(tmp_path_factory.mktemp("engines")) as cluster:
         yield cluster
 
@@ -58,14 +58,14 @@ def pair(cluster: Cluster, base_engines: tuple[Engine, Engine, Engine]) -> Itera
 
 @pytest.fixture
 def single(base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Client]:
-    """An engine without a connector: what the others say is compared with what it says."""
+    """An engine without a connector, whose answers the others should give."""
     with Client(base_engines[2].url) as client:
         yield client
 
 
 @pytest.fixture
 def accounts(pair: Pair) -> Iterator[Accounts]:
-    """What a test costs; neither engine holds a block when it is over."""
+    """The counters of a test; neither engine holds a block before and after it."""
     accounts = Accounts(pair)
     accounts.expect_free()
     yield accounts

@@ -19,8 +19,6 @@ CONFIG = Config(host=HOST, offer_ttl_s=60.0, lease_s=20.0, request_timeout_s=60.
 
 
 class SmallEngine(LocalEngine):
-    """An engine of one rank."""
-
     def __init__(
         self,
         name: str,
@@ -35,7 +33,6 @@ class SmallEngine(LocalEngine):
 
     @property
     def parts(self) -> Parts:
-        """Of its rank."""
         return self.ranks[0].parts
 
     def load(
@@ -47,12 +44,11 @@ class SmallEngine(LocalEngine):
         self.start_load(request, [table], tokens)
 
     def is_reported(self, request: str) -> bool:
-        """Whether a load is over, as far as is known by now."""
         self.ranks[0].poll()
         return request in self.ranks[0].loads
 
     def wait_count(self, name: str, amount: float) -> None:
-        """Until something was counted so often. A rank that is idle is woken to say so."""
+        """Wait for a counter. An idle rank is woken to publish it."""
         (rank,) = self.ranks
 
         def is_counted() -> bool:
@@ -68,7 +64,6 @@ Pair: TypeAlias = tuple[SmallEngine, SmallEngine]
 """Prefill and decode."""
 
 MakePair: TypeAlias = Callable[..., Pair]
-"""The fixture that makes them."""
 
 PREFILL_TABLE, DECODE_TABLE, NUM_TOKENS = [7, 3, 4], [2, 9, 1], 11
 

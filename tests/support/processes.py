@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 
 from harness.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
@@ -21,16 +22,15 @@ TOKENS = len(TABLE) * SIZES.tokens
 START_S = 300.0
 """How long a process may take to start, on a busy machine."""
 
+TCP = "TLS=tcp,NET_DEVICES=lo"
+"""Loopback alone: other tests make network interfaces, and take them away."""
+
 
 def process_context() -> ForkServerContext:
     """Processes that are forked from one that has imported NIXL, which takes seconds."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["nixl._api"])
     return context
-
-
-TCP = "TLS=tcp,NET_DEVICES=lo"
-"""Loopback alone: other tests make network interfaces, and take them away."""
 
 
 def over_tcp() -> Transport:
@@ -42,20 +42,16 @@ def over_tcp() -> Transport:
 
 def paced_over_tcp() -> Transport:
     """The same, piece by piece."""
-    from nixl_kv.transport.nixl import (  # noqa: PLC0415 - only where NIXL is
-        UCX_ENGINE_CONFIG,
-        NixlTransport,
-    )
+    from nixl_kv.transport import nixl  # noqa: PLC0415 - only where NIXL is
     from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415 - a feature of its own
 
-    def make() -> NixlTransport:
-        return NixlTransport(engine_config=f"{UCX_ENGINE_CONFIG},{TCP}")
+    def make() -> Transport:
+        return nixl.NixlTransport(engine_config=f"{nixl.UCX_ENGINE_CONFIG},{TCP}")
 
     return PacedTransport(make(), make, lambda _: True, ThreadPoolExecutor(1))
 
 
 def prefill_blocks() -> Bytes:
-    """What stands in the blocks that the process offers."""
     return Cache(SIZES).fill(7).blocks(TABLE)
 
 
@@ -66,9 +62,49 @@ def has_landed(engine: SmallEngine) -> bool:
 
 
 def start_load(decode: SmallEngine, prefill: "PrefillProcess", name: str) -> None:
-    """Begin to read all that the process offers."""
     decode.prepare_load(name, prefill.offer(f"p-{name}"))
     decode.load(name, TABLE, end=TOKENS)
+
+
+@contextmanager
+def _process(
+    serve: Callable[[Connection, MakeTransport], None], make_transport: MakeTransport
+) -> Iterator[tuple[BaseProcess, Connection]]:
+    """A process that has said that it is ready; it is killed at the end."""
+    context = process_context()
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, make_transport), daemon=True)
+    process.start()
+    try:
+        assert pipe.poll(START_S), "the process did not start"
+        pipe.recv()
+        yield process, pipe
+    finally:
+        process.kill()
+        process.join()
+
+
+class PrefillProcess:
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        assert process.pid is not None
+        self.process = process
+        self.pid = process.pid
+        self._pipe = pipe
+
+    def offer(self, request: str) -> Ticket:
+        """Let it offer its blocks."""
+        self._pipe.send(request)
+        ticket: Ticket = self._pipe.recv()
+        return ticket
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+@contextmanager
+def prefill_process(make_transport: MakeTransport = over_tcp) -> Iterator[PrefillProcess]:
+    with _process(_serve, make_transport) as (process, pipe):
+        yield PrefillProcess(process, pipe)
 
 
 def _serve(pipe: Connection, make_transport: MakeTransport) -> None:
@@ -79,43 +115,17 @@ def _serve(pipe: Connection, make_transport: MakeTransport) -> None:
     engine.close()
 
 
-class PrefillProcess:
-    """One such process."""
-
-    def __init__(self, make_transport: MakeTransport) -> None:
-        context = process_context()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make_transport), daemon=True)
-        self.process.start()
-        assert self._pipe.poll(START_S), "the process did not start"
-        self._pipe.recv()
-
-    def offer(self, request: str) -> Ticket:
-        """Let it offer its blocks."""
-        self._pipe.send(request)
-        ticket: Ticket = self._pipe.recv()
-        return ticket
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
-
-
 @contextmanager
-def prefill_process(make_transport: MakeTransport = over_tcp) -> Iterator[PrefillProcess]:
-    """Start it, and end it whatever happens."""
-    started = PrefillProcess(make_transport)
-    try:
-        yield started
-    finally:
-        started.process.kill()
-        started.process.join()
+def reader_process(make_transport: MakeTransport) -> Iterator[Callable[[Ticket], None]]:
+    """A process that reads the blocks of a ticket, and is killed in the middle of it."""
+    with _process(_read, make_transport) as (_, pipe):
+
+        def begin(ticket: Ticket) -> None:
+            pipe.send(ticket)
+            assert pipe.poll(START_S), "nothing was read"
+            assert pipe.recv() == "reading"
+
+        yield begin
 
 
 def _read(pipe: Connection, make_transport: MakeTransport) -> None:
@@ -126,25 +136,3 @@ def _read(pipe: Connection, make_transport: MakeTransport) -> None:
     engine.wait(lambda: has_landed(engine))
     pipe.send("reading")
     pipe.recv()
-
-
-@contextmanager
-def reader_process(make_transport: MakeTransport) -> Iterator[Callable[[Ticket], None]]:
-    """A process that reads what it is given the ticket for, and is killed in the middle of it."""
-    context = process_context()
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_read, args=(theirs, make_transport), daemon=True)
-    process.start()
-
-    def begin(ticket: Ticket) -> None:
-        pipe.send(ticket)
-        assert pipe.poll(START_S), "nothing was read"
-        assert pipe.recv() == "reading"
-
-    try:
-        assert pipe.poll(START_S), "the process did not start"
-        pipe.recv()
-        yield begin
-    finally:
-        process.kill()
-        process.join()

@@ -1,1 +1,1 @@
-"""Real engines as processes of one machine: prefill, decode, a router, and whoever asks them."""
+"""Real engines as processes of one machine: prefill, decode, a router, and their clients."""

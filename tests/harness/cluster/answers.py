@@ -1,4 +1,4 @@
-"""What a single engine answers to a prompt, and how the answers of others compare with it."""
+"""The answers of a single engine, and how those of other engines compare with them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Question:
 
     @classmethod
     def of(cls, single: Client, prompt: str, num_tokens: int) -> "Question":
-        """Ask the single engine for so many tokens."""
+        """Ask the single engine."""
         return cls(prompt, single.complete(prompt, num_tokens, logprobs=LIKELY))
 
     @property

@@ -1,10 +1,10 @@
 """All engines and routers of one program: started when needed, kept, and ended whatever happens."""
 
-import contextlib
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,21 +20,12 @@ from harness.cluster.engines import (
     halves,
 )
 from harness.cluster.netns import Namespace
-from harness.cluster.processes import (
-    Handlers,
-    ManagedProcess,
-    Ports,
-    ProcessDiedError,
-    end_on_signals,
-    restore_handlers,
-    stop_all,
-)
+from harness.cluster.processes import Ports, ProcessDiedError, end_on_signals, stop_all
 from harness.cluster.router import Router
+from harness.cluster.waiting import wait_until
 from harness.cluster.warm import WarmServer
-from lab.results import say_on_stderr
 
 PROGRESS_S: Final = 5.0
-POLL_S: Final = 0.2
 PAIR_ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 
 
@@ -50,15 +41,14 @@ def pair_specs(
 
 
 class Cluster:
-    """Engines by their specs: whoever asks for an equal spec gets the same engine.
+    """Engines by their specs: an equal spec gives the same engine.
 
-    One that has ended, or was killed, is started again when it is asked for, on the same ports. One
-    that did not start is not tried again. Where `most_ranks` limits how many ranks run, those
-    engines end that nobody has asked for the longest.
+    One that has ended, or was killed, is started again when it is asked for, on the same ports.
+    Where `most_ranks` limits how many ranks run, the least recently used engines end.
 
-    Logs go to `log_dir`: by default a new temporary folder, which stays for whoever wants to read
-    it. With `warm`, engines on CPU are forked from a process that has imported vLLM, in a tenth of
-    the time; a program that measures what an engine costs should not use it.
+    Logs go to `log_dir`: by default a new temporary folder, which stays. With `warm`, engines on
+    CPU are forked from a process that has imported vLLM, in a tenth of the time; a program that
+    measures what an engine costs should not use it.
     """
 
     def __init__(
@@ -68,29 +58,22 @@ class Cluster:
         most_ranks: int | None = None,
         warm: bool = True,
         start_timeout_s: float = START_TIMEOUT_S,
-        say: Callable[[str], None] = say_on_stderr,
     ) -> None:
-        """Nothing runs before it is asked for."""
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-"))
         self.engines: list[Engine] = []
-        """All that were asked for, the least recently used first."""
+        """The least recently used first."""
         self.routers: list[Router] = []
         self._most_ranks = most_ranks
         self._warm = warm
         self._start_timeout_s = start_timeout_s
-        self._say = say
         self._ports = Ports()
-        self._broken: list[tuple[EngineSpec, str]] = []
         self._warm_servers: dict[object, WarmServer] = {}
-        self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
-        """From here on a signal that would end us ends all engines first."""
-        self._handlers_before = end_on_signals()
+        end_on_signals()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything."""
         self.stop()
 
     def start(self, *specs: EngineSpec) -> list[Engine]:
@@ -100,20 +83,22 @@ class Cluster:
             ProcessDiedError: if one does not start, when the others have.
         """
         engines = [self._engine(spec) for spec in specs]
-        starting = [engine for engine in engines if self._should_start(engine)]
+        starting = [engine for engine in engines if not engine.is_running()]
         self._make_room(engines)
         if starting:
             names = ", ".join(engine.name for engine in starting)
-            self._say(f"starting {names}; logs in {self.log_dir}")
+            say(f"starting {names}; logs in {self.log_dir}")
             begin = time.monotonic()
-            with self._ended_on_failure(starting):
+            try:
                 for engine in starting:
                     engine.start()
-                self._wait(starting, begin)
-            self._say(f"{names} up after {time.monotonic() - begin:.0f} s")
-        for spec, reason in self._broken:
-            if spec in specs:
-                raise ProcessDiedError(f"{spec.name} did not start: {reason}")
+                failures = self._wait(starting)
+            except BaseException:  # an interrupted start leaves nothing
+                stop_all(starting)
+                raise
+            if failures:
+                raise ProcessDiedError("; ".join(failures))
+            say(f"{names} up after {time.monotonic() - begin:.0f} s")
         return engines
 
     def route(
@@ -138,32 +123,23 @@ class Cluster:
         self.routers.append(started)
         started.start()
         started.wait_ready(router.START_TIMEOUT_S)
-        self._say(f"{name} up at {started.url}")
+        say(f"{name} up at {started.url}")
         return started
 
     def end(self, *engines: Engine) -> None:
-        """End engines that are not needed any more."""
         stop_all(engines)
 
     def check_alive(self) -> None:
-        """Raise, with the end of its log, if one has ended.
-
-        Raises:
-            ProcessDiedError: if one has.
-        """
+        """Raise ProcessDiedError, with the end of its log, if one has ended."""
         for process in (*self.engines, *self.routers):
             process.check_alive()
 
     def stop(self) -> None:
         """End everything; may be called twice."""
-        processes: list[ManagedProcess] = [*self.routers, *self.engines]
-        try:
-            stop_all(processes)
-            for server in self._warm_servers.values():
-                server.close()
-            self._warm_servers.clear()
-        finally:
-            restore_handlers(self._handlers_before)
+        stop_all([*self.routers, *self.engines])
+        for server in self._warm_servers.values():
+            server.close()
+        self._warm_servers.clear()
 
     def _engine(self, spec: EngineSpec) -> Engine:
         """The engine of a spec, from now on the most recently used."""
@@ -174,12 +150,8 @@ class Cluster:
         self.engines.append(engine)
         return engine
 
-    def _should_start(self, engine: Engine) -> bool:
-        broken = any(spec == engine.spec for spec, _ in self._broken)
-        return not broken and not engine.is_running()
-
     def _make_room(self, wanted: Sequence[Engine]) -> None:
-        """End what was not asked for the longest, until the wanted engines fit."""
+        """End the least recently used engines until the wanted ones fit."""
         if self._most_ranks is None:
             return
         others = [one for one in self.engines if one.is_running() and one not in wanted]
@@ -189,43 +161,32 @@ class Cluster:
             leaving.append(others.pop(0))
         stop_all(leaving)
 
-    def _wait(self, starting: Iterable[Engine], begin: float) -> None:
-        waiting = list(starting)
-        last_said = begin
-        while waiting:
-            time.sleep(POLL_S)
-            now = time.monotonic()
-            waiting = [one for one in waiting if not self._is_up(one, seconds=now - begin)]
-            if waiting and now - last_said >= PROGRESS_S:
+    def _wait(self, starting: Iterable[Engine]) -> list[str]:
+        """Wait until all answer or have ended; why some have not started."""
+        waiting, failures, said = list(starting), list[str](), PROGRESS_S
+
+        def report(passed_s: float) -> None:
+            nonlocal said
+            if passed_s >= said:
                 names = ", ".join(engine.name for engine in waiting)
-                self._say(f"  {now - begin:3.0f} s: waiting for {names}")
-                last_said = now
+                say(f"  {passed_s:3.0f} s: waiting for {names}")
+                said = passed_s + PROGRESS_S
 
-    def _is_up(self, engine: Engine, *, seconds: float) -> bool:
-        """Whether there is nothing to wait for: it answers, or is known to be broken."""
-        try:
-            if engine.is_ready():
-                return True
-            if seconds < self._start_timeout_s:
-                return False
-            reason = f"it does not answer after {seconds:.0f} s"
-        except ProcessDiedError:
-            reason = engine.why_ended()
-        engine.stop()
-        self._broken.append((engine.spec, reason))
-        return True
+        def all_up() -> bool:
+            for engine in tuple(waiting):
+                if engine.exit_code() is not None:
+                    failures.append(f"{engine.name} did not start: {engine.why_ended()}")
+                if engine.exit_code() is not None or engine.is_ready():
+                    waiting.remove(engine)
+            return not waiting
 
-    @contextlib.contextmanager
-    def _ended_on_failure(self, engines: Iterable[Engine]) -> Iterator[None]:
-        """Whoever interrupts a start leaves no half of it."""
-        try:
-            yield
-        except BaseException:
-            stop_all(engines)
-            raise
+        wait_until(all_up, self._start_timeout_s, on_wait=report)
+        stop_all(waiting)
+        late = f"it does not answer after {self._start_timeout_s:.0f} s"
+        return failures + [f"{engine.name} did not start: {late}" for engine in waiting]
 
     def _find_warm(self, spec: EngineSpec) -> WarmServer | None:
-        """What forks engines that import the same; it is started for the first of them."""
+        """The process that forks engines that import the same; the first of them starts it."""
         if not self._warm or spec.device != "cpu" or spec.pipeline_parallel > 1:
             return None  # CUDA cannot be forked, nor can what compiles
         imports = spec.imports()
@@ -233,5 +194,9 @@ class Cluster:
             name = f"warm-{len(self._warm_servers)}"
             server = self._warm_servers[imports] = WarmServer(name, self.log_dir)
             server.start(spec.importing_environment(), spec.python)
-            self._say(f"importing vLLM, once for all engines like {spec.name}")
+            say(f"importing vLLM, once for all engines like {spec.name}")
         return self._warm_servers[imports]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

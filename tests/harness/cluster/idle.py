@@ -8,15 +8,15 @@ from typing import Final
 import psutil
 
 from harness.cluster.client import Client
+from harness.cluster.cluster import say
 from harness.cluster.engines import Engine
 from harness.cluster.prompts import random_prompt
-from lab.results import say_on_stderr
 
 REQUESTS: Final = 5
 PROMPT_TOKENS: Final = 300
 SETTLE_S: Final = 12.0
 """While a prefill engine holds blocks for a reader, vLLM itself steps all the time. Blocks that
-nobody fetched are given up after some seconds: only then does what is left belong to idleness."""
+have no reader are given up after some seconds. Only then is the engine idle."""
 IDLE_S: Final = 10.0
 
 
@@ -26,7 +26,7 @@ def measure_idle(engines: Sequence[Engine], urls: Sequence[str]) -> float:
         with Client(url) as client:
             for seed in range(REQUESTS):
                 client.complete(random_prompt(PROMPT_TOKENS, seed))
-    say_on_stderr(f"waiting {SETTLE_S:.0f} s, then measuring {IDLE_S:.0f} s")
+    say(f"waiting {SETTLE_S:.0f} s, then measuring {IDLE_S:.0f} s")
     time.sleep(SETTLE_S)
     before, begin = cpu_seconds(engines), time.monotonic()
     time.sleep(IDLE_S)

@@ -1,6 +1,7 @@
-"""What engines count: the names of their metrics, and what has changed since a moment."""
+"""The names of engines' metrics, and how much they have grown since a moment."""
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,6 @@ OFFERS_READ: Final = f"{PREFIX}offers_read_total"
 OFFERS_ABORTED: Final = f"{PREFIX}offers_aborted_total"
 OFFERS_UNCLAIMED: Final = f"{PREFIX}offers_unclaimed_total"
 OFFERS_NOT_NEEDED: Final = f"{PREFIX}offers_not_needed_total"
-OFFERS_REVOKED: Final = f"{PREFIX}offers_revoked_total"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 CACHED_TOKENS: Final = "vllm:prompt_tokens_cached_total"
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
@@ -46,7 +46,7 @@ PROBE: Final = "ba"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What decode has loaded for some requests, over all its ranks."""
+    """The loads of some requests, over all ranks of decode."""
 
     loads: int = 0
     failures: int = 0
@@ -57,11 +57,10 @@ class Loaded:
     prompts: int = 0
     """In tokens."""
     cached: int = 0
-    """How many of these were in decode's cache, from earlier requests or from prefill."""
+    """Tokens of them in decode's cache, from earlier requests or from prefill."""
 
     @classmethod
     def from_counters(cls, changed: Counters, connector: Connector = "nixl-kv") -> "Loaded":
-        """Out of all that changed."""
         counted = {
             field: changed.get(name, 0.0) for field, name in LOADED_METRICS[connector].items()
         }
@@ -70,7 +69,7 @@ class Loaded:
 
     @property
     def computed(self) -> int:
-        """How many tokens of the prompts decode has computed itself."""
+        """Tokens of the prompts that decode has computed itself."""
         return self.prompts - self.cached
 
 
@@ -100,25 +99,23 @@ LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
 
 
 class CountersSince:
-    """What an engine has counted since this was built.
+    """The growth of an engine's counters since this was built.
 
     Counters may lag an answer: what a worker counts is published with a later step of the engine.
     """
 
     def __init__(self, client: Client) -> None:
-        """Begin now."""
         self._client = client
         self._before = client.counters()
 
     def changed(self) -> Counters:
-        """By how much each counter has grown."""
         now = self._client.counters()
         return {name: value - self._before.get(name, 0.0) for name, value in now.items()}
 
     def wait(
         self, condition: Callable[[Counters], bool], timeout_s: float, *, step: bool = False
     ) -> Counters:
-        """What has changed once the condition holds, or time is over; missing names count as 0.
+        """The changes once the condition holds, or time is over; missing names count as 0.
 
         With `step` the engine is given a token to compute before each look.
         """
@@ -126,20 +123,13 @@ class CountersSince:
         def look() -> Counters:
             if step:
                 self._client.complete(PROBE, 1)
-            return _Zeros(self.changed())
+            return defaultdict(float, self.changed())
 
         return look_until(look, condition, timeout_s, interval_s=POLL_S)
 
     def wait_for(self, name: str, amount: float = 1, timeout_s: float = 60.0) -> Counters:
-        """What has changed once one counter has grown by so much, or time is over."""
+        """The changes once one counter has grown by `amount`, or time is over."""
         return self.wait(lambda changed: changed[name] >= amount, timeout_s)
-
-
-class _Zeros(Counters):
-    """Counters of which those that were never counted are 0."""
-
-    def __missing__(self, _: str) -> float:
-        return 0.0
 
 
 def accepted_share(changed: Counters) -> float | None:

@@ -1,10 +1,8 @@
-"""Network namespaces as hosts, and what joins them: a wire that can be made slow, or a switch.
+"""Network namespaces as hosts, joined by a wire that can be made slow, or by a switch.
 
 Each namespace has two interfaces: `kv0`, its end of the wire or of the cable to the switch, and one
-by which this host's own processes reach it whatever happens there. Needs root. The wire joins two
-hosts. It is ours, made of two TUN devices and a thread that carries packets between them, because
-not every kernel has `tc netem`. The switch joins any number, at full speed: the kernel's bridge,
-and a pair of veth devices for each host.
+by which this host's own processes always reach it. Needs root. A thread carries the wire's packets
+between two TUN devices, because not every kernel has `tc netem`.
 """
 
 import contextlib
@@ -26,9 +24,9 @@ from typing import Final
 from typing_extensions import Self
 
 WIRE: Final = "kv0"
-ADDRESSES: Final = "198.18.0.0/15"  # for benchmarks (RFC 2544): nobody else has them
+ADDRESSES: Final = "198.18.0.0/15"  # reserved for benchmarks (RFC 2544)
 MTU: Final = 9000
-LONGEST_QUEUE_S: Final = 0.5  # what waits longer for a slow wire is dropped, as a switch does
+LONGEST_QUEUE_S: Final = 0.5  # a packet that waits longer for a slow wire is dropped
 AT_ONCE: Final = 16  # packets of one end, before it is the other's turn
 BITS: Final = 8
 
@@ -66,19 +64,16 @@ class Namespace:
     """One host. `number` makes its addresses."""
 
     def __init__(self, name: str, number: int) -> None:
-        """Nothing exists before the `with` block is entered."""
         self.name = f"{name}-{os.getpid()}"
         self.number = number
         self.wire_address = f"198.18.0.{number}"
-        """On `kv0`: of the wire, or of the switch that it is joined to last."""
+        """On `kv0`: of the wire, or of the switch that it was joined to last."""
         self.has_default_route = False
-        """Whether what it sends elsewhere goes out there."""
         self.address = f"198.18.{number}.2"
         self._outer = f"kvt{number}-{os.getpid()}"[:15]  # the kernel's limit
         self._gateway = f"198.18.{number}.1"
 
     def __enter__(self) -> Self:
-        """Make it, and the interface by which it is reached from here."""
         run_ip("netns", "add", self.name)
         self.ip("link", "set", "lo", "up")
         run_ip("link", "add", self._outer, "type", "veth", "peer", "eth0", "netns", self.name)
@@ -94,18 +89,16 @@ class Namespace:
         run_ip("netns", "del", self.name)
 
     def ip(self, *arguments: str) -> None:
-        """Run `ip` in it."""
         run_ip("-n", self.name, *arguments)
 
     def set_link(self, *, up: bool) -> None:
-        """Turn its interface to the wire on or off."""
         self.ip("link", "set", WIRE, "up" if up else "down")
 
     def set_up_link(self) -> None:
         """Give that interface its address, and turn it on."""
-        is_ipv6 = ":" in self.wire_address
-        # Nobody else has the address: it need not be looked for first, which takes a second.
-        address = [f"{self.wire_address}/64", "nodad"] if is_ipv6 else [f"{self.wire_address}/24"]
+        # Duplicate address detection would take a second.
+        ipv6 = [f"{self.wire_address}/64", "nodad"]
+        address = ipv6 if ":" in self.wire_address else [f"{self.wire_address}/24"]
         self.ip("addr", "add", *address, "dev", WIRE)
         self.ip("link", "set", WIRE, "mtu", str(MTU), "up")
 
@@ -118,13 +111,9 @@ class Wire:
     """Joins two namespaces. `quality` may be set at any time."""
 
     def __init__(self, left: Namespace, right: Namespace, *, offload: bool = False) -> None:
-        """Nothing exists before the `with` block is entered.
+        """With `offload`, up to 64 KiB of a TCP stream pass as one packet.
 
-        Args:
-            left: one end.
-            right: the other.
-            offload: whether up to 64 KiB of a TCP stream pass as one packet, as through a network
-                card that cuts them: several Gbit/s instead of some hundred Mbit/s.
+        A network card would cut them. That gives several Gbit/s instead of some hundred Mbit/s.
         """
         self.quality = PERFECT
         self._offload = offload
@@ -136,14 +125,12 @@ class Wire:
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
-        """Plug it in."""
         for end in self._ends:
             self._devices.append(_open_tun(end, offload=self._offload))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it."""
         self._closing.set()
         self._thread.join()
         for device in self._devices:
@@ -164,21 +151,19 @@ class Wire:
 
 
 class Switch:
-    """Joins any number of namespaces, and is their default route: they reach nobody else.
+    """Joins any number of namespaces, and is their default route: they reach no other host.
 
-    Has IPv4 or IPv6. To be entered when the namespaces are; afterwards they may be joined to
-    another one.
+    It has IPv4 or IPv6. Enter it after the namespaces; afterwards they may be joined to another
+    one.
     """
 
     def __init__(self, *hosts: Namespace, ipv6: bool = False) -> None:
-        """Nothing exists before the `with` block is entered."""
         self._bridge = f"kvb-{os.getpid()}"[:15]
         self._cables = {host: f"kvc{host.number}-{os.getpid()}"[:15] for host in hosts}
         self._prefix = "fd00::" if ipv6 else "198.18.0."
         self._family = "-6" if ipv6 else "-4"
 
     def __enter__(self) -> Self:
-        """Plug all of them in."""
         run_ip("link", "add", self._bridge, "type", "bridge", "mcast_snooping", "0")
         run_ip("link", "set", self._bridge, "up")
         for host, cable in self._cables.items():
@@ -191,7 +176,6 @@ class Switch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it, and their ends of the cables."""
         for host, cable in self._cables.items():
             run_ip("link", "del", cable)
             host.has_default_route = False
@@ -202,13 +186,11 @@ class Switch:
         self._isolate(hosts, "on")
 
     def heal(self) -> None:
-        """All packets pass again."""
         self._isolate(self._cables, "off")
 
-    def _isolate(self, hosts: Iterable[Namespace], switch: str) -> None:
+    def _isolate(self, hosts: Iterable[Namespace], state: str) -> None:
         for host in hosts:
-            cable = self._cables[host]
-            run_ip("link", "set", cable, "type", "bridge_slave", "isolated", switch)
+            run_ip("link", "set", self._cables[host], "type", "bridge_slave", "isolated", state)
 
 
 class _Direction:
@@ -237,20 +219,17 @@ class _Direction:
         self._queue.append((self._free_at + quality.delay_s, packet))
 
     def deliver(self) -> int:
-        """Hand over what is due by now; how many bytes."""
+        """Hand over all packets that are due; how many bytes."""
         now = time.monotonic()
         delivered = 0
-        while self._queue and self._queue[0][0] <= now:
+        while self.next_due <= now:
             _, packet = self._queue.popleft()
-            try:
+            with contextlib.suppress(OSError):  # the interface is down
                 delivered += os.write(self._target, packet)
-            except OSError:  # the interface is down: nobody is there to take it
-                continue
         return delivered
 
 
 def _read_packets(device: int) -> Iterator[bytes]:
-    """What has been sent at one end, as far as there is time for it."""
     with contextlib.suppress(BlockingIOError):
         for _ in range(AT_ONCE):
             yield os.read(device, LONGEST_PACKET)
@@ -279,7 +258,7 @@ def enter(name: str) -> None:
 
     with Path("/run/netns", name).open(encoding="utf-8") as namespace:
         call("setns", namespace.fileno(), CLONE_NEWNET)
-    call("unshare", CLONE_NEWNS)  # /sys shows the interfaces of whoever has mounted it
+    call("unshare", CLONE_NEWNS)  # /sys shows the interfaces of the namespace that mounted it
     call("mount", b"", b"/", b"none", MS_REC | MS_SLAVE, None)
     call("umount2", b"/sys", MNT_DETACH)
     call("mount", name.encode(), b"/sys", b"sysfs", 0, None)

@@ -18,7 +18,6 @@ class Pair:
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Connections are made when they are needed; an answer may take so long."""
         self.prefill = prefill
         self.decode = decode
         self.router = router
@@ -27,29 +26,24 @@ class Pair:
         self._to_router = Client(router.url, timeout_s=timeout_s) if router else None
 
     def __enter__(self) -> Self:
-        """The connections are closed at the end of the block; the engines go on."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close them."""
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """The engines go on."""
         for client in (self.to_prefill, self.to_decode, self._to_router):
             if client is not None:
                 client.close()
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
-        """Prefill and decode."""
         return self.prefill, self.decode
 
     @property
     def to_router(self) -> Client:
-        """The connection to the router."""
-        if self._to_router is None:
-            raise RuntimeError("there is no router before these engines")
+        assert self._to_router is not None, "there is no router before these engines"
         return self._to_router
 
     def complete(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Answer:

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn, Protocol
@@ -18,12 +17,8 @@ import psutil
 from harness.cluster.waiting import wait_until
 
 GRACE_S: Final = 8.0
-ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
-DELAYED_SIGNALS: Final = (signal.SIGINT, *ENDING_SIGNALS)
 PORT_RANGE: Final = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections."""
-
-Handlers = dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
 
 
 class ProcessDiedError(RuntimeError):
@@ -35,22 +30,18 @@ class Child(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+    def poll(self) -> int | None: ...
 
-    def wait(self) -> int:
-        """Wait for its end; its exit status."""
+    def wait(self) -> int: ...
 
 
 class Ports:
-    """Gives out ports that nobody listens on, each only once."""
+    """Gives out free ports, each only once."""
 
     def __init__(self) -> None:
-        """Nothing is given out yet."""
         self._given: set[int] = set()
 
     def next_free(self) -> int:
-        """One more port."""
         while True:
             port = secrets.choice(PORT_RANGE)
             if port not in self._given and _is_free(port):
@@ -72,25 +63,17 @@ class ManagedProcess:
     """One child in a session of its own, so that Ctrl-C reaches only us and we end it in order."""
 
     def __init__(self, name: str, log_path: Path) -> None:
-        """Nothing runs before launch()."""
         self.name = name
         self.log_path = log_path
         self._child: Child | None = None
 
     def __repr__(self) -> str:
-        """Its name and how it is."""
-        if self._child is None:
-            state = "not started"
-        else:
-            code = self._child.poll()
-            state = "runs" if code is None else f"ended with status {code}"
-        return f"<{type(self).__name__} {self.name}: {state}>"
+        return f"<{type(self).__name__} {self.name}, status {self.exit_code()}>"
 
     @property
     def pid(self) -> int:
         """The session leader's process id."""
-        if self._child is None:
-            raise RuntimeError(f"{self.name} was not started")
+        assert self._child is not None, f"{self.name} was not started"
         return self._child.pid
 
     def launch(
@@ -122,19 +105,14 @@ class ManagedProcess:
         self._child = child
 
     def exit_code(self) -> int | None:
-        """How it ended; None while it runs, and before it was started."""
+        """None while it runs, and before it was started."""
         return None if self._child is None else self._child.poll()
 
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
         return self._child is not None and self._child.poll() is None
 
     def check_alive(self) -> None:
-        """Raise, with the end of the log, if it has ended.
-
-        Raises:
-            ProcessDiedError: if it has.
-        """
+        """Raise ProcessDiedError, with the end of the log, if it has ended."""
         code = self.exit_code()
         if code is not None:
             raise ProcessDiedError(
@@ -147,26 +125,20 @@ class ManagedProcess:
         return True
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it can be used.
-
-        Raises:
-            ProcessDiedError: if it ends, or if time is over before it can.
-        """
+        """Wait until it can be used."""
         if not wait_until(self.is_ready, timeout_s):
             raise ProcessDiedError(f"{self.name} not ready in {timeout_s:.0f} s:\n{self.tail()}")
 
     def log_text(self, start: int = 0) -> str:
-        """What stands in its log, from that byte on."""
+        """Its log, from that byte on."""
         if not self.log_path.exists():
             return ""
         return self.log_path.read_bytes()[start:].decode("utf-8", errors="replace")
 
     def log_size(self) -> int:
-        """The bytes of its log."""
         return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def tail(self, lines: int = 40) -> str:
-        """The last lines of its log."""
         return "\n".join(self.log_text().splitlines()[-lines:])
 
     def members(self) -> list[psutil.Process]:
@@ -189,12 +161,10 @@ class ManagedProcess:
         stop_all([self])
 
     def signal_leader(self, number: signal.Signals) -> None:
-        """Send a signal to its leader alone, if it is there."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes that are there."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -206,7 +176,7 @@ def nixl_kv_command(*arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that only compute."""
+    """Run this many processes that only compute."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -227,37 +197,18 @@ def _session(pid: int) -> int:
 def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> None:
     """Stop several at once, so that they share one grace period.
 
-    Of one that has not ended by then, also those children end that lead sessions of their own.
+    If one has not ended by then, those of its children end too that lead sessions of their own.
     """
     running = list(processes)
-    with delayed_signals():  # an impatient second Ctrl-C must not leave anything behind
+    try:
         for process in running:
             process.terminate()
         wait_until(lambda: not any(p.is_running() for p in running), grace_s, interval_s=0.05)
+    finally:  # also after a second Ctrl-C
         for process in running:
             if process.is_running():
                 kill_descendants(process.pid)
             process.kill()
-
-
-@contextlib.contextmanager
-def delayed_signals() -> Iterator[None]:
-    """What would end us comes after the block. Signals reach the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    before: Handlers = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in DELAYED_SIGNALS
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for first in received[:1]:
-        signal.raise_signal(first)
 
 
 def kill_descendants(pid: int) -> None:
@@ -268,21 +219,12 @@ def kill_descendants(pid: int) -> None:
                 child.kill()
 
 
-def exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """Turn a signal into an exception, so that `with` blocks end what they started."""
+def end_on_signals() -> None:
+    """SIGTERM and SIGHUP end `with` blocks, as Ctrl-C does; what nohup ignores stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit_on_signal)
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
-
-
-def end_on_signals() -> Handlers:
-    """Exit on a signal that would end us; what nohup ignores stays ignored. The handlers before."""
-    before: Handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, handler in before.items():
-        if (number, handler) != (signal.SIGHUP, signal.SIG_IGN):
-            signal.signal(number, exit_on_signal)
-    return before
-
-
-def restore_handlers(handlers: Handlers) -> None:
-    """Set the handlers that were there before."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)

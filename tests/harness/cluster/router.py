@@ -31,10 +31,7 @@ class Router(ManagedProcess):
         host: Namespace | None = None,
         options: Sequence[str] = IN_TURNS,
     ) -> None:
-        """The engines must be up when start() is called. It runs on `host`, or on this machine.
-
-        `options` are those of its command line that say which engine gets which request.
-        """
+        """The engines must be up when start() is called. It runs on `host`, or on this machine."""
         super().__init__(log_path.stem, log_path)
         self.prefill = tuple(prefill)
         self.decode = tuple(decode)
@@ -45,19 +42,16 @@ class Router(ManagedProcess):
         self.url = f"http://{host.address if host else HOST}:{self.port}"
 
     def start(self) -> None:
-        """Launch it."""
         env = os.environ | QUIET_ENV
         env |= {"no_proxy": "*", "NO_PROXY": "*"} if self.host else past_proxies(env)
         command = self.host.inside(self.command()) if self.host else self.command()
         self.launch(command, env, apart(self.log_path.parent))
 
     def is_ready(self) -> bool:
-        """Whether it answers; raises if it has died."""
         self.check_alive()
         return is_healthy(self.url)
 
     def command(self) -> list[str]:
-        """The command line."""
         # By its module: an interpreter may find the package without a command beside itself.
         command = [sys.executable, "-m", "vllm_router.launch_router"]
         command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]

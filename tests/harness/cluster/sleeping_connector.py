@@ -14,8 +14,6 @@ from nixl_kv.connector.connector import NixlKVConnector as OurConnector
 
 
 class NixlKVConnector(OurConnector):
-    """See the module's head."""
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register them, and let the worker call the hooks that vLLM 0.33 calls on GPUs."""
         super().register_kv_caches(kv_caches)

@@ -13,13 +13,13 @@ from harness.cluster.client import Ticket
 from nixl_kv.protocol import ticket
 
 INSIDE: Final = {"remote_engine_id": "engine", "remote_host": "host", "remote_port": "port"}
-"""What a field that routers know is called in the string."""
+"""The names in the string of fields that routers know."""
 
 NAMES: Final = ticket.Ticket.__struct_fields__
 
 
 def values(params: Ticket) -> dict[str, Any]:
-    """What the string says, by name; nothing if there is none."""
+    """The values in the string, by name; empty without a string."""
     if ticket.FIELD not in params:
         return {}
     payload = params[ticket.FIELD].rpartition(".")[2]

@@ -27,11 +27,7 @@ def wait_or_fail(
     *,
     interval_s: float = INTERVAL_S,
 ) -> None:
-    """As wait_until.
-
-    Raises:
-        TimeoutError: says `otherwise`, when time is over.
-    """
+    """Raise a TimeoutError that says `otherwise` if it does not become true in time."""
     if not wait_until(condition, timeout_s, interval_s=interval_s):
         raise TimeoutError(otherwise)
 

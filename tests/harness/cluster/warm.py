@@ -2,9 +2,9 @@
 
 An engine is three processes (API server, engine core, worker). Each imports torch and vLLM, in
 20 s of CPU time; the rest of a start costs 4 s for all three. Here one process imports them once.
-Each engine is a child of it, and forks its own two as well: vLLM spawns these on CPU, so that is
-changed before. Nothing else differs from the command line: the same main function gets the same
-arguments, environment and folder.
+Each engine is a child of it, and forks its own two as well, which vLLM would spawn on CPU. Nothing
+else differs from the command line: the same main function gets the same arguments, environment and
+folder.
 
     python -m harness.cluster.warm DESCRIPTOR    # of the socket that asks for engines
 """
@@ -12,7 +12,6 @@ arguments, environment and folder.
 import contextlib
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import signal
@@ -23,10 +22,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import psutil
 
 from harness.cluster import netns
@@ -46,14 +45,14 @@ PRELOADED: Final = (
     "compressed_tensors",
     "pydantic.v1",
 )
-"""What an engine's three processes import; one that is not there is imported by them, or not."""
+"""Modules that an engine's three processes import, in some version of vLLM."""
 POLL_S: Final = 0.02
 TESTS: Final = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a new engine is: all that a command line, an environment and a shell would say."""
+    """All that a command line, an environment and a shell would say about a new engine."""
 
     arguments: tuple[str, ...]
     env: dict[str, str]
@@ -71,19 +70,16 @@ class ForkedProcess:
     """An engine that the server has forked. See `processes.Child`."""
 
     def __init__(self, server: "WarmServer", pid: int) -> None:
-        """It runs."""
         self.pid = pid
         self._server = server
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
         if self._code is None:
             self._code = self._server.exit_code_of(self.pid)
         return self._code
 
     def wait(self) -> int:
-        """Wait for its end; its exit status."""
         while (code := self.poll()) is None:
             time.sleep(POLL_S)
         return code
@@ -93,11 +89,10 @@ class WarmServer(ManagedProcess):
     """The process that forks engines, as its owner sees it. It ends with its owner."""
 
     def __init__(self, name: str, log_dir: Path) -> None:
-        """Nothing runs before start()."""
         super().__init__(name, log_dir / f"{name}.log")
         self._lock = threading.Lock()
-        self._socket, self._theirs = socket.socketpair()
-        self._replies = self._socket.makefile("r", encoding="utf-8")
+        ours, self._theirs = socket.socketpair()
+        self._pipe = Connection(ours.detach())
 
     def start(self, env: Mapping[str, str], python: Path) -> None:
         """Begin to import the vLLM of `python`'s environment."""
@@ -112,38 +107,30 @@ class WarmServer(ManagedProcess):
             )
 
     def fork(self, launch: Launch) -> ForkedProcess:
-        """Begin one more engine; waits until vLLM is imported.
-
-        Raises:
-            ProcessDiedError: if the server has ended.
-        """
-        reply = self._ask(msgspec.to_builtins(launch))
-        if reply is None:
-            raise ProcessDiedError(f"{self.name} has ended; its log:\n{self.tail()}")
-        return ForkedProcess(self, int(reply["pid"]))
+        """Begin one more engine; waits until vLLM is imported."""
+        try:
+            pid = self._ask(launch)
+        except (OSError, EOFError):
+            raise ProcessDiedError(f"{self.name} has ended; its log:\n{self.tail()}") from None
+        assert pid is not None
+        return ForkedProcess(self, pid)
 
     def exit_code_of(self, pid: int) -> int | None:
-        """That of an engine; None while it runs."""
-        reply = self._ask({"poll": pid})
-        if reply is None:  # the server was killed: nobody knows how the engine ended
+        try:
+            return self._ask(pid)
+        except (OSError, EOFError):  # the server was killed: the engine's status is unknown
             return None if psutil.pid_exists(pid) else -signal.SIGKILL
-        code: int | None = reply["code"]
-        return code
 
     def close(self) -> None:
         """End it; its engines go on."""
-        self._replies.close()
-        self._socket.close()
+        self._pipe.close()
         self.kill()
 
-    def _ask(self, question: object) -> dict[str, Any] | None:
+    def _ask(self, question: "Launch | int") -> int | None:
         with self._lock:
-            try:
-                self._socket.sendall(json.dumps(question).encode() + b"\n")
-                line = self._replies.readline()
-            except (OSError, ValueError):
-                return None
-            return dict(json.loads(line)) if line else None
+            self._pipe.send(question)
+            reply: int | None = self._pipe.recv()
+            return reply
 
 
 def preload() -> None:
@@ -156,27 +143,21 @@ def preload() -> None:
     gc.freeze()  # vLLM collects garbage at each start: 1 s in each process for what stands here
 
 
-def serve(connection: socket.socket) -> Launch | None:
-    """Fork engines until nobody asks any more (None); in an engine, return what it is to be."""
-    requests = connection.makefile("r", encoding="utf-8")
-    for line in requests:
-        question = json.loads(line)
-        if "poll" in question:
-            reply = {"code": _poll(question["poll"])}
+def serve(pipe: Connection) -> Launch | None:
+    """Fork engines until the owner ends (None); in an engine, return its launch."""
+    while True:
+        try:
+            question: Launch | int = pipe.recv()
+        except EOFError:
+            return None
+        if isinstance(question, int):
+            ended, status = os.waitpid(question, os.WNOHANG)
+            pipe.send(os.waitstatus_to_exitcode(status) if ended else None)
+        elif pid := os.fork():
+            pipe.send(pid)
         else:
-            pid = os.fork()
-            if not pid:
-                requests.close()
-                connection.close()
-                return msgspec.convert(question, Launch)
-            reply = {"pid": pid}
-        connection.sendall(json.dumps(reply).encode() + b"\n")
-    return None
-
-
-def _poll(pid: int) -> int | None:
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+            pipe.close()
+            return question
 
 
 def become(launch: Launch) -> None:
@@ -199,9 +180,9 @@ def become(launch: Launch) -> None:
 
 
 def main() -> None:
-    """Import, then serve; in a forked engine, be it."""
+    """Import, then serve; a forked process runs its engine."""
     preload()
-    launch = serve(socket.socket(fileno=int(sys.argv[1])))
+    launch = serve(Connection(int(sys.argv[1])))
     if launch is not None:
         become(launch)
         importlib.import_module(launch.main or MAIN).main()

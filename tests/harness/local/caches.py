@@ -15,7 +15,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank's cache: layers, blocks, heads, tokens per block, bytes of K and of V."""
+    """Sizes of one rank's cache: `tokens` per block, bytes of K and of V per head and token."""
 
     layers: int = 3
     blocks: int = 10
@@ -25,7 +25,6 @@ class Sizes:
     value: int = 6
 
     def by_letter(self) -> dict[str, int]:
-        """By the letters of an order."""
         return {
             "L": self.layers,
             "B": self.blocks,
@@ -39,7 +38,7 @@ class Cache:
     """One rank's cache. `view` has the logical shape [L, B, H, N, C], uint8, whatever the order."""
 
     def __init__(self, sizes: Sizes, order: str = "LBHNC", first_head: int = 0) -> None:
-        """All zeros. `first_head` is the model's number of the first head here."""
+        """Make a cache of zeros. `first_head` is the model's number of the first head here."""
         by_letter = sizes.by_letter()
         self.sizes = sizes
         self.order = order
@@ -48,7 +47,6 @@ class Cache:
         self.first_head = first_head
 
     def layout(self, blocks_per_entry: int = 1) -> CacheLayout:
-        """Where it lives."""
         sizes, strides = self.sizes, self.view.strides
         address = self.memory.ctypes.data
         regions = tuple(

@@ -34,7 +34,7 @@ HOST_PATHS: Final = (
 )
 """The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
-"""Of every prompt: this engine does not compute, so nothing depends on it."""
+"""The context hash of every prompt: this engine does not compute, so nothing depends on it."""
 
 TIMEOUT_S: Final = 30.0
 """How long a wait for results may take, on a busy machine."""
@@ -42,7 +42,7 @@ TIMEOUT_S: Final = 30.0
 NAP_S: Final = 0.001
 
 Tables = Sequence[Sequence[int]]
-"""For each cache group a block table, or the end of one; -1 where there is no block."""
+"""A block table, or the end of one, for each cache group; -1 stands for no block."""
 
 
 @dataclass
@@ -57,26 +57,20 @@ class LocalRank:
 
     @property
     def parts(self) -> Parts:
-        """What the transfer engine consists of. It belongs to the transfer thread."""
+        """These belong to the transfer thread."""
         if self.engine.loop is None:
             raise RuntimeError("this rank has not started")
         return self.engine.loop.parts
 
     def poll(self) -> None:
-        """Take what results there are.
-
-        Raises:
-            RuntimeError: if a request is reported a second time.
-        """
+        """Take all results; a request that is reported a second time is an error."""
         for result in self.engine.pop_results():
             match result:
                 case events.LoadEnded():
-                    if result.request in self.loads:
-                        raise RuntimeError(f"load {result.request} was reported twice")
+                    assert result.request not in self.loads, f"load {result.request} ended twice"
                     self.loads[result.request] = result
                 case events.OfferEnded():
-                    if result.request in self.offers:
-                        raise RuntimeError(f"offer {result.request} was reported twice")
+                    assert result.request not in self.offers, f"offer {result.request} ended twice"
                     self.offers[result.request] = result.end
                 case events.NewLife():
                     self.description = result.description
@@ -122,16 +116,15 @@ class LocalEngine:
             name: the engine's id.
             layouts: of the ranks' caches, in rank order.
             make_transport: called once for each transport that a rank needs.
-            shape: how the engine is cut; by default into as many tensor-parallel ranks.
+            shape: by default as many tensor-parallel ranks.
             config: of all ranks; by default a short one for this machine.
             roles: with the words "prefill" and "decode", or one of them.
             make_control: called once for each rank, and for the directory; by default makes
                 sockets as configured.
-            staging_bytes: of each rank, in place of what is configured.
-            num_ring_slots: of each of its rings, in place of what its memory's kind has.
+            staging_bytes: of each rank, instead of those that are configured.
+            num_ring_slots: of each staging ring, instead of those that its memory's kind has.
             feature_options: further options of `features_with`.
-            only: the ranks that are started; by default all. An engine that decodes can have
-                others in other processes.
+            only: the ranks that are started; by default all.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -172,15 +165,13 @@ class LocalEngine:
         self.set_layouts(layouts)
 
     def set_layouts(self, layouts: Sequence[CacheLayout]) -> None:
-        """Tell each rank of all ranks' caches."""
         self.submit(events.SetEngine(self.name, tuple(layouts)))
 
     def submit(self, *commands: events.Command) -> None:
-        """Hand commands to all ranks."""
         for rank in self.ranks:
             rank.engine.submit(commands)
 
-    # --- prefill
+    # prefill
 
     def offer(self, request: str, tables: Tables, num_tokens: int) -> Ticket:
         """Offer a finished prefill whose KV is in these blocks."""
@@ -200,7 +191,6 @@ class LocalEngine:
         self.directory.publish(self.description)
 
     def ticket(self, nonce: Nonce, num_tokens: int) -> Ticket:
-        """The ticket of an offer."""
         return Ticket(
             engine=self.name,
             host=self.config.host,
@@ -212,15 +202,13 @@ class LocalEngine:
         )
 
     def wait_offer(self, request: str, timeout_s: float = TIMEOUT_S) -> list[events.OfferEnd]:
-        """How an offer ended on each rank, once it has on all."""
         name = RequestId(request)
         self.wait(lambda: all(name in rank.offers for rank in self.ranks), timeout_s)
         return [rank.offers[name] for rank in self.ranks]
 
-    # --- decode
+    # decode
 
     def prepare_load(self, request: str, ticket: Ticket, claim: Claim | None = None) -> None:
-        """A request with a ticket arrives."""
         self.submit(events.PrepareLoad(RequestId(request), ticket, claim or new_claim()))
 
     def start_load(
@@ -237,11 +225,9 @@ class LocalEngine:
         )
 
     def cancel_load(self, request: str) -> None:
-        """The request is over."""
         self.submit(events.CancelLoad(RequestId(request)))
 
     def wait_load(self, request: str, timeout_s: float = TIMEOUT_S) -> list[events.LoadEnded]:
-        """Each rank's report of a load, once all have given it."""
         name = RequestId(request)
         self.wait(lambda: all(name in rank.loads for rank in self.ranks), timeout_s)
         return [rank.loads[name] for rank in self.ranks]
@@ -251,14 +237,10 @@ class LocalEngine:
         reports = self.wait_load(request, timeout_s)
         return next((one.failure.detail for one in reports if one.failure), None)
 
-    # --- both
+    # both
 
     def wait(self, condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-        """Take results until a condition holds.
-
-        Raises:
-            TimeoutError: names what results there are.
-        """
+        """Take results until a condition holds."""
         deadline = time.monotonic() + timeout_s
         while True:
             for rank in self.ranks:
@@ -270,11 +252,7 @@ class LocalEngine:
             time.sleep(NAP_S)
 
     def close(self) -> None:
-        """End all ranks, and check that their machines are in order.
-
-        Raises:
-            LocalProtocolError: says what is not.
-        """
+        """End all ranks, and check that their machines are in order."""
         for rank in self.ranks:
             rank.engine.stop()
         self.directory.stop()

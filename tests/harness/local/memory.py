@@ -77,7 +77,6 @@ class MemoryTransport:
         """Nothing to warm up."""
 
     def metadata(self) -> bytes:
-        """The name, which is all that a reader needs."""
         return self.name.encode()
 
     def add_peer(self, metadata: bytes) -> PeerName:
@@ -90,7 +89,6 @@ class MemoryTransport:
         """Nothing to release."""
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
-        """Check that all pieces are registered memory."""
         del memory
         prepared = _List(rows, peer or self.name)
         if prepared.owner not in self._fabric.transports:
@@ -103,14 +101,11 @@ class MemoryTransport:
         return prepared
 
     def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
-        """Start a copy that completes after `Fabric.polls` polls."""
         local_pieces = [local.piece(int(index)) for index in indices[0]]
         remote_pieces = [remote.piece(int(index)) for index in indices[1]]
-        pairs = list(zip(local_pieces, remote_pieces, strict=False))
-        if not pairs or len(local_pieces) != len(remote_pieces):
-            raise TransportError(
-                f"{len(local_pieces)} local and {len(remote_pieces)} remote pieces"
-            )
+        pairs = list(zip(local_pieces, remote_pieces, strict=True))
+        if not pairs:
+            raise TransportError("a read of nothing")
         if any(local[1] != remote[1] for local, remote in pairs):
             raise TransportError("pieces of different lengths")
         return _Read(pairs, remote.owner, self._fabric.polls)

@@ -63,11 +63,6 @@ class MemoryNetwork:
     _num_ports: int = 0
 
     def listen(self, control: "MemoryControl", host: str, port: int) -> int:
-        """Give a control a port.
-
-        Raises:
-            TransportError: if the port is taken.
-        """
         with self.changed:
             if port == 0:
                 self._num_ports += 1
@@ -79,7 +74,6 @@ class MemoryNetwork:
             return port
 
     def connect(self, control: "MemoryControl", endpoint: Endpoint) -> MemoryLink:
-        """Make a new link."""
         self._num_links += 1
         route = str(self._num_links).encode()
         link = MemoryLink(route, control, endpoint, active_at=control.clock())
@@ -87,7 +81,7 @@ class MemoryNetwork:
         return link
 
     def carry(self, link: MemoryLink, payload: bytes, *, is_answer: bool) -> None:
-        """Put a message on its way. What is sent on a broken link is lost."""
+        """A message on a broken link is lost."""
         with self.changed:
             if link.is_broken:
                 return
@@ -101,10 +95,16 @@ class MemoryNetwork:
         with self.changed:
             if not again:
                 self.packets.remove(packet)
-            if packet.is_answer:
-                self._deliver_answer(packet)
-            else:
-                self._deliver_request(packet)
+            link = packet.link
+            listener = self.listeners.get(link.endpoint)
+            if not packet.is_answer and listener is None:
+                self._break(link, "cannot connect")
+            elif not packet.is_answer and listener is not None:
+                listener.inbox.append(FromPeer(link.route, packet.payload))
+            elif link.is_open and not link.is_broken:  # else the answer is lost
+                link.received += 1
+                link.active_at = link.control.clock()
+                link.control.inbox.append(FromEndpoint(link.endpoint, packet.payload))
             self.changed.notify_all()
 
     def cut(self, link: MemoryLink) -> None:
@@ -151,27 +151,11 @@ class MemoryNetwork:
         if not self.held and link.is_open:
             self.report_loss(link, reason)
 
-    def _deliver_answer(self, packet: Packet) -> None:
-        """Nobody listens any more on a link that was closed."""
-        link = packet.link
-        if link.is_open and not link.is_broken:
-            link.received += 1
-            link.active_at = link.control.clock()
-            link.control.inbox.append(FromEndpoint(link.endpoint, packet.payload))
-
-    def _deliver_request(self, packet: Packet) -> None:
-        listener = self.listeners.get(packet.link.endpoint)
-        if listener is None:
-            self._break(packet.link, "cannot connect")
-        else:
-            listener.inbox.append(FromPeer(packet.link.route, packet.payload))
-
 
 class MemoryControl:
     """See `ControlPlane`, and the module's head."""
 
     def __init__(self, network: MemoryNetwork, name: str = "memory") -> None:
-        """Join the network. `name` is shown in `Packet`s."""
         self.name = name
         self.clock = time.monotonic
         self.inbox: list[Received] = []
@@ -180,12 +164,10 @@ class MemoryControl:
         self._is_woken = False
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Listen; nothing is bounded inside one process."""
-        del bounds
+        del bounds  # nothing is bounded inside one process
         return self._network.listen(self, host, port)
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Put a message on its way, connecting if need be."""
         with self._network.changed:
             link = self.open_links.get(endpoint)
             if link is None:
@@ -195,14 +177,13 @@ class MemoryControl:
             self._network.carry(link, payload, is_answer=False)
 
     def reply(self, route: bytes, payload: bytes) -> None:
-        """Answer a message; an answer to somebody who has left meanwhile is dropped."""
+        """An answer to a peer that has left meanwhile is dropped."""
         with self._network.changed:
             link = self._network.links.get(route)
             if link is not None:
                 self._network.carry(link, payload, is_answer=True)
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """Wait for messages, losses or a wake-up."""
         with self._network.changed:
             self._network.changed.wait_for(lambda: self.inbox or self._is_woken, timeout_s)
             self._is_woken = False
@@ -217,7 +198,6 @@ class MemoryControl:
                 del self._network.links[link.route]
 
     def links(self) -> list[Link]:
-        """The links that are open."""
         now = self.clock()
         with self._network.changed:
             return [
@@ -226,11 +206,9 @@ class MemoryControl:
             ]
 
     def wake(self) -> None:
-        """End a wait of `poll`."""
         with self._network.changed:
             self._is_woken = True
             self._network.changed.notify_all()
 
     def close(self) -> None:
-        """Leave the network."""
         self._network.leave(self)

@@ -16,7 +16,7 @@ Memory        One array per rank. Its axes have any order, from the outermost to
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,7 +32,6 @@ from nixl_kv.geometry.layout import (
     Stripe,
     check_range,
 )
-from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.plan import Heads
 
 WHOLE: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -48,13 +47,6 @@ ORDERS: Final = PACKED + APART
 
 BASE: Final = 1 << 32
 """The address of each rank's memory."""
-
-MAX_LAYERS: Final = 1 << 14
-MAX_PARTS: Final = 2
-MAX_ROWS: Final = 8
-FEW_MORE: Final = 1.5
-"""Below this ratio of two kinds of layers, vLLM pads the smaller kind instead of dividing the
-larger one."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +64,7 @@ class StatePart:
     rows: int = 1
     is_copied: bool = False
 
-    def __post_init__(self) -> None:
-        check_range(f"number of units of {self.name}", self.number, high=1 << 16)
-        check_range(f"bytes of a unit of {self.name}", self.length, high=1 << 31)
-        check_range(f"rows of {self.name}", self.rows, high=MAX_ROWS + 1)
-
     def units_of_rank(self, rank: int, tp: int) -> Heads:
-        """Which units one of `tp` ranks has, as a half-open range."""
         if self.is_copied:
             return 0, self.number
         if self.number % tp:
@@ -106,36 +92,6 @@ class ModelShape:
     recurrent: tuple[int, ...] = ()
     state: tuple[StatePart, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_range("layers", self.layers, high=MAX_LAYERS + 1)
-        check_range("kv_heads", self.kv_heads, high=1 << 16)
-        check_range("number of parts of content", len(self.content), high=MAX_PARTS + 1)
-        for length in self.content:
-            check_range("content", length, high=1 << 31)
-        for name in ("sliding", "without_kv", "recurrent"):
-            layers = getattr(self, name)
-            for layer in layers:
-                check_range(f"{name} layer", layer, low=0, high=self.layers)
-            if len(set(layers)) != len(layers):
-                raise ValueError(f"{name} is {layers}; allowed: each layer once")
-        if not set(range(self.layers)) - set(self.without_kv):
-            raise ValueError("no layer keeps KV; allowed: one or more")
-        if both := sorted(set(self.sliding) & set(self.without_kv)):
-            raise ValueError(f"sliding layers without KV are {both}; allowed: none")
-        if bool(self.recurrent) != bool(self.state):
-            raise ValueError(
-                f"{len(self.recurrent)} recurrent layers have a state of {len(self.state)} parts; "
-                "allowed: both, or neither"
-            )
-        if bool(self.window) != bool(self.sliding):
-            raise ValueError(
-                f"window is {self.window} with {len(self.sliding)} sliding layers; "
-                "allowed: 1 or more with sliding layers, 0 without"
-            )
-        check_range("window", self.window, low=0, high=1 << 31)
-        if self.window == STATE_WINDOW:
-            raise ValueError(f"window is {self.window}; allowed: 0, or 2 or more")
-
     def groups(self) -> list[tuple[tuple[int, ...], int]]:
         """The layers and the window of each group, which has one block table."""
         others = {*self.sliding, *self.without_kv}
@@ -144,10 +100,8 @@ class ModelShape:
             (sorted(self.sliding), self.window),
             (sorted(self.recurrent), STATE_WINDOW),
         )
-        kinds = [kind for kind in every if kind[0]]
-        kinds.sort(key=lambda kind: kind[0][0])
-        fewest, most = min(len(k) for k, _ in kinds), max(len(k) for k, _ in kinds)
-        size = most if most < FEW_MORE * fewest else fewest
+        kinds = sorted((kind for kind in every if kind[0]), key=lambda kind: kind[0][0])
+        size = min(len(layers) for layers, _ in kinds)
         counts = [-(-len(layers) // size) for layers, _ in kinds]
         return [
             (tuple(layers[first::count]), window)
@@ -161,8 +115,7 @@ class EngineShape:
     """The parallel shape and the cache of an engine. A block has `block_size` tokens.
 
     Where vLLM's block table counts larger blocks, each entry is `blocks_per_entry` consecutive
-    ones of these. `dcp` ranks with the same heads divide the tokens, `interleave` at a time; 0 is
-    an entry.
+    ones of these. `dcp` ranks with the same heads divide the tokens, an entry at a time.
     """
 
     tp: int = 1
@@ -173,30 +126,6 @@ class EngineShape:
     blocks_per_entry: int = 1
     memory: Memory = "VRAM"
     dcp: int = 1
-    interleave: int = 0
-
-    def __post_init__(self) -> None:
-        ParallelShape(self.tp, self.pp)  # checks them
-        check_range("dcp", self.dcp, high=self.tp + 1)
-        check_range("interleave", self.interleave, low=0, high=1 << 20)
-        check_range("block_size", self.block_size, high=1 << 20)
-        check_range("num_blocks", self.num_blocks, high=1 << 31)
-        check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
-        for name, allowed in (("order", ORDERS), ("memory", ("VRAM", "DRAM"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}"
-                )
-        if self.num_blocks % self.blocks_per_entry:
-            raise ValueError(
-                f"num_blocks is {self.num_blocks}; allowed: multiples of blocks_per_entry "
-                f"({self.blocks_per_entry})"
-            )
-        if self.blocks_per_entry > 1 and not self.order.startswith(("LB", "L2B")):
-            raise ValueError(
-                f"blocks_per_entry is {self.blocks_per_entry}; allowed: 1 where a layer's blocks "
-                f"are not in one line (order {self.order})"
-            )
 
 
 def build_layouts(model: ModelShape, engine: EngineShape) -> list[CacheLayout]:
@@ -205,9 +134,9 @@ def build_layouts(model: ModelShape, engine: EngineShape) -> list[CacheLayout]:
     Raises:
         ValueError: if the model cannot be divided like that.
     """
-    if model.state and engine.order not in WHOLE:
-        allowed = ", ".join(WHOLE)
-        raise ValueError(f"order is {engine.order!r}; allowed where layers have states: {allowed}")
+    orders = WHOLE if model.state else ORDERS
+    if engine.order not in orders:
+        raise ValueError(f"order is {engine.order!r}; allowed: {', '.join(orders)}")
     return [
         _RankArray(model, _enlarged(model, engine), stage, rank).layout()
         for stage in pipeline_stages(model.layers, engine.pp)
@@ -219,23 +148,17 @@ def _enlarged(model: ModelShape, engine: EngineShape) -> EngineShape:
     """With entries that are as large as a state, on all ranks."""
     if not model.state:
         return engine
-    heads = heads_of_rank(0, engine.tp, model.kv_heads)
-    entry = engine.block_size * engine.blocks_per_entry * sum(model.content) * (heads[1] - heads[0])
-    times = -(-_num_state_bytes(model.state, engine.tp) // entry)
+    first, end = heads_of_rank(0, engine.tp, model.kv_heads)
+    entry = engine.block_size * engine.blocks_per_entry * sum(model.content) * (end - first)
+    units = [part.units_of_rank(0, engine.tp)[1] for part in model.state]
+    state = sum(n * p.rows * p.length for n, p in zip(units, model.state, strict=True))
+    times = -(-state // entry)
     # As many bytes as were asked for, and one entry at the least.
     entries = max(engine.num_blocks // engine.blocks_per_entry // times, 1)
     if engine.order.startswith("B"):  # blocks are not parts of entries
         return replace(engine, block_size=engine.block_size * times, num_blocks=entries)
     per_entry = engine.blocks_per_entry * times
     return replace(engine, blocks_per_entry=per_entry, num_blocks=entries * per_entry)
-
-
-def _num_state_bytes(state: Sequence[StatePart], tp: int) -> int:
-    """Of one rank."""
-    units = [part.units_of_rank(0, tp) for part in state]
-    return sum(
-        (u[1] - u[0]) * part.rows * part.length for u, part in zip(units, state, strict=True)
-    )
 
 
 def heads_of_rank(rank: int, tp: int, kv_heads: int) -> Heads:
@@ -266,14 +189,23 @@ def layer_name(number: int) -> str:
     return f"layer.{number}"
 
 
-@dataclass(frozen=True)
 class _RankArray:
     """The memory of one rank. All groups begin at the same address."""
 
-    model: ModelShape
-    engine: EngineShape
-    stage: range
-    rank: int
+    def __init__(self, model: ModelShape, engine: EngineShape, stage: range, rank: int) -> None:
+        self.model = model
+        self.engine = engine
+        self.rank = rank
+        self.first_head, end = heads_of_rank(rank, engine.tp, model.kv_heads)
+        self.num_heads = end - self.first_head
+        self.groups = [
+            (tuple(layer for layer in layers if layer in stage), window)
+            for layers, window in model.groups()
+        ]
+        self.widest = max(len(layers) for layers, _ in self.groups)
+        # Content of one piece has no axis to separate K from V.
+        self.order = engine.order if len(model.content) > 1 else engine.order.replace("2", "")
+        self.strides = self.strides_of(self.widest)
 
     def layout(self) -> CacheLayout:
         engine = self.engine
@@ -282,12 +214,11 @@ class _RankArray:
         groups = tuple(
             Group(1, entries, 1, self.states(held), window)
             if window == STATE_WINDOW
-            else Group(*sizes, self.regions(held), window, self.stripe)
+            else Group(*sizes, self.regions(held), window, self.stripe())
             for held, window in self.groups
         )
         return CacheLayout(groups, engine.memory, 0, self.spans())
 
-    @property
     def stripe(self) -> Stripe:
         engine = self.engine
         copies = max(1, engine.tp // self.model.kv_heads)
@@ -295,48 +226,26 @@ class _RankArray:
             raise ValueError(
                 f"dcp is {engine.dcp}; allowed: what divides the {copies} ranks with the same heads"
             )
-        width = engine.interleave or engine.block_size * engine.blocks_per_entry
+        width = engine.block_size * engine.blocks_per_entry
         return Stripe(engine.dcp, self.rank % engine.dcp, width) if engine.dcp > 1 else ALL_TOKENS
 
-    @property
-    def shard(self) -> Heads:
-        return heads_of_rank(self.rank, self.engine.tp, self.model.kv_heads)
-
-    @property
-    def groups(self) -> list[tuple[tuple[int, ...], int]]:
-        """The model's groups, with the layers of this stage only."""
-        return [
-            (tuple(layer for layer in layers if layer in self.stage), window)
-            for layers, window in self.model.groups()
-        ]
-
-    @property
-    def widest(self) -> int:
-        return max(len(layers) for layers, _ in self.groups)
-
-    @property
-    def order(self) -> str:
-        """The engine's order; content of one piece has no axis to separate K from V."""
-        order = self.engine.order
-        return order if len(self.model.content) > 1 else order.replace("2", "")
-
-    def strides(self, layers: int) -> dict[str, int]:
-        """In bytes, for a group of so many layers. All groups have the same block stride."""
+    def strides_of(self, layers: int) -> dict[str, int]:
+        """Strides in bytes, for a group of `layers` layers. All have the same block stride."""
         model, engine = self.model, self.engine
         content = max(model.content) if "2" in self.order else sum(model.content)
         sizes = {"L": layers, "B": engine.num_blocks, "2": 2, "N": engine.block_size, "C": content}
-        sizes["H"] = self.shard[1] - self.shard[0]
+        sizes["H"] = self.num_heads
         steps = itertools.accumulate((sizes[axis] for axis in self.order[:0:-1]), int.__mul__)
         strides = dict(zip(self.order[::-1], (1, *steps), strict=True))
-        if self.order.startswith("B"):
+        if self.order.startswith("B") and layers:
             strides["B"] = strides["B"] // layers * self.widest
         return strides
 
     def regions(self, layers: tuple[int, ...]) -> tuple[Region, ...]:
         """A region for each layer of a group; a stage may have no layer of it."""
-        if not layers:
-            return ()
-        strides, parts = self.strides(len(layers)), self.parts
+        strides = self.strides_of(len(layers))
+        key, *value = self.model.content
+        distance = self.strides["2"] if "2" in self.order else key
         return tuple(
             Region(
                 layer=layer_name(layer),
@@ -344,9 +253,9 @@ class _RankArray:
                 block_stride=strides["B"],
                 head_stride=strides["H"],
                 token_stride=strides["N"],
-                first_head=self.shard[0],
-                num_heads=self.shard[1] - self.shard[0],
-                parts=parts,
+                first_head=self.first_head,
+                num_heads=self.num_heads,
+                parts=(Part(0, key), *(Part(distance, length) for length in value)),
                 element=self.model.element,
             )
             for place, layer in enumerate(layers)
@@ -354,9 +263,9 @@ class _RankArray:
 
     def states(self, layers: tuple[int, ...]) -> tuple[Region, ...]:
         """A region for each part of the state of each layer of a group."""
-        strides = self.strides(len(layers)) if layers else {}
-        page = strides.get("B", 0)
-        if not self.engine.order.startswith("B"):
+        strides = self.strides_of(len(layers))
+        page = strides["B"]
+        if not self.order.startswith("B"):
             page *= self.engine.blocks_per_entry
         return tuple(
             Region(
@@ -386,18 +295,11 @@ class _RankArray:
                 yield part, units, tuple(Part(place, part.length) for place in places)
             offset += num_rows * before[-1]
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """K, and V if there is one."""
-        key, *value = self.model.content
-        distance = self.strides(self.widest)["2"] if "2" in self.order else key
-        return (Part(0, key), *(Part(distance, length) for length in value))
-
     def spans(self) -> tuple[Span, ...]:
         """One span for all layers of a packed order, else one per layer."""
-        strides = self.strides(self.widest)
+        step = self.strides["L"]
         if self.order.startswith("B"):
-            return (Span(BASE, self.engine.num_blocks * strides["B"]),)
+            return (Span(BASE, self.engine.num_blocks * self.strides["B"]),)
         if self.engine.order in PACKED:
-            return (Span(BASE, self.widest * strides["L"]),)
-        return tuple(Span(BASE + n * strides["L"], strides["L"]) for n in range(self.widest))
+            return (Span(BASE, self.widest * step),)
+        return tuple(Span(BASE + place * step, step) for place in range(self.widest))

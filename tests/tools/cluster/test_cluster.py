@@ -1,5 +1,6 @@
 """A cluster keeps engines by their specs, bounds how many run, and ends them all."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -7,21 +8,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.cluster import cluster as cluster_module
-from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import Engine, EngineSpec, halves
-from harness.cluster.processes import ProcessDiedError
+from harness.cluster import processes
+from harness.cluster.cluster import Cluster
+from harness.cluster.engines import Engine, EngineSpec, apart
+from harness.cluster.processes import ManagedProcess, Ports, ProcessDiedError, end_on_signals
+from harness.cluster.router import Router
 from harness.cluster.waiting import wait_until
 
 PATIENCE_S = 60
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 FAIL = [sys.executable, "-c", "raise ValueError('no such model')"]
+STUBBORN = "setsid sleep 300 & trap '' TERM; echo $! > child; while :; do sleep 0.05; done"
 
 
 class SleepingEngine(Engine):
-    """A process that does nothing, in the place of vLLM; a model named `broken` ends at once."""
+    """A process that does nothing instead of vLLM; a model named `broken` ends at once."""
 
     def start(self) -> None:
         self.launch(FAIL if self.spec.model.name == "broken" else SLEEP, os.environ)
@@ -44,118 +49,111 @@ def make_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
     clusters: list[Cluster] = []
 
     def make(most_ranks: int | None = None) -> Cluster:
-        cluster = Cluster(tmp_path, most_ranks=most_ranks, say=lambda _: None)
-        clusters.append(cluster)
-        return cluster
+        clusters.append(Cluster(tmp_path, most_ranks=most_ranks))
+        return clusters[-1]
 
     yield make
     for cluster in clusters:
         cluster.stop()
-        assert not [engine for engine in cluster.engines if engine.is_running()]
+        assert running(cluster) == set()
 
 
 def running(cluster: Cluster) -> set[str]:
     return {engine.name for engine in cluster.engines if engine.is_running()}
 
 
-def test_equal_specs_are_the_same_engine(make_cluster: Make) -> None:
+def test_an_equal_spec_gives_the_same_engine_again_on_its_ports(make_cluster: Make) -> None:
     cluster = make_cluster()
     one, other = cluster.start(spec_of("a"), spec_of("b"))
     assert cluster.start(spec_of("b"), spec_of("a")) == [other, one]
-    assert one is not other
-    (another,) = cluster.start(replace(spec_of("a"), block_size=64))
-    assert another is not one
+    assert cluster.start(replace(spec_of("a"), block_size=64)) != [one]
+    pid, port = one.pid, one.port
+    one.suspend()
+    one.kill()
+    assert cluster.start(spec_of("a")) == [one]
+    assert one.is_running()
+    assert (one.pid != pid, one.port) == (True, port)
 
 
-def test_an_engine_that_ended_is_started_again_on_its_ports(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    (engine,) = cluster.start(spec_of("a"))
-    pid, port = engine.pid, engine.port
-    engine.kill()
-    assert cluster.start(spec_of("a")) == [engine]
-    assert engine.is_running()
-    assert (engine.pid != pid, engine.port) == (True, port)
-
-
-def test_engines_end_that_nobody_has_asked_for_the_longest(make_cluster: Make) -> None:
+def test_the_least_recently_used_engines_end_above_the_limit(make_cluster: Make) -> None:
     cluster = make_cluster(most_ranks=3)
     cluster.start(spec_of("a"), spec_of("b"), spec_of("c"))
     cluster.start(spec_of("a"))
     cluster.start(spec_of("d"))
     assert running(cluster) == {"a", "c", "d"}
-    cluster.start(spec_of("e", ranks=2))
-    assert running(cluster) == {"d", "e"}
+    cluster.start(spec_of("e", ranks=4))
+    assert running(cluster) == {"e"}
 
 
-def test_what_is_asked_for_runs_even_above_the_limit(make_cluster: Make) -> None:
-    cluster = make_cluster(most_ranks=2)
-    cluster.start(spec_of("a"), spec_of("b", ranks=4))
-    assert running(cluster) == {"a", "b"}
-
-
-def test_what_does_not_start_is_said_once_the_others_are_up_and_not_tried_again(
-    make_cluster: Make,
-) -> None:
+def test_an_engine_that_does_not_start_is_named_once_the_others_are_up(make_cluster: Make) -> None:
     cluster = make_cluster()
-    broken = spec_of("broken", model="broken")
     with pytest.raises(ProcessDiedError, match="broken did not start: ValueError: no such model"):
-        cluster.start(broken, spec_of("a"))
+        cluster.start(spec_of("broken", model="broken"), spec_of("a"))
     assert running(cluster) == {"a"}
-    with pytest.raises(ProcessDiedError, match="broken did not start: ValueError: no such model"):
-        cluster.start(broken)
-    assert cluster.engines[-1].spec == broken
-    assert cluster.engines[-1].log_text().count("ValueError") == 1
 
 
 def test_an_interrupted_start_leaves_nothing(
     make_cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make_cluster()
-    monkeypatch.setattr(SleepingEngine, "is_ready", _interrupt)
+    monkeypatch.setattr(SleepingEngine, "is_ready", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cluster.start(spec_of("a"), spec_of("b"))
     assert running(cluster) == set()
 
 
-def _interrupt(_: Engine) -> bool:
+def interrupt(*_: object, **__: object) -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_suspended_engine_goes_on_when_it_is_resumed(make_cluster: Make) -> None:
-    (engine,) = make_cluster().start(spec_of("a"))
-    (process,) = engine.members()
-    engine.suspend()
-    assert wait_until(lambda: process.status() == "stopped", PATIENCE_S)
-    engine.resume()
-    assert wait_until(lambda: process.status() != "stopped", PATIENCE_S)
+@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "a second Ctrl-C"])
+def test_a_process_that_does_not_end_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, impatient: bool
+) -> None:
+    process = ManagedProcess("stubborn", tmp_path / "log")
+    process.launch(["bash", "-c", STUBBORN], os.environ, tmp_path)
+    assert wait_until((tmp_path / "child").exists, PATIENCE_S)
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    if impatient:
+        monkeypatch.setattr(processes, "wait_until", interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        processes.stop_all([process], grace_s=0.1)
+    assert process.exit_code() == -signal.SIGKILL
+    assert wait_until(lambda: not child.is_running(), PATIENCE_S)
 
 
-def test_a_suspended_engine_can_be_ended(make_cluster: Make) -> None:
-    (engine,) = make_cluster().start(spec_of("a"))
-    engine.suspend()
-    engine.kill()
-    assert engine.exit_code() == -signal.SIGKILL
+def test_signals_end_with_blocks_but_not_those_that_nohup_ignores() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        end_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def test_a_pair_runs_on_different_halves_of_the_cores() -> None:
-    prefill, decode = pair_specs(Path("model"), suffix="-x", num_blocks=9)
-    assert (prefill.name, decode.name) == ("prefill-x", "decode-x")
-    assert (prefill.num_blocks, decode.num_blocks) == (9, 9)
-    assert prefill.cores | decode.cores == os.sched_getaffinity(0)
+def test_the_router_reaches_engines_past_proxies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(
+        Router, "launch", lambda _, _command, env, _cwd: given.append(env["no_proxy"])
+    )
+    for name, exempt in (("NO_PROXY", "a.b, .c"), ("no_proxy", "localhost"), ("no_proxy", "*")):
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setenv(name, exempt)
+        Router(tmp_path / "router.log", [], [], ports=Ports()).start()
+    assert given == ["a.b,.c,127.0.0.1,localhost", "localhost,127.0.0.1", "*"]
 
 
-@pytest.mark.parametrize(
-    ("cores", "parts"),
-    [
-        pytest.param({0, 1}, ({0}, {1}), id="two"),
-        pytest.param({4, 2, 3}, ({2, 4}, {3}), id="three"),
-        pytest.param({5}, ({5}, {5}), id="one"),
-    ],
-)
-def test_cores_in_halves(cores: set[int], parts: tuple[set[int], set[int]]) -> None:
-    assert halves(cores) == parts
-
-
-def test_a_role_needs_a_connector() -> None:
-    with pytest.raises(ValueError, match="a: role 'prefill' with connector 'none'"):
-        EngineSpec("a", Path("model"), "prefill")
+def test_only_an_old_python_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    for version in ((3, 10, 12), (3, 11, 0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "version_info", version)
+            folders.append(apart(tmp_path))
+    assert folders == [tmp_path, None]

@@ -7,13 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-
 from harness.cluster.models.qwen3 import TinyModel
-from harness.cluster.models.recipe import DTYPES, Family, FloatArray
+from harness.cluster.models.recipe import Family
 
 REPO: Final = Path(__file__).resolve().parents[4]
 MODELS: Final = REPO / ".models"
@@ -59,19 +54,27 @@ def ensure_tiny_model(
 
 def write_model(folder: Path, model: Family, *, weights: bool = True) -> None:
     """Write all files of the model into a folder, perhaps but its weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)
+    import torch  # noqa: PLC0415 - takes seconds, and few models are made
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    folder.chmod(0o755)  # others may run the engine
     vocabulary = [*SPECIALS, *words()]
     write_json(folder / "config.json", model.config(len(vocabulary)))
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
     write_tokenizer(folder, vocabulary, model.max_positions, chat_template=CHAT_TEMPLATE)
     if weights:
-        tensors = model.weights(len(vocabulary))
-        _write_safetensors(folder / "model.safetensors", tensors, model.dtype)
+        dtype = getattr(torch, model.dtype)
+        tensors = model.weights(len(vocabulary)).items()
+        path = folder / "model.safetensors"
+        save_file(
+            {name: torch.from_numpy(values).to(dtype) for name, values in tensors},
+            path,
+            metadata={"format": "pt"},
+        )
+        path.chmod(0o644)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """As people read it."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -79,13 +82,17 @@ def write_tokenizer(
     folder: Path, vocabulary: Sequence[str], max_length: int, *, chat_template: str | None = None
 ) -> None:
     """One token per word, by its place in the vocabulary, which begins with SPECIALS."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - see write_model
+    from tokenizers.models import WordLevel  # noqa: PLC0415
+    from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: PLC0415
+
     ids = {word: number for number, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=SPECIALS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the name in all versions of transformers
         "unk_token": SPECIALS[0],
         "eos_token": SPECIALS[1],
         "pad_token": SPECIALS[2],
@@ -95,27 +102,3 @@ def write_tokenizer(
     if chat_template is not None:
         settings["chat_template"] = chat_template
     write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_safetensors(path: Path, weights: Mapping[str, FloatArray], dtype: str) -> None:
-    """A header in JSON, then the bytes. By hand: the library cannot make bfloat16 of numpy."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    parts: list[bytes] = []
-    for name, values in weights.items():
-        part = _bytes_of(values, dtype)
-        span = [offset, offset + len(part)]
-        header[name] = {"dtype": DTYPES[dtype], "shape": values.shape, "data_offsets": span}
-        parts.append(part)
-        offset += len(part)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
-
-
-def _bytes_of(values: FloatArray, dtype: str) -> bytes:
-    if dtype != "bfloat16":
-        return values.astype(dtype).tobytes()
-    bits = values.view(np.uint32)
-    to_even = (bits >> 16) & 1
-    return ((bits + 0x7FFF + to_even) >> 16).astype(np.uint16).tobytes()

@@ -5,23 +5,19 @@ with experts.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
-from harness.cluster.models.gemma import FULL
 from harness.cluster.models.recipe import (
-    ATTENTION_GAIN,
+    SHARP_ATTENTION,
     SHARPNESS,
     Family,
-    RandomMatrices,
+    FloatArray,
     Tensors,
-    vector,
+    layer_types,
 )
 
-LINEAR: Final = "linear_attention"
-DECAY: Final = (-6.0, -3.0)
-"""The logarithms of what heads forget with each token: a state has early words in it, and all."""
 QUIET: Final = 1 / 256
 """How much less a layer adds that shall not matter much."""
 
@@ -37,7 +33,15 @@ class Qwen3Next(Family):
     family = "qwen3-next"
     architecture = "Qwen3NextForCausalLM"
     model_type = "qwen3_next"
+    gains = SHARP_ATTENTION
+    # A norm's weight is 1 less than what it multiplies by, but that within a delta net.
     neutral_norm = 0.0
+    constants: ClassVar = {
+        "q_norm": SHARPNESS - 1.0,
+        "k_norm": SHARPNESS - 1.0,
+        "linear_attn.norm": 1.0,
+        "dt_bias": 1.0,
+    }
 
     dtype: str = "bfloat16"
     period: int = 4
@@ -45,19 +49,17 @@ class Qwen3Next(Family):
     key_heads: int = 2
     value_heads: int = 4
     state_dim: int = 128
-    """Of keys and values in a state."""
+    """The size of keys and values in a state."""
     kernel: int = 4
-    """Of the convolution."""
+    """The length of the convolution."""
     experts: int = 2
     expert_dim: int = 64
 
     def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
         return super().config(vocab_size) | {
-            "head_dim": self.head_dim,
             "hidden_act": "silu",
             "attn_output_gate": True,
-            "layer_types": [self._kind(layer) for layer in range(self.layers)],
+            "layer_types": layer_types(self.layers, self.period, "linear_attention"),
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -69,67 +71,13 @@ class Qwen3Next(Family):
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [n for n in range(self.layers) if not self._has_experts(n)],
+            "mlp_only_layers": [n for n in range(self.layers) if n % self.sparse_step],
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts,
             "moe_intermediate_size": self.expert_dim,
             "shared_expert_intermediate_size": self.expert_dim,
             "norm_topk_prob": True,
         }
-
-    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
-        """A norm's weight is 1 less than what it multiplies by, but that within a delta net."""
-        is_full = self._kind(layer) == FULL
-        return {
-            "input_layernorm.weight": vector(self.hidden, 0.0),
-            "post_attention_layernorm.weight": vector(self.hidden, 0.0),
-            **(self._attention(random) if is_full else self._delta_net(random)),
-            **(self._experts(random) if self._has_experts(layer) else self.mlp(random)),
-        }
-
-    def _has_experts(self, layer: int) -> bool:
-        return layer % self.sparse_step == 0
-
-    def _kind(self, layer: int) -> str:
-        return LINEAR if (layer + 1) % self.period else FULL
-
-    def _attention(self, random: RandomMatrices) -> Tensors:
-        """Each head's query is followed by its gate."""
-        hidden, head = self.hidden, self.head_dim
-        queries, keys = self.heads * head, self.kv_heads * head
-        return {
-            "self_attn.q_proj.weight": random.matrix(2 * queries, hidden),
-            "self_attn.k_proj.weight": random.matrix(keys, hidden),
-            "self_attn.v_proj.weight": random.matrix(keys, hidden),
-            "self_attn.o_proj.weight": random.matrix(hidden, queries, ATTENTION_GAIN),
-            "self_attn.q_norm.weight": vector(head, SHARPNESS - 1.0),
-            "self_attn.k_norm.weight": vector(head, SHARPNESS - 1.0),
-        }
-
-    def _delta_net(self, random: RandomMatrices) -> Tensors:
-        keys, values = self.key_heads * self.state_dim, self.value_heads * self.state_dim
-        channels = 2 * keys + values
-        convolution = random.matrix(channels, self.kernel)[:, None, :]
-        return {
-            "linear_attn.in_proj_qkvz.weight": random.matrix(2 * keys + 2 * values, self.hidden),
-            "linear_attn.in_proj_ba.weight": random.matrix(2 * self.value_heads, self.hidden),
-            "linear_attn.conv1d.weight": convolution,
-            "linear_attn.dt_bias": vector(self.value_heads),
-            "linear_attn.A_log": np.linspace(*DECAY, self.value_heads, dtype=np.float32),
-            "linear_attn.norm.weight": vector(self.state_dim),
-            "linear_attn.out_proj.weight": random.matrix(self.hidden, values, ATTENTION_GAIN),
-        }
-
-    def _experts(self, random: RandomMatrices) -> Tensors:
-        hidden, inner = self.hidden, self.expert_dim
-        weights: Tensors = {"mlp.gate.weight": random.matrix(self.experts, hidden)}
-        for expert in [*(f"experts.{n}" for n in range(self.experts)), "shared_expert"]:
-            weights |= {
-                f"mlp.{expert}.gate_proj.weight": random.matrix(inner, hidden),
-                f"mlp.{expert}.up_proj.weight": random.matrix(inner, hidden),
-                f"mlp.{expert}.down_proj.weight": random.matrix(hidden, inner),
-            }
-        return weights | {"mlp.shared_expert_gate.weight": random.matrix(1, hidden)}
 
 
 @dataclass(frozen=True)
@@ -144,13 +92,16 @@ class Qwen3NextMtp(Qwen3Next):
 
     layers: int = 2
     period: int = 2
+    sparse_step: int = 1  # vLLM's predictor has experts
 
     def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
         return super().config(vocab_size) | {"num_nextn_predict_layers": 1}
 
     def weights(self, vocab_size: int) -> Tensors:
-        """The predictor is given a word and what the model makes of it; this one sees the word."""
+        """The predictor is given a word and what the model makes of it; this one sees the word.
+
+        transformers knows no predictor.
+        """
         weights = super().weights(vocab_size)
         last = f"model.layers.{self.layers - 1}."
         predictor = {
@@ -159,20 +110,13 @@ class Qwen3NextMtp(Qwen3Next):
             if name.startswith(last)
         }
         norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-        predictor |= {f"mtp.{norm}.weight": vector(self.hidden, 0.0) for norm in norms}
+        predictor |= {f"mtp.{norm}.weight": np.zeros(self.hidden, np.float32) for norm in norms}
         predictor["mtp.fc.weight"] = np.eye(self.hidden, 2 * self.hidden, dtype=np.float32)
         return weights | predictor
 
-    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
-        """What the layers before the last one add is small."""
-        weights = super().layer_weights(random, layer)
-        if layer < self.layers - 1:
-            for name in weights:
-                if name.endswith(("out_proj.weight", "down_proj.weight")):
-                    weights[name] *= np.float32(QUIET)
-        return weights
-
-    def _has_experts(self, layer: int) -> bool:
-        """All have: vLLM's predictor has."""
-        del layer
-        return True
+    def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
+        """The layers before the last one add little."""
+        values = super().values(name, shape, random)
+        is_last = f".{self.layers - 1}." in name
+        is_added = name.endswith(("out_proj", "down_proj"))
+        return values * np.float32(QUIET) if is_added and not is_last else values

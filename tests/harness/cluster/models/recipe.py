@@ -1,4 +1,4 @@
-"""What tiny models are made from: numbers, and random weights that are the same every time.
+"""Tiny models: transformers' own classes with random weights, the same for the same numbers.
 
 Attention is sharp and outweighs a token's own embedding: a greedy answer then depends on all of the
 prompt, and KV that arrived wrong changes it.
@@ -6,8 +6,11 @@ prompt, and KV that arrived wrong changes it.
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+import tempfile
+from abc import ABC
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
@@ -16,45 +19,30 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float32]
 Tensors = dict[str, FloatArray]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Raise it when the same numbers shall give other files."""
-DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""By the names that safetensors has for them."""
-EMBEDDING_GAIN: Final = 16.0
-"""About 1 per element."""
+DTYPES: Final = ("float32", "bfloat16", "float16")
 ATTENTION_GAIN: Final = 4.0
 SHARPNESS: Final = 2.0
-"""Of attention: one word among thousands still shows."""
+"""One word among thousands still shows in attention."""
 LOGIT_GAIN: Final = SHARPNESS**2
 """How widely scores of attention spread."""
-
-
-class RandomMatrices:
-    """Random matrices, the same for the same seed and order of calls."""
-
-    def __init__(self, seed: int) -> None:
-        """Nothing is drawn yet."""
-        self._generator = np.random.Generator(np.random.PCG64(seed))
-
-    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> FloatArray:
-        """A matrix that makes vectors of size 1 per element into vectors of size `gain`."""
-        values = self._generator.standard_normal((rows, columns), dtype=np.float32)
-        return values * np.float32(gain / columns**0.5)
-
-
-def vector(size: int, value: float = 1.0) -> FloatArray:
-    """The same value everywhere, such as the weight of a norm."""
-    return np.full(size, value, dtype=np.float32)
+DECAY: Final = (-6.0, -3.0)
+"""The logarithms of what heads forget with each token: a state has early words in it, and all."""
+FULL: Final = "full_attention"
 
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """What a model's files are made from: the same numbers give the same files."""
+    """A kind of model; the same numbers give the same files."""
 
     family: ClassVar[str]
     architecture: ClassVar[str]
     model_type: ClassVar[str]
-    embedding_gain: ClassVar[float] = EMBEDDING_GAIN
+    gains: ClassVar[Mapping[str, float]] = {}
+    """The size per element that a matrix gives vectors of size 1, by the end of its name."""
+    constants: ClassVar[Mapping[str, float]] = {}
+    """The value of all elements of a vector, by the end of its name."""
     neutral_norm: ClassVar[float] = 1.0
     """The weight of a norm that scales nothing."""
 
@@ -82,7 +70,7 @@ class Family(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
+        """The content of config.json."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -91,6 +79,7 @@ class Family(ABC):
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
             "vocab_size": vocab_size,
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": 1e-6,
@@ -104,27 +93,45 @@ class Family(ABC):
 
     def weights(self, vocab_size: int) -> Tensors:
         """All tensors, by the names that vLLM's loader knows."""
-        random = RandomMatrices(self.seed)
-        weights = {
-            "model.embed_tokens.weight": random.matrix(
-                vocab_size, self.hidden, self.embedding_gain
-            ),
-            "model.norm.weight": vector(self.hidden, self.neutral_norm),
-            "lm_head.weight": random.matrix(vocab_size, self.hidden),
-        }
-        for layer in range(self.layers):
-            parts = self.layer_weights(random, layer)
-            weights |= {f"model.layers.{layer}.{name}": part for name, part in parts.items()}
-        return weights
+        import torch  # noqa: PLC0415 - takes seconds, and few models are made
+        from safetensors.numpy import load_file  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415
 
-    @abstractmethod
-    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
-        """The tensors of a layer, by their names in it."""
+        logging.disable_progress_bar()
+        config = AutoConfig.for_model(**self.config(vocab_size))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        random = np.random.Generator(np.random.PCG64(self.seed))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                values = self.values(name.removesuffix(".weight"), tuple(weight.shape), random)
+                weight.copy_(torch.from_numpy(values))
+        with tempfile.TemporaryDirectory() as folder:  # names of files differ from those in torch
+            model.save_pretrained(folder)
+            return dict(load_file(Path(folder) / "model.safetensors"))
 
-    def mlp(self, random: RandomMatrices) -> Tensors:
-        """The weights of a layer's MLP."""
-        return {
-            "mlp.gate_proj.weight": random.matrix(self.intermediate, self.hidden),
-            "mlp.up_proj.weight": random.matrix(self.intermediate, self.hidden),
-            "mlp.down_proj.weight": random.matrix(self.hidden, self.intermediate),
-        }
+    def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
+        """The values of one parameter."""
+        if name.endswith("A_log"):
+            return np.linspace(*DECAY, np.prod(shape), dtype=np.float32).reshape(shape)
+        if len(shape) == 1:
+            return np.full(shape, _by_end(self.constants, name, self.neutral_norm), np.float32)
+        gain = _by_end(self.gains, name, 1.0)
+        return random.standard_normal(shape, np.float32) * np.float32(gain / shape[-1] ** 0.5)
+
+
+def _by_end(table: Mapping[str, float], name: str, default: float) -> float:
+    return next((value for end, value in table.items() if name.endswith(end)), default)
+
+
+SHARP_ATTENTION: Final = {
+    "embed_tokens": 16.0,  # about 1 per element
+    "o_proj": ATTENTION_GAIN,
+    "out_proj": ATTENTION_GAIN,
+}
+"""The gains of a family whose attention has no norm behind it."""
+
+
+def layer_types(layers: int, period: int, others: str) -> list[str]:
+    """Full attention in the last layer of each `period`."""
+    return [others if (layer + 1) % period else FULL for layer in range(layers)]

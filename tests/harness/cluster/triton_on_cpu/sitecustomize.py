@@ -14,14 +14,13 @@ from triton.runtime.driver import driver
 
 
 class CpuDriver(DriverBase):  # type: ignore[misc]
-    """What vLLM and Triton ask of a device while kernels are interpreted."""
+    """The device that vLLM and Triton see while kernels are interpreted."""
 
     def __init__(self) -> None:
         """There is nothing to load."""
 
     @classmethod
     def is_active(cls) -> bool:
-        """Always."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
@@ -33,7 +32,6 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
         return GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self) -> torch.device:
-        """The host."""
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
@@ -46,15 +44,12 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
         return run
 
     def get_current_device(self) -> int:
-        """The only one."""
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:  # noqa: ARG002 - Triton's
-        """The only one."""
         return 0
 
     def get_device_interface(self) -> Any:
-        """PyTorch's, of the host."""
         return torch.cpu
 
 
