@@ -1,17 +1,14 @@
 """vLLM's own scheduler around a connector, without workers: the test plays those."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
-from transformers import OPTConfig
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
-    ModelConfig,
     SchedulerConfig,
     VllmConfig,
 )
@@ -24,23 +21,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from support.vllm_objects import MAX_TOKENS, MODEL
+
 BLOCK: Final = 16
-MAX_TOKENS: Final = 512
-"""The model's length."""
-
-
-@cache
-def _model_folder() -> "tempfile.TemporaryDirectory[str]":
-    """It goes with the process: vLLM reads it for each engine."""
-    folder = tempfile.TemporaryDirectory()
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder.name)
-    return folder
-
-
-@cache
-def tiny_model() -> ModelConfig:
-    return ModelConfig(model=_model_folder().name, dtype="float32", max_model_len=MAX_TOKENS)
 
 
 def make_config(
@@ -54,7 +37,7 @@ def make_config(
     """An engine's configuration; `scheduling` are fields of SchedulerConfig."""
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "enable_chunked_prefill": True}
     config = VllmConfig(
-        model_config=tiny_model(),
+        model_config=MODEL,
         scheduler_config=SchedulerConfig(
             max_model_len=MAX_TOKENS,
             is_encoder_decoder=False,

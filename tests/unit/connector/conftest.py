@@ -18,7 +18,7 @@ try:
         warnings.simplefilter("ignore")  # what its modules warn of while they are imported
         import vllm.v1.core.kv_cache_manager  # noqa: F401
 except ImportError:
-    subjects = "connector deployment_commands kv_layout multi_connector recorded_run scheduler"
+    subjects = "connector deployment_commands kv_layout multi_connector scheduler"
     subjects += (
         " planned_states stale_tails state_layout stats unwritten vllm_config windows worker"
     )

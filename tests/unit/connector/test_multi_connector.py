@@ -41,9 +41,9 @@ from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import FIELD, Ticket
-from support import recorded_vllm as recorded
 from support.records import rank_description
 from support.tables import written_out
+from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
@@ -323,7 +323,7 @@ def test_what_it_counts_is_found_by_its_name_without_plugins(
 
 
 def recorded_with(config: Any) -> Any:
-    whole = recorded.vllm_config()
+    whole = vllm_config()
     whole.kv_transfer_config = config.kv_transfer_config
     return whole
 
@@ -337,7 +337,7 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
 ) -> None:
     """By itself ours would want another one than vLLM's, and the start would end."""
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
     config.kv_transfer_config = example("multi-prefill.json")
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
@@ -367,11 +367,11 @@ def in_cache(block: int) -> GPULoadStoreSpec:
 def test_the_workers_of_both_have_the_same_cache(fabric: Fabric) -> None:
     """And a tier on CPU keeps and gives back what is in a block."""
     tier = dict(TIER, kv_connector_extra_config=HOST_TIER | {"cpu_bytes_to_use": 1 << 24})
-    config, caches = recorded.vllm_config(), recorded.kv_caches()
+    config, caches = vllm_config(), kv_caches()
     config.kv_transfer_config = multi(ours(), tier)
     config.model_config.get_total_num_kv_heads = lambda: 4
     config.model_config.model = "tiny"
-    worker = MultiConnector(config, KVConnectorRole.WORKER, recorded.kv_cache_config())
+    worker = MultiConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     worker.register_kv_caches(caches)
     assert fabric.transports
     assert isinstance(worker.get_handshake_metadata(), HandshakeMetadata)

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from vllm.v1.core.sched import scheduler as vllm_scheduler
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.config import KVTransferConfig
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.prefill import BLOCK_WAIT_S, PrefillScheduler
 from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.vllm_config import progress
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
     ReclaimBlocks,
     SetEngine,
 )
@@ -28,11 +32,12 @@ from nixl_kv.protocol.messages import Describe, Description, decode_answer, enco
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
-from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
-from support.recorded_vllm import Record, new_request
 from support.records import NONCE, rank_description
 from support.stepped import Clock
+from support.tables import written_out
+from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
+from support.vllm_scheduler import BLOCK, make_config, make_request, make_scheduler
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -48,17 +53,17 @@ def make() -> Iterator[Make]:
     schedulers: list[Scheduler] = []
 
     def new(
-        extra: Record | None = None, *, is_described: bool = True, **transfer: Any
+        extra: dict[str, Any] | None = None, *, is_described: bool = True, **transfer: Any
     ) -> Scheduler:
         scheduler = Scheduler(
-            recorded.vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
-            recorded.kv_cache_config(),
+            vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
+            kv_cache_config(),
         )
         schedulers.append(scheduler)
         scheduler.bind_kv_cache_manager(CacheManager())
         if is_described:
             publish(scheduler)
-            scheduler.build_connector_meta(recorded.empty_output())
+            scheduler.build_connector_meta(empty_output())
         return scheduler
 
     yield new
@@ -93,10 +98,10 @@ def ask(scheduler: Scheduler) -> Description:
 
 
 def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
-    return scheduler.build_connector_meta(output or recorded.empty_output()).commands
+    return scheduler.build_connector_meta(output or empty_output()).commands
 
 
-def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
+def ticket_for(request: Any, number: int = 1, **changed: Any) -> dict[str, Any]:
     """A ticket that is valid for a request."""
     nonce = f"{number:032x}"
     values = {
@@ -113,7 +118,7 @@ def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
     return Ticket(**values | changed).params(None)
 
 
-def publish_offer(half: PrefillScheduler, request: RequestId) -> Record:
+def publish_offer(half: PrefillScheduler, request: RequestId) -> dict[str, Any]:
     """The answer to a request that the engine has computed."""
     prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
     half.on_new_request(request, NUM_TOKENS, prompt.context)
@@ -129,7 +134,7 @@ def with_ticket(**changed: Any) -> Any:
     return request
 
 
-def counted(scheduler: Scheduler) -> Record:
+def counted(scheduler: Scheduler) -> dict[str, Any]:
     stats = scheduler.stats.pop()
     return {} if stats is None else stats.data
 
@@ -172,7 +177,7 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     assert commands(scheduler) == []
 
 
-OF_IN_TREE: Record = {
+OF_IN_TREE: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": [[3, 4]],
@@ -263,7 +268,7 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     ],
 )
 def test_a_request_for_the_other_role_is_computed(
-    make: Make, role: str, params: Record, words: str, caplog: pytest.LogCaptureFixture
+    make: Make, role: str, params: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make(kv_role=role)
     request = new_request(params)
@@ -274,7 +279,7 @@ def test_a_request_for_the_other_role_is_computed(
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
-    assert commands(scheduler, recorded.empty_output()) == []
+    assert commands(scheduler, empty_output()) == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +310,7 @@ P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
     ids="+".join,
 )
 def test_parameters_of_another_connector_are_ignored(
-    make: Make, role: str, params: Record, caplog: pytest.LogCaptureFixture
+    make: Make, role: str, params: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler, request = make(kv_role=role), new_request(params)
     with caplog.at_level(logging.INFO):
@@ -488,9 +493,9 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Ma
 
 def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
     assert not make()._prefill._writes_late
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.speculative_config = SimpleNamespace(use_eagle=lambda: False)
-    scheduler = Scheduler(config, recorded.kv_cache_config())
+    scheduler = Scheduler(config, kv_cache_config())
     assert scheduler._prefill._writes_late
 
 
@@ -526,7 +531,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert list(ask(scheduler).ranks) == in_order
     scheduler.on_new_request(with_ticket())
     first, second = commands(scheduler)
-    assert first == SetEngine(EngineId("recorded"), tuple(rank.layout for rank in in_order))
+    assert first == SetEngine(EngineId("tiny"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
 
@@ -588,7 +593,7 @@ def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
     address = scheduler._prefill.address
     assert address is not None
     assert address.port not in (0, taken_port)
-    assert ask(scheduler).engine == "recorded"
+    assert ask(scheduler).engine == "tiny"
     words = f"port {taken_port} (the default) is in use: serving this engine's description on port"
     assert f"{words} {address.port}" in caplog.messages
 
@@ -635,30 +640,65 @@ def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
     assert said == ([] if role == "kv_producer" else [line])
 
 
-class _Made(Exception):  # noqa: N818 - no error
-    """Ends vLLM's constructor after what is looked at here."""
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_vllms_scheduler_looks_after_it_has_made_the_connector(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """Its own scheduler, with its own configuration, up to the line after the policy's."""
-    config = recorded.vllm_config(
-        {"port": 0, "on_load_failure": policy},
-        kv_connector="NixlKVConnector",
-        kv_connector_module_path="nixl_kv.connector",
+def test_vllms_scheduler_looks_after_it_has_made_the_connector(policy: str) -> None:
+    scheduler = vllms_scheduler(
+        kv_connector_extra_config={"port": 0, "on_load_failure": policy},
         kv_load_failure_policy="fail" if policy == "recompute" else "recompute",
     )
-    for name in ("uses_mrope", "is_encoder_decoder", "is_diffusion"):
-        setattr(config.model_config, name, False)
-    config.model_config.runner_type = "generate"
-
-    def end(*_: object, **__: object) -> None:
-        raise _Made
-
-    monkeypatch.setattr(vllm_scheduler.EventPublisherFactory, "create", end)
-    scheduler = vllm_scheduler.Scheduler.__new__(vllm_scheduler.Scheduler)
-    with pytest.raises(_Made):
-        scheduler.__init__(config, recorded.kv_cache_config(), None, 32)  # type: ignore[misc, arg-type]
     assert scheduler.recompute_kv_load_failures is (policy == "recompute")
+
+
+# --- vLLM's own scheduler
+
+
+def vllms_scheduler(num_blocks: int = 16, **transfer: Any) -> Any:
+    values = {"kv_connector": "NixlKVConnector", "kv_connector_module_path": "nixl_kv.connector"}
+    values |= {"kv_role": "kv_both", "kv_connector_extra_config": {"port": 0}} | transfer
+    config = make_config(KVTransferConfig(**values), num_blocks, caches_prefixes=False)
+    return make_scheduler(config)
+
+
+def test_a_preempted_request_is_offered_with_the_blocks_that_it_gets_at_last() -> None:
+    """It computes its prompt again from the first token; a request that is aborted has no offer."""
+    scheduler = vllms_scheduler(num_blocks=10)
+    described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
+    scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
+    names = [RequestId(f"r{number}") for number in range(4)]
+    for number, name in enumerate(names):
+        prompt = [number] * (3 * BLOCK - 4)  # with its output, four blocks
+        scheduler.add_request(make_request(name, prompt, TO_OFFER, max_tokens=10))
+    reached = dict.fromkeys(names, 0)
+    prepared: dict[RequestId, list[PrepareOffer]] = {name: [] for name in names}
+    tables: dict[RequestId, list[int]] = {}
+    offered: set[RequestId] = set()
+    for step in range(40):
+        output = scheduler.schedule()
+        reached |= dict.fromkeys(map(RequestId, output.preempted_req_ids or ()), 0)
+        scheduled = [RequestId(name) for name in output.num_scheduled_tokens]
+        for request, positions in progress(output, scheduled):
+            assert positions.start == reached[request]
+            reached[request] = positions.stop
+        tables |= {name: scheduler.kv_cache_manager.get_block_ids(name)[0] for name in scheduled}
+        published = set()
+        for command in output.kv_connector_metadata.commands:
+            if isinstance(command, PrepareOffer):
+                prepared[command.request].append(command)
+            elif isinstance(command, PublishOffer):
+                last = prepared[command.request][-1]
+                assert command.nonce == last.nonce
+                assert written_out(last.tables[0]) == tables[command.request][:3]
+                published.add(command.request)
+        if step == 1:
+            scheduler.finish_requests(names[0], RequestStatus.FINISHED_ABORTED)
+        result = ModelRunnerOutput(
+            req_ids=scheduled,
+            req_id_to_index={name: index for index, name in enumerate(scheduled)},
+            sampled_token_ids=[[7] for _ in scheduled],
+            kv_connector_output=KVConnectorOutput(finished_sending=set(published)),
+        )
+        scheduler.update_from_output(output, result)
+        offered |= published
+    scheduler.connector.shutdown()
+    assert offered == {*names[1:]}
+    assert [len(prepared[name]) for name in names] == [1, 1, 1, 2], "the last one was preempted"

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.model_executor.layers.mamba.mamba_utils import (
@@ -25,7 +26,6 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Table
 from nixl_kv.geometry.match import assign, holdings
 from nixl_kv.geometry.plan import plan
 from support.oracle import copy_pieces
-from support.recorded_vllm import torch
 
 ROWS, BLOCKS, PADDING = 3, 4, 64
 CONV, STATE = torch.bfloat16, torch.float32

@@ -16,8 +16,8 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
 )
-from support import recorded_vllm as recorded
 from support.records import D1, NONCE, P1, PEER, read_done
+from support.vllm_objects import vllm_config
 
 NAMES = [
     "loads",
@@ -214,7 +214,7 @@ def test_without_a_transfer_there_is_no_speed() -> None:
 
 def metrics(engines: int) -> PromMetrics:
     """As vLLM makes them, for several engines of one model, with two ranks each."""
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.world_size = 2
     kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     labels: dict[int, list[object]] = {number: ["tiny", str(number)] for number in range(engines)}
