@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
@@ -39,12 +38,10 @@ from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
-from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import FIELD, Ticket
-from support.records import rank_description
 from support.tables import written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
-from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
+from support.vllm_scheduler import SteppedScheduler, make_config, make_request
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 NUM_BLOCKS: Final = 32
@@ -82,42 +79,19 @@ def prompt_from(first: int) -> list[int]:
     return list(range(first, first + PROMPT))
 
 
-class Engine:
-    """vLLM's scheduler with a MultiConnector; the test is its workers."""
+class Engine(SteppedScheduler):
+    """vLLM's scheduler with a MultiConnector."""
 
     def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
-        self.vllm = make_scheduler(make_config(transfer, num_blocks))
-        self.connector: MultiConnector = self.vllm.connector
-        described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
-        self.idle = self.free_blocks
-
-    @property
-    def free_blocks(self) -> int:
-        return num_free_blocks(self.vllm)
+        super().__init__(make_config(transfer, num_blocks))
+        self.describe()
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
         """Of a prompt, by its first token; it is waiting."""
-        request = make_request(name, prompt_from(first), params)
-        self.vllm.add_request(request)
-        return request
+        return self.add(name, prompt_from(first), params)
 
     def schedule(self) -> SchedulerOutput:
         return self.vllm.schedule()
-
-    def end_step(self, output: SchedulerOutput, **connector: Any) -> list[Any]:
-        """Every request that was scheduled gets a token; what came out."""
-        ids = list(output.num_scheduled_tokens)
-        result = EMPTY_MODEL_RUNNER_OUTPUT
-        if ids or connector:
-            result = ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={name: index for index, name in enumerate(ids)},
-                sampled_token_ids=[[7] for _ in ids],
-                kv_connector_output=KVConnectorOutput(**connector) if connector else None,
-            )
-        outputs = self.vllm.update_from_output(output, result)
-        return [each for client in outputs.values() for each in client.outputs]
 
     def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
         """What our child tells its workers."""
@@ -135,9 +109,9 @@ class Engine:
         for _ in range(3):
             output = self.schedule()
             jobs += self.tier_jobs(output, "store", child)
-            self.end_step(output)
+            self.end(output)
         assert jobs
-        self.end_step(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
+        self.end(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
         assert self.vllm.kv_cache_manager.reset_prefix_cache()
 
     def completed(self, jobs: list[int], child: int = 1) -> MultiKVConnectorWorkerMetadata:
@@ -186,20 +160,20 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     (job,) = prefill.tier_jobs(loading, "load")
     assert prefill.commands(loading) == [], "not before its prompt is complete"
     done = prefill.completed([job])
-    prefill.end_step(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
+    prefill.end(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
     computing = prefill.schedule()
     assert computing.num_scheduled_tokens == {"second": PROMPT - 96}, "the tier has whole blocks"
     (offer,) = prefill.commands(computing)
     assert isinstance(offer, PrepareOffer)
-    table = prefill.vllm.kv_cache_manager.get_block_ids("second")[0]
+    table = prefill.blocks_of("second")
     assert written_out(offer.tables[0]) == table
-    (answer,) = prefill.end_step(computing)
+    (answer,) = prefill.end(computing)
     assert FIELD in answer.kv_transfer_params
     assert request.is_finished()
     assert prefill.free_blocks == prefill.idle - len(table), "held for whoever reads them"
     publishing = prefill.schedule()
     assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
-    prefill.end_step(publishing, finished_sending={"second"})
+    prefill.end(publishing, finished_sending={"second"})
     assert prefill.free_blocks == prefill.idle
 
 
@@ -215,10 +189,10 @@ def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
     assert isinstance(start, StartLoad)
     assert (start.begin, start.end) == (0, PROMPT - 1)
     assert decode.tier_jobs(output, "load") == []
-    decode.end_step(output, finished_recving={"second"})
+    decode.end(output, finished_recving={"second"})
     running = decode.schedule()
     assert running.num_scheduled_tokens == {"second": 1}
-    (answer,) = decode.end_step(running)
+    (answer,) = decode.end(running)
     assert answer.finished
     assert not decode.connector._requests_to_connector
 
@@ -231,7 +205,7 @@ def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
     (job,) = decode.tier_jobs(output, "load", child=0)
     assert isinstance(decode.commands(output, child=1)[-1], CancelLoad)
     done = decode.completed([job], child=0)
-    decode.end_step(output, finished_recving={"second"}, kv_connector_worker_meta=done)
+    decode.end(output, finished_recving={"second"}, kv_connector_worker_meta=done)
     assert decode.schedule().num_scheduled_tokens == {"second": PROMPT - 96}
 
 
@@ -240,7 +214,7 @@ def test_after_a_load_that_failed_the_tier_is_asked(engine: Make) -> None:
     decode.fill_tier()
     decode.request("second", decode.ticket())
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
-    decode.end_step(decode.schedule(), **failed)
+    decode.end(decode.schedule(), **failed)
     output = decode.schedule()
     assert len(decode.tier_jobs(output, "load")) == 1
     assert decode.commands(output) == []
@@ -253,7 +227,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed_in_words(
     decode.request("second", decode.ticket())
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        (answer,) = decode.end_step(decode.schedule(), **failed)
+        (answer,) = decode.end(decode.schedule(), **failed)
     assert str(answer.finish_reason) == "error"
     assert "also set kv_load_failure_policy" in caplog.text
 
@@ -266,7 +240,7 @@ def test_no_policy_is_missed_where_no_load_has_failed(
     decode.request("second", decode.ticket() if policy == "fail" else None)
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.end_step(decode.schedule(), **failed if policy == "fail" else {})
+        decode.end(decode.schedule(), **failed if policy == "fail" else {})
     assert "MultiConnector" not in caplog.text
 
 
@@ -281,15 +255,15 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
     output = decode.schedule()
-    held = set(decode.vllm.kv_cache_manager.get_block_ids("first")[0])
+    held = set(decode.blocks_of("first"))
     jobs = decode.tier_jobs(output, "store")
-    decode.end_step(output)
+    decode.end(output)
     decode.request("second", decode.ticket(first=1000), first=1000)
     output = decode.schedule()
     jobs += decode.tier_jobs(output, "store")
     assert jobs, "to be copied with the next step"
     assert isinstance(decode.commands(output)[-1], StartLoad)
-    assert held & set(decode.vllm.kv_cache_manager.get_block_ids("second")[0])
+    assert held & set(decode.blocks_of("second"))
     assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
 
 

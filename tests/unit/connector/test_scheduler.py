@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from vllm.config import KVTransferConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector.decode import Prompt
@@ -37,7 +37,7 @@ from support.records import NONCE, rank_description
 from support.stepped import Clock
 from support.tables import written_out
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
-from support.vllm_scheduler import BLOCK, make_config, make_request, make_scheduler
+from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -646,41 +646,40 @@ def test_vllms_scheduler_looks_after_it_has_made_the_connector(policy: str) -> N
         kv_connector_extra_config={"port": 0, "on_load_failure": policy},
         kv_load_failure_policy="fail" if policy == "recompute" else "recompute",
     )
-    assert scheduler.recompute_kv_load_failures is (policy == "recompute")
+    assert scheduler.vllm.recompute_kv_load_failures is (policy == "recompute")
 
 
 # --- vLLM's own scheduler
 
 
-def vllms_scheduler(num_blocks: int = 16, **transfer: Any) -> Any:
+def vllms_scheduler(num_blocks: int = 16, **transfer: Any) -> SteppedScheduler:
     values = {"kv_connector": "NixlKVConnector", "kv_connector_module_path": "nixl_kv.connector"}
     values |= {"kv_role": "kv_both", "kv_connector_extra_config": {"port": 0}} | transfer
     config = make_config(KVTransferConfig(**values), num_blocks, caches_prefixes=False)
-    return make_scheduler(config)
+    return SteppedScheduler(config)
 
 
 def test_a_preempted_request_is_offered_with_the_blocks_that_it_gets_at_last() -> None:
     """It computes its prompt again from the first token; a request that is aborted has no offer."""
-    scheduler = vllms_scheduler(num_blocks=10)
-    described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
-    scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
+    engine = vllms_scheduler(num_blocks=10)
+    engine.describe()
     names = [RequestId(f"r{number}") for number in range(4)]
     for number, name in enumerate(names):
         prompt = [number] * (3 * BLOCK - 4)  # with its output, four blocks
-        scheduler.add_request(make_request(name, prompt, TO_OFFER, max_tokens=10))
+        engine.add(name, prompt, TO_OFFER, max_tokens=10)
     reached = dict.fromkeys(names, 0)
     prepared: dict[RequestId, list[PrepareOffer]] = {name: [] for name in names}
     tables: dict[RequestId, list[int]] = {}
-    offered: set[RequestId] = set()
+    offered: set[str] = set()
     for step in range(40):
-        output = scheduler.schedule()
+        output = engine.vllm.schedule()
         reached |= dict.fromkeys(map(RequestId, output.preempted_req_ids or ()), 0)
         scheduled = [RequestId(name) for name in output.num_scheduled_tokens]
         for request, positions in progress(output, scheduled):
             assert positions.start == reached[request]
             reached[request] = positions.stop
-        tables |= {name: scheduler.kv_cache_manager.get_block_ids(name)[0] for name in scheduled}
-        published = set()
+        tables |= {name: engine.blocks_of(name) for name in scheduled}
+        published: set[str] = set()
         for command in output.kv_connector_metadata.commands:
             if isinstance(command, PrepareOffer):
                 prepared[command.request].append(command)
@@ -690,15 +689,9 @@ def test_a_preempted_request_is_offered_with_the_blocks_that_it_gets_at_last() -
                 assert written_out(last.tables[0]) == tables[command.request][:3]
                 published.add(command.request)
         if step == 1:
-            scheduler.finish_requests(names[0], RequestStatus.FINISHED_ABORTED)
-        result = ModelRunnerOutput(
-            req_ids=scheduled,
-            req_id_to_index={name: index for index, name in enumerate(scheduled)},
-            sampled_token_ids=[[7] for _ in scheduled],
-            kv_connector_output=KVConnectorOutput(finished_sending=set(published)),
-        )
-        scheduler.update_from_output(output, result)
+            engine.vllm.finish_requests(names[0], RequestStatus.FINISHED_ABORTED)
+        engine.end(output, finished_sending=published)
         offered |= published
-    scheduler.connector.shutdown()
+    engine.connector.shutdown()
     assert offered == {*names[1:]}
     assert [len(prepared[name]) for name in names] == [1, 1, 1, 2], "the last one was preempted"
