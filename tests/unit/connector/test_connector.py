@@ -218,12 +218,6 @@ def test_decode_reuses_its_own_kv_where_it_loads_the_state(make: Make, *, has_st
     assert scheduler.supports_divergent_local_hybrid_hits is has_state
 
 
-def test_the_layout_is_the_operators(make: Make) -> None:
-    del make
-    config = vllm_config({"layout": "BHLNC"})
-    assert NixlKVConnector.get_required_kvcache_layout(config) == "BHLNC"
-
-
 def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives its handlers and level only to loggers under its own name."""
     ours, vllms = (logging.getLogger(f"{__name__}.{name}") for name in ("ours", "vllms"))

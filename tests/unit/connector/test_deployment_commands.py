@@ -1,8 +1,7 @@
 """vLLM and we accept every engine's command line in configs/, docs/deploy/ and README."""
 
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import vllm.config
@@ -116,78 +115,3 @@ def test_vllm_accepts_it_and_its_connector_is_ours(
     assert transfer.kv_connector_module_path == "nixl_kv.connector"
     assert transfer.kv_role in ("kv_producer", "kv_consumer", "kv_both")
     Config.parse(transfer.kv_connector_extra_config, command.environment)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("MODEL", "--kv-transfer", "{"), id="no JSON"),
-        pytest.param(("MODEL", "--prot=8000"), id="no such option"),
-        pytest.param(("MODEL", "--kv-transfer-config", '{"kv_connect": "x"}'), id="no such key"),
-        pytest.param(("MODEL", "--kv-transfer-config", '{"kv_role": "kv_prefill"}'), id="no role"),
-    ],
-)
-def test_vllm_would_refuse_a_wrong_one(
-    arguments: tuple[str, ...], parser: FlexibleArgumentParser
-) -> None:
-    with pytest.raises((SystemExit, ValueError)):
-        parser.parse_args(list(arguments))
-
-
-# --- what finds them
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("vllm serve M --port 1", [("M", "--port", "1")], id="one line"),
-        pytest.param("vllm serve M \\\n  --port 1 &\nnext", [("M", "--port", "1")], id="two lines"),
-        pytest.param("vllm serve M 'a\nb'; c", [("M", "a\nb")], id="a quoted line end"),
-        pytest.param("# it's vllm serve X\nvllm serve M", [("M",)], id="a comment"),
-        pytest.param("vllm serve A\nvllm serve B", [("A",), ("B",)], id="two"),
-        pytest.param(
-            "python3 -m dynamo.vllm --model M --disaggregation-mode prefill",
-            [("--model", "M")],
-            id="Dynamo's own options",
-        ),
-        pytest.param(
-            "    --kv-transfer-config '{}'", [("MODEL", "--kv-transfer-config", "{}")], id="option"
-        ),
-        pytest.param("vllm-router --prefill x", [], id="a router"),
-    ],
-)
-def test_a_shells_commands_are_found(text: str, expected: list[tuple[str, ...]]) -> None:
-    assert [command.arguments for command in engine_commands.in_shell(text)] == expected
-
-
-def test_variables_before_a_command_are_its_own() -> None:
-    (command,) = engine_commands.in_shell("HOST=a PORT=1 vllm serve M")
-    assert {"HOST": "a", "PORT": "1"}.items() <= command.environment.items()
-
-
-ARGUMENTS: Final = ["--kv-transfer-config", "{}"]
-
-
-@pytest.mark.parametrize(
-    "resource",
-    [
-        pytest.param({"containers": [{"args": ["MODEL", *ARGUMENTS]}]}, id="arguments"),
-        pytest.param({"command": ["vllm", "serve", "MODEL", *ARGUMENTS]}, id="command"),
-        pytest.param({"vllmConfig": {"extraArgs": ARGUMENTS}}, id="without a model"),
-        pytest.param({"args": ["vllm serve MODEL --kv-transfer-config '{}'\n"]}, id="a shell's"),
-        pytest.param({"env": [{"name": "X", "value": "--kv-transfer-config '{}'"}]}, id="variable"),
-    ],
-)
-def test_commands_in_yaml_are_found(resource: dict[str, Any]) -> None:
-    found = list(engine_commands.in_resources(iter([{"spec": resource}])))
-    assert [command.arguments for command in found] == [("MODEL", *ARGUMENTS)]
-
-
-def test_what_ray_gives_an_engine_is_found() -> None:
-    given = {"engine_kwargs": {"max_model_len": 64, "kv_transfer_config": {"kv_role": "kv_both"}}}
-    (command,) = engine_commands.in_resources(iter([given]))
-    words = dict(word.split("=", 1) for word in command.arguments[1:])
-    assert {name: json.loads(value) for name, value in words.items()} == {
-        "--max-model-len": 64,
-        "--kv-transfer-config": {"kv_role": "kv_both"},
-    }

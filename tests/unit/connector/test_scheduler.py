@@ -145,8 +145,6 @@ def counted(scheduler: Scheduler) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        pytest.param({}, "lacks the field 'nixl_kv_ticket'", id="empty"),
-        pytest.param([1], "is of type list", id="a list"),
         pytest.param("ticket", "is of type str", id="text"),
         pytest.param(
             {"do_remote_decode": 1}, "do_remote_decode is of type int", id="1 is not true"

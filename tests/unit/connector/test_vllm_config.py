@@ -28,7 +28,6 @@ from nixl_kv.connector.kv_layout import choose_interleave
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.vllm_config import (
     DRAFT_FACT,
-    REFUSALS,
     STATE_KINDS,
     check_supported,
     computed_on_decode,
@@ -216,18 +215,6 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
     names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-7")
     assert bool(names) is counts_media(config)
     assert names in ({}, {"image": ["renderer0-mm-7-image-0"]})
-
-
-def test_each_refusal_has_a_test() -> None:
-    """But for those that need groups of vLLM's which are hard to make here, or have their own."""
-    shown = {str(case.values[2]) for case in REFUSED}
-    others = [text for text in REFUSALS if not any(text.startswith(one) for one in shown)]
-    assert [text.split(" than ")[0].split(" (")[0] for text in others] == [
-        "this platform: run the engine on NVIDIA or AMD GPUs or on CPU",
-        "several draft modules",
-        "cache groups in host memory",
-        "caches of kinds other",
-    ]
 
 
 def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
@@ -562,72 +549,39 @@ def test_of_several_served_names_the_first_one_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_cuda", "use_mla", "backend", "block_size", "expected"),
+    ("expected", "changed"),
     [
-        pytest.param("LBNHC", False, False, None, 16, "LBNHC", id="the operator's"),
-        pytest.param("auto", False, False, "FLASH_ATTN", 16, None, id="CPU"),
-        pytest.param("auto", True, True, "FLASH_ATTN", 16, None, id="MLA"),
-        pytest.param("auto", True, False, "FLASH_ATTN", 256, "BHLNC", id="FlashAttention"),
-        pytest.param("auto", True, False, "FLASHINFER", 64, "BHLNC", id="FlashInfer"),
-        pytest.param("auto", True, False, "FLASHINFER", 128, None, id="FlashInfer, large blocks"),
-        pytest.param("auto", True, False, "TRITON_ATTN", 16, None, id="not known"),
-        pytest.param("auto", True, False, None, 16, "BHLNC", id="Hopper's default"),
+        pytest.param("LBNHC", {"layout": "LBNHC", "is_cuda": False}, id="the operator's"),
+        pytest.param("BHLNC", {}, id="Hopper's default"),
+        pytest.param("BHLNC", {"backend": "FLASH_ATTN", "block_size": 256}, id="FlashAttention"),
+        pytest.param("BHLNC", {"backend": "FLASHINFER", "block_size": 64}, id="FlashInfer"),
+        pytest.param(None, {"backend": "FLASHINFER", "block_size": 128}, id="large blocks"),
+        pytest.param(None, {"backend": "TRITON_ATTN"}, id="an unknown backend"),
+        pytest.param(None, {"is_cuda": False, "backend": "FLASH_ATTN"}, id="CPU"),
+        pytest.param(None, {"use_mla": True, "backend": "FLASH_ATTN"}, id="MLA"),
+        pytest.param(None, {"major": None}, id="a default that is not known"),
+        pytest.param(None, {"major": 10}, id="Blackwell"),
+        pytest.param(None, {"cache_dtype": "nvfp4", "backend": "FLASHINFER"}, id="a packed cache"),
+        pytest.param(None, {"is_hybrid": True}, id="pages of several kinds"),
     ],
 )
 def test_the_packed_layout_is_asked_for_where_it_is_known_good(
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    backend: str | None,
-    block_size: int,
-    expected: str | None,
-    *,
-    is_cuda: bool,
-    use_mla: bool,
+    monkeypatch: pytest.MonkeyPatch, expected: str | None, changed: dict[str, Any]
 ) -> None:
+    given = {"layout": "auto", "is_cuda": True, "major": 9, "backend": None, "block_size": 16}
+    given |= {"use_mla": False, "is_hybrid": False, "cache_dtype": "auto"} | changed
+    capability = given["major"] and SimpleNamespace(major=given["major"])
     platform = SimpleNamespace(
-        is_cuda=lambda: is_cuda, get_device_capability=lambda: SimpleNamespace(major=9)
+        is_cuda=lambda: given["is_cuda"], get_device_capability=lambda: capability
     )
     monkeypatch.setattr(module, "current_platform", platform)
-    config = vllm_config({"layout": layout})
-    override(config, use_mla=use_mla)
-    config.cache_config.block_size = block_size
-    config.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+    config: Any = vllm_config({"layout": given["layout"]})
+    override(config, use_mla=given["use_mla"], is_hybrid=given["is_hybrid"])
+    config.cache_config.block_size = given["block_size"]
+    config.cache_config.cache_dtype = given["cache_dtype"]
+    backend = given["backend"] and SimpleNamespace(name=given["backend"])
+    config.attention_config = SimpleNamespace(backend=backend)
     assert required_layout(config) == expected
-
-
-@pytest.mark.parametrize("capability", [None, SimpleNamespace(major=10)], ids=["none", "Blackwell"])
-def test_vllm_chooses_where_its_default_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, capability: object
-) -> None:
-    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = vllm_config()
-    config.attention_config = SimpleNamespace(backend=None)
-    assert required_layout(config) is None
-
-
-def test_a_packed_cache_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = SimpleNamespace(
-        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
-    )
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = vllm_config()
-    config.attention_config = SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))
-    assert required_layout(config) == "BHLNC"
-    config.cache_config.cache_dtype = "nvfp4"
-    assert required_layout(config) is None
-
-
-def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = SimpleNamespace(
-        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
-    )
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = vllm_config()
-    config.attention_config = SimpleNamespace(backend=None)
-    assert required_layout(config) == "BHLNC"
-    override(config, is_hybrid=True)
-    assert required_layout(config) is None
 
 
 @pytest.mark.parametrize(

@@ -123,13 +123,6 @@ def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     assert worker.stats.data["unreadable"] == {"0": 0}
 
 
-def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
-    worker.register_kv_caches(kv_caches())
-    worker.unregister_kv_caches()
-    worker.unregister_kv_caches()
-    assert fabric.transports == {}
-
-
 def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) -> None:
     """vLLM waits for a report of each of them: before the cache is registered, or after a sleep."""
     worker.bind_connector_metadata(
