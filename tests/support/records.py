@@ -20,7 +20,7 @@ from nixl_kv.protocol.messages import (
     Reader,
     ToRank,
 )
-from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
@@ -204,6 +204,13 @@ def ticket(**changed: Any) -> Ticket:
         "weights": "",
     }
     return Ticket(**{**values, **changed})
+
+
+def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -> Ticket:
+    """A valid ticket for a prompt, of an engine on this machine."""
+    context = context_hash(nonce, token_ids, [])
+    values = {"nonce": nonce, "num_tokens": len(token_ids), "context": context}
+    return ticket(**{"host": "127.0.0.1", **values, **changed})
 
 
 def opened(params: object) -> Ticket:

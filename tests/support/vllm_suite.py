@@ -28,13 +28,11 @@ import pytest
 from transformers import OPTConfig
 
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.keys import make_user_key
 from nixl_kv.protocol.messages import encode
-from nixl_kv.protocol.ticket import Ticket
-from support.records import rank_description
+from support.records import rank_description, ticket_for
 
 UTILS: Final = "tests.v1.kv_connector.unit.utils"
 HUB_MODEL: Final = "facebook/opt-125m"
@@ -87,16 +85,14 @@ class Adapter:
         request = make(*args, **kwargs)
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
-            prompt, nonce = prompt_of(request), new_nonce()
-            request.kv_transfer_params = Ticket(
+            ticket = ticket_for(
+                request.prompt_token_ids,
+                new_nonce(),
                 engine=EngineId(params["remote_engine_id"]),
-                host="127.0.0.1",
                 port=params["remote_port"],
-                incarnation=new_incarnation(),
-                nonce=nonce,
-                num_tokens=prompt.num_tokens,
-                context=prompt.context(nonce),
-            ).params(make_user_key()[0].tickets, for_in_tree=False)
+            )
+            sealed = ticket.params(make_user_key()[0].tickets, for_in_tree=False)
+            request.kv_transfer_params = sealed
         return request
 
     def stop(self) -> None:

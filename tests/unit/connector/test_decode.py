@@ -14,7 +14,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
-from support.records import D1, D2, hex32, ticket
+from support.records import D1, D2, hex32, ticket_for
 from support.stepped import Clock
 
 TOKEN_IDS = list(range(20, 40))
@@ -31,14 +31,7 @@ def prompt_of(request: RequestId = D1, token_ids: Sequence[int] = TOKEN_IDS) -> 
 
 def offered(number: int = 1, **changed: Any) -> Ticket:
     """A valid ticket for the prompt."""
-    nonce = Nonce(hex32(number))
-    values = {
-        "host": "127.0.0.1",
-        "nonce": nonce,
-        "num_tokens": len(TOKEN_IDS),
-        "context": context_hash(nonce, TOKEN_IDS, []),
-    }
-    return ticket(**{**values, **changed})
+    return ticket_for(TOKEN_IDS, Nonce(hex32(number)), **changed)
 
 
 accept = SealedTicket.parse

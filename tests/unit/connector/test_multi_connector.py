@@ -33,15 +33,15 @@ from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
-from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.protocol.ticket import FIELD
+from support.records import ticket_for
 from support.tables import written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
-from support.vllm_scheduler import SteppedScheduler, make_config, make_request
+from support.vllm_scheduler import SteppedScheduler, make_config
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 NUM_BLOCKS: Final = 32
@@ -121,16 +121,7 @@ class Engine(SteppedScheduler):
 
     def ticket(self, first: int = 0) -> dict[str, Any]:
         """Of another engine, for such a prompt."""
-        prompt, nonce = prompt_of(make_request("any", prompt_from(first))), new_nonce()
-        return Ticket(
-            engine=EngineId("prefill"),
-            host="127.0.0.1",
-            port=5600,
-            incarnation=new_incarnation(),
-            nonce=nonce,
-            num_tokens=PROMPT,
-            context=prompt.context(nonce),
-        ).params(None)
+        return ticket_for(prompt_from(first), new_nonce()).params(None)
 
 
 Make = Callable[..., Engine]

@@ -19,7 +19,7 @@ from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import progress
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
+from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
@@ -29,11 +29,11 @@ from nixl_kv.protocol.events import (
     SetEngine,
 )
 from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
-from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
+from nixl_kv.protocol.ticket import FIELD, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support.cache_manager import CacheManager
-from support.records import NONCE, rank_description
+from support.records import NONCE, rank_description, ticket_for
 from support.stepped import Clock
 from support.tables import written_out
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
@@ -101,23 +101,6 @@ def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
     return scheduler.build_connector_meta(output or empty_output()).commands
 
 
-def ticket_for(request: Any, number: int = 1, **changed: Any) -> dict[str, Any]:
-    """A ticket that is valid for a request."""
-    nonce = f"{number:032x}"
-    values = {
-        "engine": "prefill",
-        "host": HOST,
-        "port": 5600,
-        "incarnation": "ab" * 16,
-        "nonce": nonce,
-        "num_tokens": request.num_prompt_tokens,
-        "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
-        "epoch": 0,
-        "weights": "",
-    }
-    return Ticket(**values | changed).params(None)
-
-
 def publish_offer(half: PrefillScheduler, request: RequestId) -> dict[str, Any]:
     """The answer to a request that the engine has computed."""
     prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
@@ -130,7 +113,7 @@ def publish_offer(half: PrefillScheduler, request: RequestId) -> dict[str, Any]:
 
 def with_ticket(**changed: Any) -> Any:
     request = new_request()
-    request.kv_transfer_params = ticket_for(request, **changed)
+    request.kv_transfer_params = ticket_for(range(NUM_TOKENS), new_nonce(), **changed).params(None)
     return request
 
 
@@ -214,7 +197,11 @@ def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make(kv_role="kv_consumer")
-    params = {name: value for name, value in ticket_for(new_request()).items() if name != FIELD}
+    params = {
+        name: value
+        for name, value in ticket_for(range(NUM_TOKENS)).params(None).items()
+        if name != FIELD
+    }
     scheduler.on_new_request(new_request(params))
     assert f"lacks the field {FIELD!r}" in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
@@ -259,7 +246,7 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
         ),
         pytest.param(
             "kv_producer",
-            ticket_for(new_request()),
+            ticket_for(range(NUM_TOKENS)).params(None),
             "do_remote_decode is not true; allowed on a kv_producer: true",
             id="P, a ticket",
         ),

@@ -10,9 +10,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import Worker
-from nixl_kv.ids import EngineId, Incarnation, RequestId, new_nonce
+from nixl_kv.ids import Incarnation, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -23,8 +22,8 @@ from nixl_kv.protocol.events import (
     WithdrawOffer,
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
-from support.records import hex32
-from support.vllm_scheduler import SteppedScheduler, make_config, make_request
+from support.records import hex32, ticket_for
+from support.vllm_scheduler import SteppedScheduler, make_config
 
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
@@ -80,20 +79,10 @@ class Engine(SteppedScheduler):
 
     def ticket(self, *, first: int = 0, **changed: Any) -> dict[str, Any]:
         """For the prompt of `add`."""
-        nonce = new_nonce()
-        tokens = list(range(first, first + PROMPT))
-        values: dict[str, Any] = {
-            "engine": EngineId("prefill"),
-            "host": "127.0.0.1",
-            "port": 5600,
-            "incarnation": LIFE,
-            "nonce": nonce,
-            "num_tokens": PROMPT,
-            "context": prompt_of(make_request("any", tokens)).context(nonce),
-            "epoch": 0,
-            "weights": "",
-        }
-        return self.connector._trust.seal(Ticket(**values | changed))
+        tokens = range(first, first + PROMPT)
+        ticket = ticket_for(tokens, new_nonce(), **{"incarnation": LIFE, **changed})
+        params: dict[str, Any] = self.connector._trust.seal(ticket)
+        return params
 
 
 Make = Callable[..., Engine]
