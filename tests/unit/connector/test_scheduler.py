@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.decode import Prompt
-from nixl_kv.connector.prefill import BLOCK_WAIT_S, PrefillScheduler
+from nixl_kv.connector.prefill import BLOCK_WAIT_S
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import progress
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
@@ -29,11 +30,11 @@ from nixl_kv.protocol.events import (
     SetEngine,
 )
 from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
-from nixl_kv.protocol.ticket import FIELD, context_hash
+from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support.cache_manager import CacheManager
-from support.records import NONCE, rank_description, ticket_for
+from support.records import opened, rank_description, ticket_for
 from support.stepped import Clock
 from support.tables import written_out
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
@@ -42,6 +43,8 @@ from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
 TABLE = [1, 2, 3, 4]
+TO_OFFER = {"do_remote_decode": True}
+STATE = MambaSpec(block_size=32, shapes=((2, 2), (2, 2)), dtypes=(torch.float32, torch.float32))
 BLOCKS = SimpleNamespace(get_block_ids=lambda: (TABLE,))
 
 Make = Callable[..., Scheduler]
@@ -53,12 +56,21 @@ def make() -> Iterator[Make]:
     schedulers: list[Scheduler] = []
 
     def new(
-        extra: dict[str, Any] | None = None, *, is_described: bool = True, **transfer: Any
+        extra: dict[str, Any] | None = None,
+        *,
+        is_described: bool = True,
+        has_state: bool = False,
+        change: Callable[[Any], None] = lambda _: None,
+        **transfer: Any,
     ) -> Scheduler:
-        scheduler = Scheduler(
+        config, cache = (
             vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
             kv_cache_config(),
         )
+        change(config)
+        if has_state:
+            cache.kv_cache_groups.append(KVCacheGroupSpec(["state"], STATE))
+        scheduler = Scheduler(config, cache)
         schedulers.append(scheduler)
         scheduler.bind_kv_cache_manager(CacheManager())
         if is_described:
@@ -101,14 +113,30 @@ def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
     return scheduler.build_connector_meta(output or empty_output()).commands
 
 
-def publish_offer(half: PrefillScheduler, request: RequestId) -> dict[str, Any]:
-    """The answer to a request that the engine has computed."""
-    prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
-    half.on_new_request(request, NUM_TOKENS, prompt.context)
-    half.build_connector_meta([(request, range(NUM_TOKENS))])
-    _, params = half.request_finished(request, [TABLE], reason="")
-    assert params is not None
-    return params
+def compute(scheduler: Scheduler, request: Request) -> list[Any]:
+    """What the workers hear with the step that computes a request's prompt."""
+    scheduler.bind_kv_cache_manager(CacheManager({request.request_id: [TABLE, TABLE]}))
+    output = empty_output()
+    output.num_scheduled_tokens = {request.request_id: request.num_prompt_tokens}
+    new: Any = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)
+    output.scheduled_new_reqs = [new]
+    return commands(scheduler, output)
+
+
+def finish(scheduler: Scheduler, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    """The prompt is complete: whether its blocks are kept, and the ticket."""
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    request.num_computed_tokens = request.num_prompt_tokens
+    return scheduler.request_finished_all_groups(request, (TABLE,))
+
+
+def offer(scheduler: Scheduler) -> Ticket:
+    """The ticket of a new request that asks for one."""
+    request = new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    compute(scheduler, request)
+    _, params = finish(scheduler, request)
+    return opened(params)
 
 
 def with_ticket(**changed: Any) -> Any:
@@ -223,9 +251,11 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     make: Make, *, is_allowed: bool, flag: bool | None
 ) -> None:
     scheduler = make({"port": 0, "in_tree_decode": is_allowed})
-    scheduler.bind_kv_cache_manager(CacheManager({"p1": [TABLE]}))
-    request, half = RequestId("p1"), scheduler._prefill
-    params = publish_offer(half, request)
+    request = new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    compute(scheduler, request)
+    _, params = finish(scheduler, request)
+    assert params is not None
     assert params.get("do_remote_prefill") is flag
 
 
@@ -351,79 +381,82 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     scheduler.on_new_request(before)
     directory.is_draining = True
     scheduler.on_new_request(after)
-    assert set(scheduler._prefill.awaited) == {before.request_id}
     assert directory.count_awaited() == 1
-    assert scheduler.request_finished_all_groups(after, (TABLE,)) == (False, None)
-    scheduler.request_finished_all_groups(before, (TABLE,))
+    assert compute(scheduler, after) == []
+    assert finish(scheduler, after) == (False, None)
+    compute(scheduler, before)
+    is_kept, _ = finish(scheduler, before)
+    assert is_kept
+    report(scheduler, finished_sending={before.request_id})
     assert directory.count_awaited() == 0
 
 
 def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> None:
     """Decode computes it, from the state before it."""
-    scheduler = make()
-    publish(scheduler)
-    scheduler._has_state = True
-    request = new_request()
-    before = request.num_prompt_tokens
-    request.kv_transfer_params = {"do_remote_decode": True}
+    scheduler, request = make(has_state=True), new_request(TO_OFFER)
     scheduler.on_new_request(request)
-    assert request.num_prompt_tokens == before - 1
-    assert list(scheduler._prefill.awaited) == [request.request_id]
-    context = scheduler._prefill._awaited[RequestId(request.request_id)].make_context(NONCE)
-    assert context == context_hash(NONCE, list(range(before)), []), "decode's whole prompt"
+    assert request.num_prompt_tokens == NUM_TOKENS - 1
+    (prepare,) = compute(scheduler, request)
+    assert prepare.num_tokens == NUM_TOKENS - 1
+    whole = context_hash(prepare.nonce, range(NUM_TOKENS), [])
+    assert prepare.context == whole, "decode's whole prompt"
 
 
-def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = make()
-    publish(scheduler)
-    scheduler._has_state = True
-    request = new_request()
-    before = request.num_prompt_tokens
+def needs_its_last_token(request: Any) -> None:
     request.sampling_params.skip_reading_prefix_cache = True
-    request.kv_transfer_params = dict(TO_OFFER)
-    with caplog.at_level("INFO"):
-        scheduler.on_new_request(request)
-    assert "is not offered: " in caplog.text
-    assert (len(scheduler._prefill.awaited), request.num_prompt_tokens) == (0, before)
 
 
-def test_a_session_is_not_offered(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Its prompt grows until it ends, and what it has then is no prompt that decode would bring."""
-    scheduler, request = make(), new_request(TO_OFFER)
+def grows_until_it_ends(request: Any) -> None:
     request.resumable = True
+
+
+@pytest.mark.parametrize(
+    ("has_state", "change", "words"),
+    [
+        pytest.param(True, needs_its_last_token, "", id="the last token beside state"),
+        pytest.param(False, grows_until_it_ends, "it is resumable", id="a session"),
+    ],
+)
+def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Any], None],
+    words: str,
+    *,
+    has_state: bool,
+) -> None:
+    scheduler, request = make(has_state=has_state), new_request(TO_OFFER)
+    change(request)
     with caplog.at_level("INFO"):
         scheduler.on_new_request(request)
-    assert "is not offered: it is resumable" in caplog.text
-    assert not scheduler._prefill.awaited
+    assert f"is not offered: {words}" in caplog.text
+    assert request.num_prompt_tokens == NUM_TOKENS
+    assert compute(scheduler, request) == [], "no offer"
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     """As they are shown when they change."""
     scheduler = make()
-    offered, loaded = RequestId("offered"), with_ticket()
+    offered, loaded = new_request(TO_OFFER), with_ticket()
 
     def shown() -> dict[str, Any]:
         stats = scheduler.get_kv_connector_stats()
         return {} if stats is None else stats.reduce()
 
     assert shown() == {}
-    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
-    publish_offer(scheduler._prefill, offered)
+    scheduler.on_new_request(offered)
+    compute(scheduler, offered)
+    finish(scheduler, offered)
     scheduler.on_new_request(loaded)
     assert shown() == {"open_offers": 1, "open_loads": 1}
     assert shown() == {}
     report(scheduler, finished_recving={loaded.request_id})
     assert shown() == {"open_loads": 0}
-    report(scheduler, finished_sending={offered})
+    report(scheduler, finished_sending={offered.request_id})
     assert shown() == {"open_offers": 0}
 
 
 # --- two engines that prefill for each other
-
-
-TO_OFFER = {"do_remote_decode": True}
 
 
 def begin(scheduler: Scheduler, request: Any) -> None:
@@ -467,21 +500,30 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Ma
         return commands(scheduler)
 
     assert wait() + wait() == []  # there is no offer
-    offered = RequestId("offered")
-    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
-    publish_offer(scheduler._prefill, offered)
+    offered = new_request(TO_OFFER)
+    scheduler.on_new_request(offered)
+    compute(scheduler, offered)
+    finish(scheduler, offered)
     *_, last = wait() + wait()
     assert last == ReclaimBlocks(4)
-    report(scheduler, finished_sending={offered})
+    report(scheduler, finished_sending={offered.request_id})
     assert wait() + wait() == []
 
 
-def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
-    assert not make()._prefill._writes_late
-    config = vllm_config()
-    config.speculative_config = SimpleNamespace(use_eagle=lambda: False)
-    scheduler = Scheduler(config, kv_cache_config())
-    assert scheduler._prefill._writes_late
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(
+    make: Make, *, has_draft: bool
+) -> None:
+    def change(config: Any) -> None:
+        if has_draft:
+            config.speculative_config = SimpleNamespace(
+                use_eagle=lambda: False, uses_draft_kv_cache=lambda: False
+            )
+
+    scheduler, request = make(change=change), new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    (prepare,) = compute(scheduler, request)
+    assert prepare.is_written is not has_draft
 
 
 def test_what_draft_modules_look_ahead_is_computed_on_decode(
@@ -534,11 +576,11 @@ def test_a_draft_model_is_described_apart_from_the_model(
 
 def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
     scheduler = make()
-    before, port = ask(scheduler), scheduler._prefill.address.port  # type: ignore[union-attr]
+    before, port = ask(scheduler), offer(scheduler).port
     after = publish(scheduler)
     assert after.incarnation != before.incarnation
-    assert scheduler._prefill.address.port == port  # type: ignore[union-attr]
-    assert [type(command) for command in commands(scheduler)] == [SetEngine]
+    assert [type(command) for command in commands(scheduler)] == [SetEngine, PublishOffer]
+    assert offer(scheduler).port == port
 
 
 def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> None:
@@ -558,8 +600,8 @@ def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> Non
     after = ask(scheduler)
     assert list(after.ranks) == new
     assert after.incarnation != before.incarnation
-    assert scheduler._prefill.address.incarnation == after.incarnation  # type: ignore[union-attr]
     assert commands(scheduler) == []
+    assert offer(scheduler).incarnation == after.incarnation
 
 
 @pytest.fixture
@@ -595,10 +637,11 @@ def test_an_engine_whose_port_was_taken_after_the_check_does_not_start(
 def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
     with socket.create_server((HOST, 0)) as server:
         free = server.getsockname()[1]
-    scheduler = make({"port": free - 1}, is_described=False)
-    scheduler._vllm_config.parallel_config.data_parallel_index = 1
-    publish(scheduler)
-    assert scheduler._prefill.address.port == free  # type: ignore[union-attr]
+
+    def change(config: Any) -> None:
+        config.parallel_config.data_parallel_index = 1
+
+    assert offer(make({"port": free - 1}, change=change)).port == free
 
 
 # --- configuration
