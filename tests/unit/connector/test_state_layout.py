@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
@@ -246,6 +246,7 @@ def sides(model: Model) -> st.SearchStrategy[Side]:
     )
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from([case.values[0] for case in MODELS]))

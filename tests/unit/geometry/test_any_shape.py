@@ -3,7 +3,7 @@
 The real routes, plans and reads move real bytes. Every byte that decode needs must be right and be
 written once, nothing else may be touched, and the runs must be as few as possible.
 
-    NIXL_KV_EXAMPLES=20000 NIXL_KV_SEED=7 pytest -s tests/unit/geometry/test_any_shape.py
+    NIXL_KV_EXAMPLES=20000 NIXL_KV_SEED=7 pytest -sm slow tests/unit/geometry/test_any_shape.py
 
 prints how many cases there were, and of which kinds; the same seed makes the same cases.
 """
@@ -21,7 +21,8 @@ from support.any_shape import check
 from support.cases import Case, cases, typical
 from support.oracle import Layer
 
-EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "120"))
+FEW = 30
+EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "400"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "2"))
 ENOUGH = 120  # so many examples contain every kind of case
 
@@ -62,12 +63,13 @@ def test_typical_engines_exchange_all_kv(changes: dict[str, Any]) -> None:
     check(typical(**changes))
 
 
-def test_any_two_engines_exchange_all_kv() -> None:
+@pytest.mark.parametrize("examples", [FEW, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
+def test_any_two_engines_exchange_all_kv(examples: int) -> None:
     seen, runs, began = Counter[str](), Counter[str](), time.monotonic()
 
     @seed(SEED)
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=cases())
     def check_and_count(case: Case) -> None:
@@ -80,7 +82,7 @@ def test_any_two_engines_exchange_all_kv() -> None:
     for kind, count in seen.items():
         print(f"{count:6} {kind}")
     print(f"runs where blocks may be neighbours: {dict(runs)}")
-    if EXAMPLES >= ENOUGH:
+    if examples >= ENOUGH:
         assert all(seen.values()), "the strategy no longer draws a kind of case"
         assert runs["planned"] <= 1.05 * runs["fewest"], "neighbours do not merge often enough"
 

@@ -31,7 +31,7 @@ from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
 from support.records import D1
 
-EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 SECRET = "5ec2e7" * 5 + "00"
 MASK = 2**64 - 1
