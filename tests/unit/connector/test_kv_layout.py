@@ -154,15 +154,6 @@ def test_layers_are_those_of_the_groups() -> None:
     assert [region.layer for region in layout.groups[0].regions] == names
 
 
-def test_a_stage_of_a_pipeline_has_some_of_the_layers() -> None:
-    caches = kv_caches()
-    first, second = caches
-    del caches[second]
-    config, cache = vllm_config(), kv_cache_config()
-    layout = kv_layout.cache_layout(config, cache, caches)
-    assert [region.layer for region in layout.groups[0].regions] == [first]
-
-
 def test_a_rank_without_a_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layer with a KV cache"):
         kv_layout.cache_layout(vllm_config(), kv_cache_config(), {})

@@ -258,14 +258,6 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
     assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
 
 
-def test_parameters_of_another_connector_are_no_ticket(engine: Make) -> None:
-    for role in ("kv_producer", "kv_consumer"):
-        one = engine(ours(role), TIER)
-        one.request("first", {"max_offload_tokens": 32})
-        counted = one.connector.sub_connectors[0].get_kv_connector_stats()
-        assert "tickets_refused" not in (counted.data if counted else {})
-
-
 # --- what is made at the start
 
 

@@ -138,15 +138,6 @@ def test_groups_are_those_that_are_transferred() -> None:
     assert tables_of(blocks_of(manager, Paging(2, 4, 0)), {}, 8) == [[5, 6]]
 
 
-def test_without_windows_nothing_is_pinned() -> None:
-    pins: Pins = {}
-    manager = CacheManager({P1: ([1, 2, 3, 4, 5],)})
-    blocks = blocks_of(manager, FULL)
-    blocks.pin(P1, 20, pins)
-    assert manager.block_pool.touched == {}
-    assert pins == {}
-
-
 def test_the_last_blocks_are_given_back_first() -> None:
     """A prefix is of use for longer than what follows it."""
     pins: Pins = {}

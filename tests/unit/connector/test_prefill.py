@@ -84,14 +84,6 @@ def side() -> Side:
 # --- an offer
 
 
-def test_what_a_draft_model_writes_may_come_later(side: Side) -> None:
-    side.arrive()
-    assert side.compute().is_written
-    side.scheduler._writes_late = True
-    side.arrive(P2)
-    assert not side.compute(P2).is_written
-
-
 def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) -> None:
     side.arrive()
     assert side.step((P1, range(8))) == []
@@ -123,11 +115,6 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
         weights=ADDRESS.weights,
     )
     assert ticket.open() == expected
-
-
-def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
-    assert side.step((P1, range(NUM_TOKENS))) == []
-    assert side.finish() == (None, [])
 
 
 def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:

@@ -103,7 +103,7 @@ def unchanged(config: VllmConfig) -> None:
 
 
 def media(
-    *, gb: float = 0, is_prefix_cached: bool = False, is_supported: bool = True, **options: Any
+    *, gb: float = 0, is_prefix_cached: bool = False, **options: Any
 ) -> Callable[[VllmConfig], None]:
     """Makes the model one that takes images."""
 
@@ -111,7 +111,7 @@ def media(
         config.model_config.multimodal_config = MultiModalConfig(
             mm_processor_cache_gb=gb, **options
         )
-        override(config, supports_multimodal_inputs=is_supported)
+        override(config, supports_multimodal_inputs=True)
         config.cache_config.enable_prefix_caching = is_prefix_cached
 
     return change
@@ -188,20 +188,6 @@ def test_an_engine_that_cannot_be_served_is_refused_in_words(
         check_supported(config, cache)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(media(gb=4), id="the processor's cache"),
-        pytest.param(media(is_prefix_cached=True), id="prefix caching"),
-        pytest.param(media(is_supported=False), id="text alone"),
-    ],
-)
-def test_media_that_are_told_apart_are_served(change: Callable[[VllmConfig], None]) -> None:
-    config = vllm_config()
-    change(config)
-    check_supported(config, cache_of(FULL))
-
-
 @pytest.mark.parametrize("gb", [0, 4])
 @pytest.mark.parametrize("is_prefix_cached", [False, True])
 def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached: bool) -> None:
@@ -215,6 +201,8 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
     names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-7")
     assert bool(names) is counts_media(config)
     assert names in ({}, {"image": ["renderer0-mm-7-image-0"]})
+    override(config, supports_multimodal_inputs=False)
+    assert not counts_media(config), "text alone"
 
 
 def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
@@ -445,10 +433,6 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
     assert draft_facts_of(with_draft(method, max_position_embeddings=20)) == found
     others = draft_facts_of(with_draft(method, num_hidden_layers=2))
     assert (others != found) is has_layers
-
-
-def test_an_engine_without_speculation_has_no_draft() -> None:
-    assert draft_facts(vllm_config()) == {}
 
 
 @pytest.mark.parametrize(

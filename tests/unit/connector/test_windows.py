@@ -193,30 +193,6 @@ def test_all_that_decode_wants_of_a_window_is_offered(
             assert engine.manager.reset_prefix_cache()
 
 
-def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
-    """Why there are pins: of 79 tokens vLLM itself keeps 1 to 4 of 5 blocks, decode wants all."""
-    engine = Engine(vllm_config, sliding(16, 64))
-    engine.manager.allocate_slots(engine.request(79), 79)
-    engine.manager.remove_skipped_blocks(P, 79, 79)
-    kept = engine.manager.get_block_ids_for_computed_tokens(P, 79)[WINDOW]
-    wanted = Engine(vllm_config, sliding(16, 64)).wanted(79)
-    assert [bool(block) for block in kept] == [False, True, True, True, True]
-    assert all(wanted)
-
-
-def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config, sliding(16, 64))
-    blocks = blocks_of(engine)
-    pins: Pins = {}
-    blocks.bind(engine.manager, lambda _: blocks.unpin(pins))
-    request = engine.request(100)
-    engine.manager.allocate_slots(request, 100)
-    blocks.pin(P, 100, pins)
-    engine.manager.free(request)
-    assert engine.free() == engine.idle
-    assert pins == {}
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
     vllm_config: VllmConfig, prompt: int

@@ -22,26 +22,13 @@ from nixl_kv.connector.worker import (
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
-from nixl_kv.protocol.events import (
-    Counts,
-    Failure,
-    FailureKind,
-    LoadEnded,
-    NewLife,
-    OfferEnd,
-    OfferEnded,
-    PrepareOffer,
-    PublishOffer,
-)
+from nixl_kv.protocol.events import Counts, LoadEnded, NewLife, PrepareOffer, PublishOffer
 from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
 from support.polling import wait_until
 from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_offer, start_load
 from support.vllm_objects import empty_output, kv_cache_config, kv_caches, vllm_config
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
-
-
-LATE = Failure(FailureKind.LATE, "late")
 
 
 @pytest.fixture
@@ -70,17 +57,6 @@ def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None
     (group,) = rank.layout.groups
     assert [region.layer for region in group.regions] == list(caches)
     assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
-
-
-def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
-    caches = kv_caches()
-    worker.register_kv_caches(caches)
-    before, transports = described(worker), set(fabric.transports)
-    worker.register_kv_caches(caches)
-    after = described(worker)
-    assert after.incarnation != before.incarnation
-    assert after.agent != before.agent
-    assert not transports & set(fabric.transports), "the former life has ended"
 
 
 def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
@@ -322,31 +298,6 @@ def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
     assert stats is not None
     assert stats.data == {"offers": 1, "load_failures": 1, "load_failures_internal": 1}
     assert worker.stats.pop() is None
-
-
-@pytest.mark.parametrize(
-    ("results", "sending", "recving", "failed"),
-    [
-        pytest.param([], set(), set(), set(), id="none"),
-        pytest.param([OfferEnded(NONCE, P1, OfferEnd.LOST)], {P1}, set(), set(), id="offer"),
-        pytest.param(
-            [LoadEnded(D1, 7, None), LoadEnded(D2, 7, LATE)], set(), {D1, D2}, {D2}, id="loads"
-        ),
-        pytest.param([Counts({"digests": 1})], set(), set(), set(), id="counts"),
-    ],
-)
-def test_what_failed_is_a_part_of_what_was_received(
-    worker: Worker,
-    results: list[LoadEnded | OfferEnded | Counts],
-    sending: set[str],
-    recving: set[str],
-    failed: set[str],
-) -> None:
-    worker._late_results += results
-    transferred = worker.get_transfer_results(set())
-    assert transferred.finished_sending == sending
-    assert transferred.finished_recving == recving
-    assert transferred.failed_recving == failed
 
 
 # --- what its transfer engine is made of
