@@ -123,7 +123,6 @@ class SteppedScheduler:
         return num_free_blocks(self.vllm)
 
     def blocks_of(self, name: str) -> list[int]:
-        """A request's block table."""
         return list(self.vllm.kv_cache_manager.get_block_ids(name)[0])
 
     def add(self, name: str, tokens: Sequence[int], params: object = None, **more: Any) -> Request:

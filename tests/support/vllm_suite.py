@@ -96,7 +96,6 @@ class Adapter:
         return request
 
     def stop(self) -> None:
-        """End what listens."""
         while self._connectors:
             self._connectors.pop().shutdown()
 
@@ -137,6 +136,5 @@ class _Stopper:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Iterator[None]:
-        """No test leaves a socket behind."""
         yield
         self._adapter.stop()

@@ -33,7 +33,6 @@ Make = Callable[..., NixlKVConnector]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes connectors, and shuts them down."""
     connectors: list[NixlKVConnector] = []
 
     def new(role: KVConnectorRole, extra: Any = None) -> NixlKVConnector:

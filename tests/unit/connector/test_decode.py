@@ -30,7 +30,6 @@ def prompt_of(request: RequestId = D1, token_ids: Sequence[int] = TOKEN_IDS) -> 
 
 
 def offered(number: int = 1, **changed: Any) -> Ticket:
-    """A valid ticket for the prompt."""
     return ticket_for(TOKEN_IDS, Nonce(hex32(number)), **changed)
 
 

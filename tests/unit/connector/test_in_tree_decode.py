@@ -27,8 +27,6 @@ BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPu
 
 
 class Decode(SteppedScheduler):
-    """vLLM's scheduler with its own connector."""
-
     def __init__(self, connector: str, policy: str, extra: Any) -> None:
         transfer = KVTransferConfig(
             kv_connector=connector,

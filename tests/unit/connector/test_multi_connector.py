@@ -80,8 +80,6 @@ def prompt_from(first: int) -> list[int]:
 
 
 class Engine(SteppedScheduler):
-    """vLLM's scheduler with a MultiConnector."""
-
     def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
         super().__init__(make_config(transfer, num_blocks))
         self.describe()
@@ -94,7 +92,6 @@ class Engine(SteppedScheduler):
         return self.vllm.schedule()
 
     def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
-        """What our child tells its workers."""
         commands: list[Any] = output.kv_connector_metadata.metadata[child].commands
         return commands
 

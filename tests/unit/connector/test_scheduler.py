@@ -91,7 +91,6 @@ def publish(scheduler: Scheduler) -> Description:
 
 
 def report(scheduler: Scheduler, **output: Any) -> None:
-    """The workers' output of a step."""
     scheduler.update_connector_output(KVConnectorOutput(**output))
 
 

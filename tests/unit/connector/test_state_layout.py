@@ -37,8 +37,6 @@ Truth = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Model:
-    """One recurrent layer."""
-
     kind: str
     projections: Mapping[str, tuple[int, int]]
     """Of the convolution, in their order: units and channels of each."""
@@ -50,7 +48,6 @@ class Model:
     """How many of the state's first axis are one unit."""
 
     def shapes(self, tp: int, spare: int, by_channel: bool) -> list[tuple[int, ...]]:  # noqa: FBT001
-        """Of a rank's states."""
         channels = sum(
             number * size // (1 if name in self.copied else tp)
             for name, (number, size) in self.projections.items()
@@ -61,7 +58,6 @@ class Model:
         return [*shapes, (self.state[0] // tp, *self.state[1:])] if self.state else shapes
 
     def truth(self) -> Truth:
-        """Random bytes."""
         rng = np.random.default_rng(0)
         truth = {
             name: rng.integers(0, 256, (number, ROWS, size * CONV.itemsize), np.uint8)

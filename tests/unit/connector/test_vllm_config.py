@@ -87,7 +87,6 @@ def cache_of(*specs: Any, **changed: Any) -> KVCacheConfig:
 
 
 def changing(path: str, value: Any) -> Callable[[VllmConfig], None]:
-    """Sets one attribute of a configuration."""
     *owners, name = path.split(".")
 
     def change(config: Any) -> None:

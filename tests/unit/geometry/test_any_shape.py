@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from nixl_kv.geometry.layout import ABSENT
 from support.any_shape import check
 from support.cases import Case, cases, typical
-from support.oracle import Layer
+from support.oracle import ALL_ORDERS, Layer
 
 FEW = 30
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "400"))
@@ -63,6 +63,15 @@ def test_typical_engines_exchange_all_kv(changes: dict[str, Any]) -> None:
     check(typical(**changes))
 
 
+@pytest.mark.parametrize("prefill", ALL_ORDERS)
+@pytest.mark.parametrize("decode", ALL_ORDERS)
+def test_engines_of_all_orders_read_each_other(decode: str, prefill: str) -> None:
+    """With unequal heads, K and V, and block sizes."""
+    model = [Layer(name, 2, 4, 2) for name in "ab"]
+    orders, tokens = (decode, prefill), range(4, 11)
+    check(typical(orders=orders, tp=(2, 1), block=(4, 6), model=model, tokens=tokens))
+
+
 @pytest.mark.parametrize("examples", [FEW, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
 def test_any_two_engines_exchange_all_kv(examples: int) -> None:
     seen, runs, began = Counter[str](), Counter[str](), time.monotonic()
@@ -88,7 +97,6 @@ def test_any_two_engines_exchange_all_kv(examples: int) -> None:
 
 
 def kinds(case: Case) -> dict[str, bool]:
-    """What is special about a case."""
     decode, prefill = case.decode, case.prefill
     heads = {layer.heads for layer in case.model if layer.value}
     first_blocks = [cut.groups[0].blocks for cut in (decode, prefill)]

@@ -64,7 +64,6 @@ def engine(
 
 
 def holding(**heads: Heads) -> dict[str, Holding]:
-    """Of all tokens."""
     return {layer: Holding(each) for layer, each in heads.items()}
 
 

@@ -54,7 +54,6 @@ def mix(value: int) -> int:
 
 
 def formula(secret: str, position: int, content: bytes) -> int:
-    """One token's term."""
     total = number_of(secret, 0) + number_of(secret, 1) * position
     for index in range(0, len(content), 4):
         word = int.from_bytes(content[index : index + 4].ljust(4, b"\0"), "little")
@@ -63,7 +62,6 @@ def formula(secret: str, position: int, content: bytes) -> int:
 
 
 def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
-    """The terms that the digest computes."""
     offset, step, multipliers = digest.numbers_of(secret, content.shape[-1])
     offsets = positions * step + offset
     found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
@@ -71,8 +69,6 @@ def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) 
 
 
 class Sums(NamedTuple):
-    """The expected digest."""
-
     rows: list[int]
     columns: list[int]
 

@@ -20,7 +20,6 @@ def queue_of(rank: Stepped) -> DigestQueue:
 
 
 def started(world: World) -> None:
-    """A load to verify."""
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
 
     def is_granted() -> bool:

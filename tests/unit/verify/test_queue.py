@@ -88,8 +88,6 @@ def order(
 
 
 class Clock:
-    """Each call adds one second."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -117,7 +115,6 @@ def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
 
 
 def always(action: DigestAction) -> bool:
-    """Every action is still wanted."""
     del action
     return True
 
@@ -132,7 +129,6 @@ def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
 
 
 def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
-    """One digest, without other jobs."""
     assert digests.add(wanted) is None
     (ended,) = drained(digests)
     assert isinstance(ended, DigestMade)
