@@ -258,28 +258,18 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     assert params.get("do_remote_prefill") is flag
 
 
+NOT_ON_PREFILL = "do_remote_decode is not true; allowed on a kv_producer: true"
+NOT_ON_DECODE = "do_remote_decode is true; allowed on a kv_consumer: false"
+
+
 @pytest.mark.parametrize(
     ("role", "params", "words"),
     [
-        pytest.param(
-            "kv_consumer",
-            {"do_remote_decode": True},
-            "do_remote_decode is true; allowed on a kv_consumer: false",
-            id="D",
-        ),
-        pytest.param(
-            "kv_producer",
-            {"do_remote_decode": False},
-            "do_remote_decode is not true; allowed on a kv_producer: true",
-            id="P",
-        ),
-        pytest.param(
-            "kv_producer",
-            ticket_for(range(NUM_TOKENS)).params(None),
-            "do_remote_decode is not true; allowed on a kv_producer: true",
-            id="P, a ticket",
-        ),
+        ("kv_consumer", TO_OFFER, NOT_ON_DECODE),
+        ("kv_producer", {"do_remote_decode": False}, NOT_ON_PREFILL),
+        ("kv_producer", ticket_for(range(NUM_TOKENS)).params(None), NOT_ON_PREFILL),
     ],
+    ids=["an offer from decode", "no offer from prefill", "a ticket for prefill"],
 )
 def test_a_request_for_the_other_role_is_computed(
     make: Make, role: str, params: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture

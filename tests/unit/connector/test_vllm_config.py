@@ -120,43 +120,23 @@ FULL = FullAttentionSpec(**ATTENTION)
 STATES = FullAttentionSpec(**ATTENTION)
 object.__setattr__(STATES, "tokens_per_state", 4)
 
-REFUSED = [
-    pytest.param(
-        changing("parallel_config.prefill_context_parallel_size", 2),
-        cache_of(FULL),
-        "prefill context parallelism",
-        id="prefill context parallelism",
-    ),
-    pytest.param(
+PCP = "parallel_config.prefill_context_parallel_size"
+EXPERTS = SimpleNamespace(enable_return_routed_experts=True)
+OTHER_STATES = cache_of(FULL, mamba("GDN_ATTN", 4))
+
+REFUSED: dict[str, tuple[Callable[[VllmConfig], None], KVCacheConfig]] = {
+    "prefill context parallelism": (changing(PCP, 2), cache_of(FULL)),
+    "a KV buffer on another device": (
         changing("kv_transfer_config.kv_buffer_device", "tpu"),
         cache_of(FULL),
-        "a KV buffer on another device",
-        id="buffer",
     ),
-    pytest.param(
-        changing("aux_output_config", SimpleNamespace(enable_return_routed_experts=True)),
-        cache_of(FULL),
-        "the experts of each token",
-        id="experts",
-    ),
-    pytest.param(
-        changing("model_config.enable_sleep_mode", True),  # noqa: FBT003 - a value
-        cache_of(FULL),
-        "sleep mode",
-        id="sleep mode",
-        marks=pytest.mark.skipif(has_sleep_hooks(), reason="this vLLM tells of it"),
-    ),
-    pytest.param(
-        media(), cache_of(FULL), "images, audio and video without content hashes", id="media"
-    ),
-    pytest.param(
-        unchanged,
-        cache_of(FULL, mamba("GDN_ATTN", 4)),
-        "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1",
-        id="more states",
-    ),
-    pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
-]
+    "the experts of each token": (changing("aux_output_config", EXPERTS), cache_of(FULL)),
+    "images, audio and video without content hashes": (media(), cache_of(FULL)),
+    "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1": (unchanged, OTHER_STATES),
+    "several tokens in one stored state": (unchanged, cache_of(STATES)),
+}
+if not has_sleep_hooks():
+    REFUSED["sleep mode"] = changing("model_config.enable_sleep_mode", True), cache_of(FULL)  # noqa: FBT003
 
 
 @pytest.mark.parametrize(
@@ -176,11 +156,9 @@ def test_other_platforms_are_refused(
         check_supported(vllm_config(), cache_of(FULL))
 
 
-@pytest.mark.parametrize(("change", "cache", "words"), REFUSED)
-def test_an_engine_that_cannot_be_served_is_refused_in_words(
-    change: Callable[[VllmConfig], None], cache: KVCacheConfig, words: str
-) -> None:
-    config = vllm_config()
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_engine_that_cannot_be_served_is_refused_in_words(words: str) -> None:
+    config, (change, cache) = vllm_config(), REFUSED[words]
     check_supported(config, cache_of(FULL))
     change(config)
     with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
