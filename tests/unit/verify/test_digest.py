@@ -469,54 +469,31 @@ def test_a_description_counts_blocks_of_the_group_that_differs() -> None:
     )
 
 
+LOCAL: Final = [1, 2, 3, 4], [5] * 5
+ONE_COLUMN: Final = "(blocks 32 to 47 of the request; 1 of 5 columns of 64 tokens)"
+TWO_COLUMNS: Final = "(blocks 16 to 74 of the request; 2 of 5 columns of 64 tokens)"
+FIRST_COLUMN: Final = "(blocks 0 to 15 of the request; 1 of 5 columns of 64 tokens)"
+SIZES: Final = "digests of (4, 5) heads and columns here and"
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "text"),
     [
-        pytest.param([1, 2, 3, 4], [5] * 5, None, id="equal"),
-        pytest.param(
-            [1, 2, 3],
-            [5] * 5,
-            "digests of (4, 5) heads and columns here and (3, 5) there",
-            id="fewer rows",
+        (*LOCAL, None),
+        ([1, 2, 3], [5] * 5, f"{SIZES} (3, 5) there"),
+        ([1, 2, 3, 4], [], f"{SIZES} (4, 0) there"),
+        (
+            *([1, 9, 3, 4], [5, 5, 9, 5, 5]),
+            f"K of head 1 of layer a differs in tokens 128 to 191 {ONE_COLUMN}",
         ),
-        pytest.param(
-            [1, 2, 3, 4],
-            [],
-            "digests of (4, 5) heads and columns here and (4, 0) there",
-            id="fewer columns",
+        (
+            *([1, 2, 9, 9], [5, 9, 5, 5, 9]),
+            f"V of head 0 of layer a and 1 more heads differs in tokens 64 to 299 {TWO_COLUMNS}",
         ),
-        pytest.param(
-            [1, 9, 3, 4],
-            [5, 5, 9, 5, 5],
-            (
-                "K of head 1 of layer a differs in tokens 128 to 191 "
-                "(blocks 32 to 47 of the request; 1 of 5 columns of 64 tokens)"
-            ),
-            id="one row, one column",
-        ),
-        pytest.param(
-            [1, 2, 9, 9],
-            [5, 9, 5, 5, 9],
-            (
-                "V of head 0 of layer a and 1 more heads differs in tokens 64 to 299 "
-                "(blocks 16 to 74 of the request; 2 of 5 columns of 64 tokens)"
-            ),
-            id="two rows, two columns",
-        ),
-        pytest.param(
-            [9, 8, 7, 6],
-            [5] * 5,
-            "K of head 0 of layer a and 3 more heads in no single place",
-            id="all rows, no column",
-        ),
-        pytest.param(
-            [1, 2, 3, 4],
-            [9, 5, 5, 5, 5],
-            (
-                "no single head differs in tokens 0 to 63 "
-                "(blocks 0 to 15 of the request; 1 of 5 columns of 64 tokens)"
-            ),
-            id="no row, one column",
+        ([9, 8, 7, 6], [5] * 5, "K of head 0 of layer a and 3 more heads in no single place"),
+        (
+            *([1, 2, 3, 4], [9, 5, 5, 5, 5]),
+            f"no single head differs in tokens 0 to 63 {FIRST_COLUMN}",
         ),
     ],
 )
@@ -525,5 +502,5 @@ def test_a_description_names_heads_tokens_and_blocks(
 ) -> None:
     """Four rows, 300 tokens in blocks of 4."""
     pair = Pair(typical(model=(Layer("a", 2, 1, 1),), tokens=range(300)))
-    local, remote = make_digest([1, 2, 3, 4], [5] * 5), make_digest(rows, columns)
+    local, remote = make_digest(*LOCAL), make_digest(rows, columns)
     assert describe_difference(local, remote, pair.first_read()) == text
