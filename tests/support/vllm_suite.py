@@ -72,7 +72,8 @@ class Adapter:
             transfer.kv_connector_extra_config |= {**FREE_PORT, "on_load_failure": policy}
         scheduler = make(vllm_config, *args, **kwargs)
         connector = scheduler.connector
-        if any(isinstance(one, NixlKVConnector) for one in (connector, *children_of(connector))):
+        children = getattr(connector, "sub_connectors", ())  # of a MultiConnector
+        if any(isinstance(one, NixlKVConnector) for one in (connector, *children)):
             self._connectors.append(connector)
             described = rank_description(incarnation=new_incarnation())
             connector.set_xfer_handshake_metadata_pp_aware(
@@ -95,14 +96,12 @@ class Adapter:
             request.kv_transfer_params = sealed
         return request
 
-    def stop(self) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        """No test leaves a socket behind."""
+        yield
         while self._connectors:
             self._connectors.pop().shutdown()
-
-
-def children_of(connector: Any) -> list[Any]:
-    """Of a MultiConnector; another one has none."""
-    return list(getattr(connector, "sub_connectors", ()))
 
 
 @pytest.hookimpl(trylast=True)
@@ -112,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(folder.name)
     adapter = Adapter(folder.name)
-    config.pluginmanager.register(_Stopper(adapter))
+    config.pluginmanager.register(adapter)
     sys.path.insert(0, str(config.rootpath))
     utils = importlib.import_module(UTILS)
     for name, replace in (
@@ -128,13 +127,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         if hasattr(module, BYTES_EXPRESSION):
             setattr(module, BYTES_EXPRESSION, BYTES_READ)
-
-
-class _Stopper:
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self) -> Iterator[None]:
-        yield
-        self._adapter.stop()
