@@ -38,8 +38,7 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
 from nixl_kv.protocol.ticket import FIELD
-from support.records import ticket_for
-from support.tables import written_out
+from support.records import ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 from support.vllm_scheduler import SteppedScheduler, make_config
 

@@ -5,8 +5,7 @@ import pytest
 from nixl_kv.connector.paging import Paging, Pins, RequestBlocks, StatePaging, table_of
 from nixl_kv.geometry.layout import Table
 from support.cache_manager import CacheManager
-from support.records import P1
-from support.tables import written_out
+from support.records import P1, written_out
 
 STATES = StatePaging(0, 16)
 FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)

@@ -34,9 +34,8 @@ from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support.cache_manager import CacheManager
-from support.records import opened, rank_description, ticket_for
+from support.records import opened, rank_description, ticket_for, written_out
 from support.stepped import Clock
-from support.tables import written_out
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
 from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
 

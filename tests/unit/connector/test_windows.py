@@ -23,7 +23,7 @@ from nixl_kv.connector.paging import Pins, RequestBlocks
 from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
-from support.tables import written_out
+from support.records import written_out
 from support.vllm_scheduler import make_config
 
 try:

@@ -21,7 +21,7 @@ from nixl_kv.geometry.layout import (
     num_token_segments,
     token_segments,
 )
-from support.tables import written_out
+from support.records import written_out
 
 properties = settings(deadline=None, database=None, derandomize=True)
 

@@ -30,8 +30,7 @@ from nixl_kv.protocol.messages import DigestRequest, KVSlice, Reader
 from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.queue import DigestQueue, open_digests
 from nixl_kv.verify.slices import LocalSlice, find_slices
-from support.digest_caches import finished
-from support.digesters import SlowDigester
+from support.digest_caches import SlowDigester, finished
 from support.records import CLAIM, D1, RIVAL, digest_request
 
 Bytes = npt.NDArray[np.uint8]
