@@ -55,7 +55,6 @@ class Reading:
         self.fabric.bytes_copied = 0
 
     def prepare(self) -> None:
-        """Until the peer can be read."""
         description = self.peers.descriptions[PEER]
         self.agent.ranks.prepare(PEER, description, self.peers.routes(description))
         while self.agent.ranks.is_busy:

@@ -65,7 +65,6 @@ class Pair:
         self.buffer = IndexBuffer()
 
     def tables(self) -> tuple[list[Table], list[Table]]:
-        """The arguments of `Plan.reads`."""
         start = self.case.tokens.start
         return (
             [

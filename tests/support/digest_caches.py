@@ -1,4 +1,4 @@
-"""Caches of many shapes to digest, and the slices of a request in them."""
+"""Caches of many shapes to digest, the slices of a request in them, and a slow digester."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -156,3 +156,22 @@ def reference(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
 
 def is_equal(one: Digest, other: Digest) -> bool:
     return np.array_equal(one.rows, other.rows) and np.array_equal(one.columns, other.columns)
+
+
+class SlowDigester(Digester):
+    """A digester that takes `steps` more steps. `secrets` has the secret of each."""
+
+    def __init__(self, steps: int, pause_s: float = 0.5) -> None:
+        self.steps = steps
+        self.pause_s = pause_s
+        self.secrets: list[str] = []
+        self.is_closed = False
+
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
+        for _ in range(self.steps):
+            self.secrets.append(secret)
+            yield
+        return (yield from Digester()(secret, local_slices))
+
+    def close(self) -> None:
+        self.is_closed = True

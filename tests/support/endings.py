@@ -36,7 +36,6 @@ WAIT_S: Final = 60.0
 
 
 def transport() -> Transport:
-    """As an engine makes it."""
     from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where NIXL is
 
     return nixl_transport(Config(host=HOST), "DRAM")
@@ -53,7 +52,6 @@ class Usage:
 
     @classmethod
     def now(cls) -> "Usage":
-        """Of this process."""
         gc.collect()
         status = Path("/proc/self/statm").read_text().split()
         return cls(
@@ -96,7 +94,6 @@ class Side:
         self.begin()
 
     def begin(self) -> None:
-        """A new life."""
         self.engine = SmallEngine(
             self.role,
             self.cache,
@@ -106,7 +103,6 @@ class Side:
         )
 
     def end(self) -> None:
-        """Leave in order."""
         self.engine.close()
 
     def restart(self) -> None:
@@ -115,7 +111,6 @@ class Side:
         self.begin()
 
     def offer(self) -> Any:
-        """The ticket of a new offer."""
         self.count += 1
         for rank in self.engine.ranks:
             rank.poll()
@@ -144,7 +139,6 @@ class Side:
         return bool(np.array_equal(self.cache.blocks(TABLE), Cache(SIZES).fill(7).blocks(TABLE)))
 
     def forget(self) -> None:
-        """Until no peer is known."""
         self.engine.wait(lambda: not self.engine.parts.decode.peers.known, WAIT_S)
 
     def settle(self) -> None:
@@ -160,11 +154,9 @@ class Side:
         self.engine.wait(is_settled, WAIT_S)
 
     def usage(self) -> Usage:
-        """Of the process."""
         return Usage.now()
 
     def totals(self) -> dict[str, float]:
-        """What was counted."""
         for rank in self.engine.ranks:
             rank.poll()
         return dict(self.engine.ranks[0].counts)
@@ -203,18 +195,15 @@ class EndingProcess:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         assert self.process.pid is not None
         return self.process.pid
 
     def leave(self) -> None:
-        """End in order."""
         self._pipe.send(None)
         self.process.join(WAIT_S)
         self.kill()
 
     def kill(self) -> None:
-        """End at once."""
         if self.process.is_alive():
             os.kill(self.pid, signal.SIGKILL)
         self.process.join()

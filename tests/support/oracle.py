@@ -66,7 +66,6 @@ class Blocks:
 
     @property
     def entry_size(self) -> int:
-        """Tokens of the prompt."""
         return self.tokens * self.per_entry * self.stripes
 
 

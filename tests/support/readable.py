@@ -21,7 +21,6 @@ class ReadableRank:
         register(self.transport, self.cache.layout(), self.slots)
 
     def described(self, number: int = 0) -> RankDescription:
-        """As one of its engine's ranks."""
         return msgspec.structs.replace(
             description(number + 1).ranks[number],
             agent=self.transport.metadata(),

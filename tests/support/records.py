@@ -6,7 +6,7 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.match import ParallelShape, Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
@@ -20,7 +20,7 @@ from nixl_kv.protocol.messages import (
     Reader,
     ToRank,
 )
-from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
@@ -204,6 +204,18 @@ def ticket(**changed: Any) -> Ticket:
         "weights": "",
     }
     return Ticket(**{**values, **changed})
+
+
+def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -> Ticket:
+    """A valid ticket for a prompt, of an engine on this machine."""
+    context = context_hash(nonce, token_ids, [])
+    values = {"nonce": nonce, "num_tokens": len(token_ids), "context": context}
+    return ticket(**{"host": "127.0.0.1", **values, **changed})
+
+
+def written_out(table: Table) -> list[int]:
+    """All entries, from that of the prompt's first token on."""
+    return [ABSENT] * table.first + table.block_ids.tolist()
 
 
 def opened(params: object) -> Ticket:

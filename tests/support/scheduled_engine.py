@@ -124,7 +124,6 @@ class ScheduledEngine:
         self._decode.reset_cache()
 
     def finish(self, request: str) -> None:
-        """It needs nothing any more."""
         self._decode.request_finished(RequestId(request))
         self.step()
 
@@ -141,7 +140,6 @@ class ScheduledEngine:
         return rank.offers[RequestId(request)].value
 
     def step(self) -> None:
-        """What `connector.scheduler` does in a step."""
         self._submit_step()
 
     def _submit_step(self, *scheduled: tuple[RequestId, range]) -> None:
@@ -149,7 +147,6 @@ class ScheduledEngine:
         self.local.submit(*commands, *self._decode.build_connector_meta())
 
     def close(self) -> None:
-        """End it, and check its machines."""
         self.local.close()
 
 
@@ -160,11 +157,9 @@ class EngineProcess:
         self._process = process
 
     def __getattr__(self, method: str) -> Any:
-        """A method of `ScheduledEngine`."""
         return lambda *arguments: self.do(method, *arguments)
 
     def do(self, method: str, *arguments: Any) -> Any:
-        """Call it there."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
@@ -194,7 +189,6 @@ def engine_process(name: str, key_file: str, package: Path) -> Iterator[EnginePr
 
 
 def main() -> None:
-    """Answer until nobody asks."""
     name, key_file = sys.argv[1:]
     engine = ScheduledEngine(name, key_file)
     for line in sys.stdin:

@@ -1,46 +1,35 @@
 """vLLM's own scheduler around a connector, without workers: the test plays those."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
-from transformers import OPTConfig
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
-    ModelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from nixl_kv.connector.worker import HandshakeMetadata
+from nixl_kv.ids import Incarnation, new_incarnation
+from nixl_kv.protocol.messages import encode
+from support.records import rank_description
+from support.vllm_objects import MAX_TOKENS, MODEL
+
 BLOCK: Final = 16
-MAX_TOKENS: Final = 512
-"""The model's length."""
-
-
-@cache
-def _model_folder() -> "tempfile.TemporaryDirectory[str]":
-    """It goes with the process: vLLM reads it for each engine."""
-    folder = tempfile.TemporaryDirectory()
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder.name)
-    return folder
-
-
-@cache
-def tiny_model() -> ModelConfig:
-    return ModelConfig(model=_model_folder().name, dtype="float32", max_model_len=MAX_TOKENS)
 
 
 def make_config(
@@ -54,7 +43,7 @@ def make_config(
     """An engine's configuration; `scheduling` are fields of SchedulerConfig."""
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "enable_chunked_prefill": True}
     config = VllmConfig(
-        model_config=tiny_model(),
+        model_config=MODEL,
         scheduler_config=SchedulerConfig(
             max_model_len=MAX_TOKENS,
             is_encoder_decoder=False,
@@ -113,3 +102,52 @@ def make_request(
 
 def num_free_blocks(scheduler: Scheduler) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+class SteppedScheduler:
+    """vLLM's scheduler with the connector of its configuration. The test is its workers."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.vllm = make_scheduler(config)
+        self.connector: Any = self.vllm.connector
+        self.idle = self.free_blocks
+
+    def describe(self, incarnation: Incarnation | None = None) -> None:
+        """What a worker's handshake does, as after a start and after a sleep."""
+        rank = rank_description(incarnation=incarnation or new_incarnation())
+        handshake = {(0, 0): HandshakeMetadata(encode(rank))}
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshake)
+
+    @property
+    def free_blocks(self) -> int:
+        return num_free_blocks(self.vllm)
+
+    def blocks_of(self, name: str) -> list[int]:
+        return list(self.vllm.kv_cache_manager.get_block_ids(name)[0])
+
+    def add(self, name: str, tokens: Sequence[int], params: object = None, **more: Any) -> Request:
+        request = make_request(name, tokens, params, **more)
+        self.vllm.add_request(request)
+        return request
+
+    def end(self, output: SchedulerOutput, **reported: Any) -> list[Any]:
+        """The outputs of a step. A request that has computed all its tokens gets one more.
+
+        Args:
+            reported: fields of the workers' KVConnectorOutput.
+        """
+        names = list(output.num_scheduled_tokens)
+        result = EMPTY_MODEL_RUNNER_OUTPUT
+        if names or reported:
+            result = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: place for place, name in enumerate(names)},
+                sampled_token_ids=[[7] * self._is_computed(name) for name in names],
+                kv_connector_output=KVConnectorOutput(**reported) if reported else None,
+            )
+        clients = self.vllm.update_from_output(output, result)
+        return [one for client in clients.values() for one in client.outputs]
+
+    def _is_computed(self, name: str) -> bool:
+        request = self.vllm.requests.get(name)
+        return request is not None and request.num_computed_tokens >= request.num_tokens

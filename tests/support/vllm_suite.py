@@ -28,13 +28,11 @@ import pytest
 from transformers import OPTConfig
 
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.keys import make_user_key
 from nixl_kv.protocol.messages import encode
-from nixl_kv.protocol.ticket import Ticket
-from support.records import rank_description
+from support.records import rank_description, ticket_for
 
 UTILS: Final = "tests.v1.kv_connector.unit.utils"
 HUB_MODEL: Final = "facebook/opt-125m"
@@ -74,7 +72,8 @@ class Adapter:
             transfer.kv_connector_extra_config |= {**FREE_PORT, "on_load_failure": policy}
         scheduler = make(vllm_config, *args, **kwargs)
         connector = scheduler.connector
-        if any(isinstance(one, NixlKVConnector) for one in (connector, *children_of(connector))):
+        children = getattr(connector, "sub_connectors", ())  # of a MultiConnector
+        if any(isinstance(one, NixlKVConnector) for one in (connector, *children)):
             self._connectors.append(connector)
             described = rank_description(incarnation=new_incarnation())
             connector.set_xfer_handshake_metadata_pp_aware(
@@ -87,27 +86,22 @@ class Adapter:
         request = make(*args, **kwargs)
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
-            prompt, nonce = prompt_of(request), new_nonce()
-            request.kv_transfer_params = Ticket(
+            ticket = ticket_for(
+                request.prompt_token_ids,
+                new_nonce(),
                 engine=EngineId(params["remote_engine_id"]),
-                host="127.0.0.1",
                 port=params["remote_port"],
-                incarnation=new_incarnation(),
-                nonce=nonce,
-                num_tokens=prompt.num_tokens,
-                context=prompt.context(nonce),
-            ).params(make_user_key()[0].tickets, for_in_tree=False)
+            )
+            sealed = ticket.params(make_user_key()[0].tickets, for_in_tree=False)
+            request.kv_transfer_params = sealed
         return request
 
-    def stop(self) -> None:
-        """End what listens."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        """No test leaves a socket behind."""
+        yield
         while self._connectors:
             self._connectors.pop().shutdown()
-
-
-def children_of(connector: Any) -> list[Any]:
-    """Of a MultiConnector; another one has none."""
-    return list(getattr(connector, "sub_connectors", ()))
 
 
 @pytest.hookimpl(trylast=True)
@@ -117,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(folder.name)
     adapter = Adapter(folder.name)
-    config.pluginmanager.register(_Stopper(adapter))
+    config.pluginmanager.register(adapter)
     sys.path.insert(0, str(config.rootpath))
     utils = importlib.import_module(UTILS)
     for name, replace in (
@@ -133,14 +127,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         if hasattr(module, BYTES_EXPRESSION):
             setattr(module, BYTES_EXPRESSION, BYTES_READ)
-
-
-class _Stopper:
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self) -> Iterator[None]:
-        """No test leaves a socket behind."""
-        yield
-        self._adapter.stop()

@@ -101,12 +101,9 @@ def test_without_a_route_the_only_address_will_do(
     ("host", "local"),
     [
         pytest.param("127.0.0.1", True, id="loopback"),
-        pytest.param("127.1.2.3", True, id="all of the loopback net"),
         pytest.param("::1", socket.has_ipv6, id="IPv6 loopback"),
         pytest.param("203.0.113.1", False, id="TEST-NET"),
-        pytest.param("2001:db8::1", False, id="TEST-NET of IPv6"),
         pytest.param("not an address", False, id="no address"),
-        pytest.param("::zz", False, id="no IPv6 address"),
     ],
 )
 def test_whether_an_address_is_of_this_machine(host: str, local: bool) -> None:  # noqa: FBT001 - a table's column

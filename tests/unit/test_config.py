@@ -2,7 +2,6 @@
 
 import ipaddress
 import socket
-from dataclasses import FrozenInstanceError
 from typing import Any, get_args
 
 import pytest
@@ -32,9 +31,6 @@ NO_PORT = r"a whole number from 0 to 65535 \(0: any free port\)"
 NO_BACKENDS = r"a list of names of NIXL backends, such as \['UCX'\]"
 NO_SECONDS = "a number of seconds from 0.1 to 3600"
 NO_KEY_FILE = "the path of a file made by `nixl-kv keygen`, or null"
-NO_TRUTH = "true or false"
-NO_TRUTHS: tuple[object, ...] = (None, 0, 1, "true", "", [])
-NO_SHARE = "a number from 0.01 to 1"
 NO_VERIFY = "'off', 'all', or 'sample:RATE' with RATE from 0 to 1"
 NO_LABEL = "up to 256 printable characters, such as the trainer's step"
 LAYOUTS = get_args(Layout)
@@ -81,58 +77,6 @@ def test_these_are_the_defaults() -> None:
     )
 
 
-def test_every_key_can_be_given() -> None:
-    config = Config.parse(
-        {
-            "host": "10.1.2.3",
-            "port": 7000,
-            "backends": ["UCX", "GDS"],
-            "offer_ttl_s": 1,
-            "lease_s": 2.5,
-            "request_timeout_s": 60,
-            "layout": "BHLNC",
-            "key_file": "/etc/nixl_kv/key",
-            "insecure": True,
-            "peers": ["10.0.0.0/8", "fd00::/8"],
-            "peer_timeout_s": 1,
-            "offer_share": 1,
-            "weights": "step 7",
-            "in_tree_decode": False,
-            "on_load_failure": "fail",
-            "path": "gather",
-            "staging_mib": 64,
-            "verify": "sample:0.25",
-        },
-        {},
-    )
-    assert config == Config(
-        host="10.1.2.3",
-        port=7000,
-        backends=("UCX", "GDS"),
-        offer_ttl_s=1.0,
-        lease_s=2.5,
-        request_timeout_s=60.0,
-        layout="BHLNC",
-        key_file="/etc/nixl_kv/key",
-        insecure=True,
-        peers=(ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")),
-        peer_timeout_s=1.0,
-        offer_share=1.0,
-        weights="step 7",
-        in_tree_decode=False,
-        on_load_failure="fail",
-        path="gather",
-        staging_mib=64,
-        verify=0.25,
-    )
-    assert isinstance(config.offer_ttl_s, float)
-
-
-def test_a_config_does_not_change() -> None:
-    with pytest.raises(FrozenInstanceError):
-        Config().port = 1  # type: ignore[misc]
-
-
 def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
     assert Config(lease_s=5.0).heartbeat_interval_s == 0.8
     assert Config(lease_s=60.0).heartbeat_interval_s == 0.8
@@ -144,21 +88,16 @@ def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
     [
         pytest.param("port", 0, 0, id="any free port"),
         pytest.param("port", 65535, 65535, id="highest port"),
-        pytest.param("host", "::1", "::1", id="IPv6"),
         pytest.param("host", "0:0::0:1", "::1", id="IPv6 in another spelling"),
         pytest.param("host", "prefill", "10.0.0.7", id="name"),
         pytest.param("host", "lo9", "10.0.0.8", id="interface"),
         pytest.param("host", "auto", "10.0.0.9", id="the default route"),
         pytest.param("host", "::ffff:10.0.0.7", "10.0.0.7", id="IPv4 written as IPv6"),
-        pytest.param("backends", ("POSIX",), ("POSIX",), id="tuple of backends"),
         pytest.param("lease_s", 0.1, 0.1, id="shortest"),
         pytest.param("lease_s", 3600, 3600.0, id="longest"),
         *[pytest.param("layout", name, name, id=name) for name in LAYOUTS],
-        pytest.param("key_file", None, None, id="no key"),
         pytest.param("key_file", "key", "key", id="key"),
-        pytest.param("insecure", False, False, id="not insecure"),
         pytest.param("peers", None, None, id="default peers"),
-        pytest.param("offer_share", 0.01, 0.01, id="smallest share"),
         pytest.param("offer_share", 1, 1.0, id="largest share"),
         *[
             pytest.param("verify", value, share, id=f"verify {value}")
@@ -190,90 +129,38 @@ def test_a_value_that_is_allowed_is_parsed(
     assert type(result) is type(parsed)
 
 
-SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
+SECONDS = (0, 0.0999, 3600.001, "5", None, True, [5], 10**400, float("nan"), float("inf"))
+HOSTS = ("", None, 127, b"127.0.0.1", "0.0.0.0", "0", "::", "224.0.0.1", "ff02::1", "no-such-name")  # noqa: S104 - refused
+ODD_HOSTS = ("anywhere", "::ffff:0.0.0.0", "x" * 64 + ".example", "10.0.0.1:80")
+RATES = ("", ".", "1.", "1.01", "-0.1", "+1", "1e-3", "nan", "0.5 ", "0,5", "0.5\n", "\u0661")
+
+REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "host": (NO_HOST, HOSTS + ODD_HOSTS),
+    "port": (NO_PORT, (-1, 65536, 5600.0, "5600", True, None, [1], float("nan"))),
+    "backends": (NO_BACKENDS, ("UCX", [], (), [""], ["UCX", 1], None, {"UCX": 1})),
+    "offer_ttl_s": (NO_SECONDS, SECONDS),
+    "lease_s": (NO_SECONDS, SECONDS),
+    "hold_s": (NO_SECONDS, SECONDS[:2]),
+    "request_timeout_s": (NO_SECONDS, SECONDS[:2]),
+    "peer_timeout_s": (NO_SECONDS, SECONDS[:2]),
+    "layout": (NO_LAYOUT, ("", "lbhnc", "NHD", None, 5, ["auto"])),
+    "weights": (NO_LABEL, (None, 7, "two\nlines", "x" * 257, ["a"])),
+    "on_load_failure": ("'recompute' or 'fail'", ("", "Fail", True, None, ["fail"])),
+    "key_file": (NO_KEY_FILE, ("", 5, True, ["key"], b"key", "a\0b")),
+    "insecure": ("true or false", (None, 0, 1, "true", "", [])),
+    "paced_reads": ("'auto' or 'on' or 'off'", ("", "Auto", "true", None, 0, 1, ["on"])),
+    "offer_share": ("a number from 0.01 to 1", (0, 0.0099, 1.01, 50, "0.5", None, True)),
+    "verify": (NO_VERIFY, (0, 1, 0.5, True, None, ["all"], "", "on", "All", "0.5", "sample")),
+}
 
 
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
-        *[
-            pytest.param("host", value, NO_HOST, id=f"host {name}")
-            for name, value in [
-                ("empty", ""),
-                ("missing", None),
-                ("number", 127),
-                ("bytes", b"127.0.0.1"),
-                ("wildcard", "0.0.0.0"),  # noqa: S104 - refused
-                ("short wildcard", "0"),
-                ("IPv6 wildcard", "::"),
-                ("multicast", "224.0.0.1"),
-                ("IPv6 multicast", "ff02::1"),
-                ("unknown", "no-such-name"),
-                ("wildcard by name", "anywhere"),
-                ("wildcard as IPv6 writes IPv4", "::ffff:0.0.0.0"),
-                ("label too long", "x" * 64 + ".example"),
-                ("with a port", "10.0.0.1:80"),
-            ]
-        ],
-        *[
-            pytest.param("port", value, NO_PORT, id=f"port {value!r}")
-            for value in (-1, 65536, 5600.0, "5600", True, None, [1], float("nan"))
-        ],
-        *[
-            pytest.param("backends", value, NO_BACKENDS, id=f"backends {value!r}")
-            for value in ("UCX", [], (), [""], ["UCX", ""], ["UCX", 1], [None], None, {"UCX": 1})
-        ],
-        *[
-            pytest.param(key, value, NO_SECONDS, id=f"{key} {value!r}")
-            for key in SECONDS
-            for value in (0, 0.0999, -1, 3600.001, "5", None, True, [5], 10**18)
-        ],
-        *[
-            pytest.param("lease_s", float(value), NO_SECONDS, id=f"lease_s {value}")
-            for value in ("nan", "inf", "-inf")
-        ],
-        pytest.param("lease_s", 10**400, NO_SECONDS, id="lease_s beyond a double"),
-        *[
-            pytest.param("layout", value, NO_LAYOUT, id=f"layout {value!r}")
-            for value in ("", "lbhnc", "NHD", None, 5, ["auto"])
-        ],
-        *[
-            pytest.param("weights", value, NO_LABEL, id=f"weights {value!r:.9}")
-            for value in (None, 7, "two\nlines", "x" * 257, ["a"])
-        ],
-        *[
-            pytest.param("on_load_failure", value, "'recompute' or 'fail'", id=f"policy {value!r}")
-            for value in ("", "Fail", True, None, ["fail"])
-        ],
-        *[
-            pytest.param("key_file", value, NO_KEY_FILE, id=f"key_file {value!r}")
-            for value in ("", 5, True, ["key"], b"key", "a\0b")
-        ],
-        *[
-            pytest.param("insecure", value, NO_TRUTH, id=f"insecure {value!r}")
-            for value in NO_TRUTHS
-        ],
-        *[
-            pytest.param("paced_reads", value, "'auto' or 'on' or 'off'", id=f"pacing {value!r}")
-            for value in ("", "Auto", "true", None, 0, 1, ["on"])
-        ],
-        *[
-            pytest.param("offer_share", value, NO_SHARE, id=f"offer_share {value!r}")
-            for value in (0, 0.0099, 1.01, 50, "0.5", None, True, float("nan"))
-        ],
-        *[
-            pytest.param("verify", value, NO_VERIFY, id=f"verify {value!r}")
-            for value in (0, 1, 0.5, True, None, ["all"], "", "on", "All", "0.5", "sample")
-        ],
-        *[
-            pytest.param("verify", f"sample:{rate}", NO_VERIFY, id=f"sample of {rate!r}")
-            for rate in ("", ".", "1.", "1.01", "2", "-0.1", "+1", "1e-3", "nan", "0.5 ", "0,5")
-        ],
-        *[
-            pytest.param("verify", f"sample:{rate}", NO_VERIFY, id=f"sample of {rate!r}")
-            for rate in ("0.5\n", "\u0661", "sample:1", "0.0000000001", "0" * 19)
-        ],
+        *((key, value, allowed) for key, (allowed, values) in REFUSED.items() for value in values),
+        *(("verify", f"sample:{rate}", NO_VERIFY) for rate in (*RATES, "0.0000000001", "0" * 19)),
     ],
+    ids=lambda value: f"{value!r:.20}",
 )
 def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
     names: dict[str, str], key: str, value: object, allowed: str
@@ -298,7 +185,6 @@ def test_pacing_has_three_words_of_which_two_are_also_true_and_false(
     ("extra", "first"),
     [
         pytest.param({"prot": 5600}, "'prot' (value 5600)", id="one"),
-        pytest.param({"z": 1, "port": 1, "b": None}, "'b' (value None)", id="the first by name"),
         pytest.param({"Port": 1}, "'Port' (value 1)", id="capitals"),
         pytest.param({"heartbeat_interval_s": 1}, "'heartbeat_interval_s' (value 1)", id="derived"),
         pytest.param({"key": "00"}, "'key' (value '00')", id="a key, which others would see"),
@@ -325,10 +211,6 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     [
         pytest.param({}, {HOST_VARIABLE: "10.9.8.7"}, "10.9.8.7", 5600, id="host"),
         pytest.param({}, {PORT_VARIABLE: "6000"}, "127.0.0.1", 6000, id="port"),
-        pytest.param({}, {PORT_VARIABLE: "0"}, "127.0.0.1", 0, id="port zero"),
-        pytest.param(
-            {}, {HOST_VARIABLE: "10.9.8.7", PORT_VARIABLE: "6000"}, "10.9.8.7", 6000, id="both"
-        ),
         pytest.param(
             {"host": "10.1.1.1", "port": 7},
             {HOST_VARIABLE: "10.9.8.7", PORT_VARIABLE: "6000"},
@@ -344,7 +226,6 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
             id="unused values are not checked",
         ),
         pytest.param({}, {HOST_VARIABLE: "", PORT_VARIABLE: ""}, "127.0.0.1", 5600, id="empty"),
-        pytest.param({}, {"PORT": "1", "HOST": "10.0.0.1"}, "127.0.0.1", 5600, id="others"),
     ],
 )
 def test_vllms_variables_are_the_defaults_of_host_and_port(
@@ -381,11 +262,6 @@ def test_a_wildcard_in_vllms_variable_means_the_address_of_the_default_route(
     assert config.host == "10.0.0.9"
 
 
-def test_the_variables_are_those_of_vllm() -> None:
-    assert HOST_VARIABLE == "VLLM_NIXL_SIDE_CHANNEL_HOST"
-    assert PORT_VARIABLE == "VLLM_NIXL_SIDE_CHANNEL_PORT"
-
-
 # Keys and peers
 
 
@@ -394,12 +270,6 @@ def test_the_variables_are_those_of_vllm() -> None:
     [
         pytest.param({"host": "10.0.0.1"}, {}, "kv_connector_extra_config['host']", id="key"),
         pytest.param({}, {HOST_VARIABLE: "10.0.0.1"}, HOST_VARIABLE, id="variable"),
-        pytest.param(
-            {"host": "10.0.0.1", "insecure": False, "key_file": None},
-            {},
-            "kv_connector_extra_config['host']",
-            id="explicit",
-        ),
         pytest.param(
             {"host": "10.0.0.1", "peers": ["10.0.0.0/24"]},
             {},
@@ -425,7 +295,6 @@ def test_what_other_machines_reach_needs_a_key(
         pytest.param({"host": "10.0.0.1", "key_file": "key"}, id="a key file"),
         pytest.param({"host": "10.0.0.1", "insecure": True}, id="insecure"),
         pytest.param({"host": "127.0.0.1"}, id="loopback"),
-        pytest.param({"host": "127.8.8.8"}, id="all of loopback"),
         pytest.param({"host": "::1"}, id="loopback of IPv6"),
         pytest.param({"host": "::ffff:127.0.0.1"}, id="loopback of IPv4 as IPv6 writes it"),
     ],
@@ -495,15 +364,12 @@ def test_each_key_that_has_no_effect_says_why(key: str) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        pytest.param([], "", id="empty list"),
         pytest.param("10.0.0.0/8", "", id="no list"),
         pytest.param({"10.0.0.0/8": 1}, "", id="an object"),
         pytest.param([""], "", id="empty"),
         pytest.param(["10.0.0.0/33"], "; '10.0.0.0/33' does not appear to be", id="too long"),
         pytest.param(["10.0.0.1/8"], "; 10.0.0.1/8 has host bits set", id="not its first address"),
         pytest.param(["prefill"], "; 'prefill' does not appear to be", id="a name"),
-        pytest.param([10], "", id="a number"),
-        pytest.param(["10.0.0.0/8", None], "", id="nothing"),
     ],
 )
 def test_peers_that_are_no_cidrs_are_refused(value: object, words: str) -> None:
@@ -523,33 +389,20 @@ BY_CIDR = {"peers": ["10.0.0.0/24", "fd00::/64", "192.168.7.7", "::ffff:172.16.0
     ("extra", "host", "allowed"),
     [
         pytest.param(KEY, "8.8.8.8", True, id="a key: anybody"),
-        pytest.param(KEY, "2001:db8::1", True, id="a key: anybody by IPv6"),
         pytest.param(KEY, "prefill", False, id="a key: no name"),
         pytest.param({}, "127.0.0.1", True, id="no key: this machine"),
-        pytest.param({}, "127.255.0.9", True, id="no key: all of this machine"),
         pytest.param({}, "::1", True, id="no key: this machine by IPv6"),
-        pytest.param({}, "::ffff:127.0.0.1", True, id="no key: this machine, mapped"),
         pytest.param({}, "10.0.0.1", False, id="no key: no other host"),
-        pytest.param({}, "::2", False, id="no key: no other host by IPv6"),
         pytest.param({"host": "10.0.0.1", "insecure": True}, "10.0.0.1", True, id="own host"),
         pytest.param({"host": "10.0.0.1", "insecure": True}, "10.0.0.2", False, id="neighbour"),
-        pytest.param({"host": "fd00::1", "insecure": True}, "fd00::1", True, id="own host, IPv6"),
         pytest.param(BY_CIDR, "10.0.0.255", True, id="inside"),
         pytest.param(BY_CIDR, "10.0.1.0", False, id="outside"),
-        pytest.param(BY_CIDR, "::ffff:10.0.0.9", True, id="inside, mapped"),
-        pytest.param(BY_CIDR, "::ffff:10.0.1.9", False, id="outside, mapped"),
         pytest.param(BY_CIDR, "fd00::ffff", True, id="inside, IPv6"),
         pytest.param(BY_CIDR, "fd00:0:0:1::", False, id="outside, IPv6"),
         pytest.param(BY_CIDR, "192.168.7.7", True, id="one host"),
-        pytest.param(BY_CIDR, "192.168.7.8", False, id="not the next"),
-        pytest.param(BY_CIDR, "172.16.5.5", True, id="a network, mapped"),
-        pytest.param(BY_CIDR, "172.32.0.0", False, id="outside of it"),
         pytest.param(BY_CIDR, "127.0.0.1", False, id="a given list replaces the default"),
         pytest.param({**BY_CIDR, **KEY}, "8.8.8.8", False, id="with a key too"),
-        pytest.param(BY_CIDR, "", False, id="nothing"),
-        pytest.param(BY_CIDR, "10.0.0.1 ", False, id="a space"),
         pytest.param(BY_CIDR, "10.0.0.1/32", False, id="a network, not a host"),
-        pytest.param(BY_CIDR, "0xa000001", False, id="hexadecimal"),
         pytest.param(BY_CIDR, "10.1", False, id="short form"),
     ],
 )

@@ -27,15 +27,6 @@ def log(clock: Clock, caplog: pytest.LogCaptureFixture) -> LimitedLog:
     return LimitedLog(logger, clock, interval_s=2.0)
 
 
-def test_the_first_line_is_logged_with_its_arguments(
-    log: LimitedLog, caplog: pytest.LogCaptureFixture
-) -> None:
-    log.warning("lost %s: %s", "tcp://10.0.0.1:1", "closed")
-    assert caplog.record_tuples == [
-        ("test_errors", logging.WARNING, "lost tcp://10.0.0.1:1: closed")
-    ]
-
-
 def test_lines_of_one_kind_are_counted_until_the_interval_is_over(
     log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,27 +36,6 @@ def test_lines_of_one_kind_are_counted_until_the_interval_is_over(
     assert caplog.messages == ["dropped 0"]
     log.warning("dropped %d", 4)
     assert caplog.messages[1:] == ["dropped 4", "  and 3 more like it since the last such line"]
-
-
-def test_no_count_follows_without_lines_left_out(
-    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(3):
-        log.warning("dropped %d", number)
-        clock.now += 2.0
-    assert caplog.messages == ["dropped 0", "dropped 1", "dropped 2"]
-
-
-def test_the_count_starts_again_with_each_line(
-    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        log.warning("dropped")
-        log.warning("dropped")
-        clock.now += 2.0
-    log.warning("dropped")
-    more = "  and 1 more like it since the last such line"
-    assert caplog.messages == ["dropped", "dropped", more, "dropped", more]
 
 
 def test_each_kind_has_an_interval_and_a_count_of_its_own(

@@ -39,15 +39,11 @@ def test_address_is_host_and_port(
     [
         "localhost",
         ":5600",
-        "localhost:",
         "localhost:port",
         "localhost:0",
         "localhost:99999",
         "::1:5600",
-        "[::1]",
-        "[]:5600",
         "tcp://10.0.0.1:5600",
-        ":",
     ],
 )
 @pytest.mark.parametrize(

@@ -266,41 +266,20 @@ def test_json_has_all_keys() -> None:
     assert second == {"rank": 1, "endpoint": "tcp://10.0.0.1:2", "error": "cannot connect"}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (0.00001, "0 s"),
-        (0.0125, "0.013 s"),
-        (12.345, "12.3 s"),
-        (59.4, "59.4 s"),
-        (59.6, "1 min 0 s"),
-        (125, "2 min 5 s"),
-        (3600, "1 h 0 min"),
-        (4_000_000, "1,111 h 6 min"),
-    ],
-)
-def test_duration_text(seconds: float, words: str) -> None:
-    assert duration_text(seconds) == words
+def test_durations_are_short() -> None:
+    seconds = (0.00001, 0.0125, 12.345, 59.4, 59.6, 125, 3600, 4_000_000)
+    assert [duration_text(each) for each in seconds] == [
+        *("0 s", "0.013 s", "12.3 s", "59.4 s"),
+        *("1 min 0 s", "2 min 5 s", "1 h 0 min", "1,111 h 6 min"),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1179648, "1.12 MiB"),
-        (2**30, "1 GiB"),
-        (5 * 2**40, "5.00 TiB"),
-        (2**50, "1,024.00 TiB"),
-        (0.5, "0.5 B"),
-    ],
-)
-def test_num_bytes_text(count: float, words: str) -> None:
-    assert num_bytes_text(count) == words
+def test_bytes_are_shown_in_binary_units() -> None:
+    counts = (0, 0.5, 1023, 1024, 1536, 1179648, 2**30, 2**50)
+    assert [num_bytes_text(each) for each in counts] == [
+        *("0 B", "0.5 B", "1023 B", "1 KiB"),
+        *("1.5 KiB", "1.12 MiB", "1 GiB", "1,024.00 TiB"),
+    ]
 
 
 @pytest.fixture

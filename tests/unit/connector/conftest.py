@@ -18,10 +18,9 @@ try:
         warnings.simplefilter("ignore")  # what its modules warn of while they are imported
         import vllm.v1.core.kv_cache_manager  # noqa: F401
 except ImportError:
-    subjects = "connector deployment_commands kv_layout multi_connector recorded_run scheduler"
-    subjects += (
-        " planned_states stale_tails state_layout stats unwritten vllm_config windows worker"
-    )
+    subjects = "connector deployment_commands in_tree_decode kv_layout multi_connector"
+    subjects += " opaque_blocks scheduler stale_tails state_layout stats unwritten vllm_config"
+    subjects += " vllm_versions weights windows worker"
     collect_ignore = [f"test_{subject}.py" for subject in subjects.split()]
 
 

@@ -25,20 +25,19 @@ from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.worker import StepMetadata, Worker
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
-from support import recorded_vllm as recorded
 from support.records import prepare_offer
+from support.vllm_objects import empty_output, kv_cache_config, kv_caches, new_request, vllm_config
 
 Make = Callable[..., NixlKVConnector]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes connectors, and shuts them down."""
     connectors: list[NixlKVConnector] = []
 
     def new(role: KVConnectorRole, extra: Any = None) -> NixlKVConnector:
-        config = recorded.vllm_config(extra)
-        connectors.append(NixlKVConnector(config, role, recorded.kv_cache_config()))
+        config = vllm_config(extra)
+        connectors.append(NixlKVConnector(config, role, kv_cache_config()))
         return connectors[-1]
 
     yield new
@@ -103,7 +102,7 @@ def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:
 def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fabric) -> None:
     worker = make(KVConnectorRole.WORKER)
     assert fabric.transports == {}, "nothing is opened before there is a cache"
-    caches = recorded.kv_caches()
+    caches = kv_caches()
     worker.register_kv_caches(caches)
     first = worker.get_handshake_metadata()
     worker.unregister_kv_caches()
@@ -147,7 +146,7 @@ def test_an_offer_is_written_when_all_models_of_its_step_are_done(
     done = False
     monkeypatch.setattr(worker_module, "_record_event", record_event)
     worker = make(KVConnectorRole.WORKER)
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     engine = worker._engine
     assert engine is not None
     submitted: list[Command] = []
@@ -183,12 +182,12 @@ def test_only_a_cache_that_was_registered_can_be_restored(make: Make) -> None:
 
 def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
     scheduler = make(KVConnectorRole.SCHEDULER)
-    request: Any = recorded.new_request()
+    request: Any = new_request()
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     scheduler.update_state_after_alloc(request, blocks, 0)
-    assert scheduler.build_connector_meta(recorded.empty_output()).commands == []
+    assert scheduler.build_connector_meta(empty_output()).commands == []
     scheduler.update_connector_output(KVConnectorOutput())
     assert scheduler.request_finished(request, [1, 2]) == (False, None)
     assert scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
@@ -198,7 +197,7 @@ def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
 
 def test_what_a_step_counted_is_shown(make: Make) -> None:
     scheduler = make(KVConnectorRole.SCHEDULER)
-    scheduler.on_new_request(recorded.new_request({"nixl_kv_ticket": "none"}))
+    scheduler.on_new_request(new_request({"nixl_kv_ticket": "none"}))
     stats = scheduler.get_kv_connector_stats()
     assert isinstance(stats, Stats)
     assert stats.data == {"tickets_refused": 1}
@@ -208,7 +207,7 @@ def test_what_a_step_counted_is_shown(make: Make) -> None:
 
 def test_all_transferred_groups_are_overwritten_by_a_load(make: Make) -> None:
     scheduler = make(KVConnectorRole.SCHEDULER)
-    assert scheduler.get_loaded_kv_cache_group_ids(recorded.new_request()) == (0,)
+    assert scheduler.get_loaded_kv_cache_group_ids(new_request()) == (0,)
 
 
 @pytest.mark.parametrize("has_state", [False, True])
@@ -216,12 +215,6 @@ def test_decode_reuses_its_own_kv_where_it_loads_the_state(make: Make, *, has_st
     scheduler = make(KVConnectorRole.SCHEDULER)
     scheduler._kv_cache_config = SimpleNamespace(has_mamba_layers=has_state)
     assert scheduler.supports_divergent_local_hybrid_hits is has_state
-
-
-def test_the_layout_is_the_operators(make: Make) -> None:
-    del make
-    config = recorded.vllm_config({"layout": "BHLNC"})
-    assert NixlKVConnector.get_required_kvcache_layout(config) == "BHLNC"
 
 
 def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:

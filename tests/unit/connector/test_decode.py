@@ -14,7 +14,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
-from support.records import D1, D2, hex32, ticket
+from support.records import D1, D2, hex32, ticket_for
 from support.stepped import Clock
 
 TOKEN_IDS = list(range(20, 40))
@@ -30,15 +30,7 @@ def prompt_of(request: RequestId = D1, token_ids: Sequence[int] = TOKEN_IDS) -> 
 
 
 def offered(number: int = 1, **changed: Any) -> Ticket:
-    """A valid ticket for the prompt."""
-    nonce = Nonce(hex32(number))
-    values = {
-        "host": "127.0.0.1",
-        "nonce": nonce,
-        "num_tokens": len(TOKEN_IDS),
-        "context": context_hash(nonce, TOKEN_IDS, []),
-    }
-    return ticket(**{**values, **changed})
+    return ticket_for(TOKEN_IDS, Nonce(hex32(number)), **changed)
 
 
 accept = SealedTicket.parse
@@ -71,25 +63,12 @@ def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
     assert decode.build_connector_meta() == []
 
 
-def test_each_attempt_has_a_claim_of_its_own(decode: DecodeScheduler) -> None:
-    decode.on_new_request(prompt_of(D1), offered(1).params(None))
-    decode.on_new_request(prompt_of(D2), offered(2).params(None))
-    first, second = decode.build_connector_meta()
-    assert isinstance(first, PrepareLoad)
-    assert isinstance(second, PrepareLoad)
-    assert first.claim != second.claim
-
-
 REFUSED = [
     pytest.param({}, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id="no ticket"),
-    pytest.param([], "kv_transfer_params is of type list", id="no object"),
     pytest.param(
         offered(num_tokens=21).params(None),
         "num_tokens is 21; allowed: up to the prompt's 20",
         id="more tokens than the prompt",
-    ),
-    pytest.param(
-        offered(context=hex32(7)).params(None), "context is another prompt's", id="context"
     ),
     pytest.param(
         offered(2, context=offered(1).context).params(None),
@@ -227,9 +206,7 @@ def test_an_offer_of_another_version_is_computed_here(
         pytest.param(20, 8, (11, True), id="beyond what is here"),
         pytest.param(20, 18, (1, True), id="one token"),
         pytest.param(20, 19, (0, False), id="all is here"),
-        pytest.param(20, 20, (0, False), id="more is here"),
         pytest.param(12, 0, (12, True), id="a ticket of a part"),
-        pytest.param(12, 12, (0, False), id="that part is here"),
     ],
 )
 def test_at_most_all_but_the_last_token_is_loaded(
@@ -246,9 +223,6 @@ def test_at_most_all_but_the_last_token_is_loaded(
     [
         pytest.param(20, 0, (17, True), id="all but the last three"),
         pytest.param(20, 16, (1, True), id="one token"),
-        pytest.param(20, 17, (0, False), id="all but those is here"),
-        pytest.param(20, 19, (0, False), id="more is here"),
-        pytest.param(18, 0, (17, True), id="prefill computed less"),
         pytest.param(3, 0, (3, True), id="prefill computed far less"),
     ],
 )
@@ -289,7 +263,6 @@ def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> No
         pytest.param(0, 19, Table.of(TABLE), id="all"),
         pytest.param(8, 11, Table.of([13, 14, 15], first=2), id="from a block's begin"),
         pytest.param(7, 5, Table.of([12, 13], first=1), id="from the middle of a block"),
-        pytest.param(0, 16, Table.of([11, 12, 13, 14]), id="up to a block's end"),
     ],
 )
 def test_blocks_are_those_of_the_tokens_that_are_loaded(
@@ -395,7 +368,3 @@ def test_verify_rate_selects_that_share_of_the_loads(
     share: float, draws: list[float], expected: list[bool]
 ) -> None:
     assert verified(share, draws) == expected
-
-
-def test_verify_rate_one_selects_every_load() -> None:
-    assert verified(1.0, [number / 200 for number in range(200)]) == [True] * 200

@@ -9,12 +9,10 @@ from typing import Any, Final
 
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from support.records import ticket
-from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
+from support.vllm_scheduler import SteppedScheduler, make_config
 
 in_tree = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl", reason="this vLLM has it elsewhere"
@@ -28,9 +26,7 @@ FLAGGED: Final = {"do_remote_prefill": True, "do_remote_decode": False}
 BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPushConnector"])
 
 
-class Decode:
-    """vLLM's scheduler with its own connector."""
-
+class Decode(SteppedScheduler):
     def __init__(self, connector: str, policy: str, extra: Any) -> None:
         transfer = KVTransferConfig(
             kv_connector=connector,
@@ -38,38 +34,19 @@ class Decode:
             kv_load_failure_policy=policy,
             kv_connector_extra_config=extra,
         )
-        self.vllm = make_scheduler(make_config(transfer, 32))
-        self.idle = self.free_blocks
-
-    @property
-    def free_blocks(self) -> int:
-        return num_free_blocks(self.vllm)
+        super().__init__(make_config(transfer, 32))
 
     def request(self, params: dict[str, Any], name: str = "request", first: int = 0) -> Request:
-        request = make_request(name, range(first, first + PROMPT), dict(params))
-        self.vllm.add_request(request)
-        return request
-
-    def end_step(self, output: SchedulerOutput, **connector: Any) -> list[Any]:
-        """Every request that was scheduled gets a token; what came out."""
-        ids = list(output.num_scheduled_tokens)
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: index for index, name in enumerate(ids)},
-            sampled_token_ids=[[7] for _ in ids],
-            kv_connector_output=KVConnectorOutput(**connector) if connector else None,
-        )
-        outputs = self.vllm.update_from_output(output, result)
-        return [each for client in outputs.values() for each in client.outputs]
+        return self.add(name, range(first, first + PROMPT), dict(params))
 
     def expect_it_serves(self, **connector: Any) -> None:
         """It computes the next prompt, with a ticket of ours, and holds nothing afterwards."""
         self.request(ticket().params(None), "next", first=300)
         output = self.vllm.schedule()
         assert output.num_scheduled_tokens == {"next": PROMPT}
-        (answer,) = self.end_step(output)
+        (answer,) = self.end(output)
         assert answer.finished
-        self.end_step(self.vllm.schedule(), **connector)
+        self.end(self.vllm.schedule(), **connector)
         assert self.free_blocks == self.idle
 
 
@@ -98,7 +75,7 @@ def test_it_computes_our_prompt_at_once(decode: Make, connector: str) -> None:
     output = engine.vllm.schedule()
     assert output.num_scheduled_tokens == {"request": PROMPT}
     assert not output.kv_connector_metadata.reqs_to_recv
-    (answer,) = engine.end_step(output)
+    (answer,) = engine.end(output)
     assert answer.finished
     assert str(answer.finish_reason) == "length"
     engine.expect_it_serves()
@@ -110,7 +87,7 @@ def test_it_does_so_where_prefill_may_read_its_blocks_later(decode: Make) -> Non
     engine.request(ticket().params(None))
     output = engine.vllm.schedule()
     assert output.num_scheduled_tokens == {"request": PROMPT}
-    engine.end_step(output)
+    engine.end(output)
     engine.expect_it_serves(finished_sending={"request", "next"})
 
 
@@ -122,7 +99,7 @@ def test_it_survives_a_client_that_hangs_up_before_its_turn(
     engine = decode(connector)
     engine.request(ticket().params(None) | flags)
     engine.vllm.finish_requests("request", RequestStatus.FINISHED_ABORTED)
-    engine.end_step(engine.vllm.schedule())
+    engine.end(engine.vllm.schedule())
     engine.expect_it_serves()
 
 
@@ -138,13 +115,13 @@ def test_with_flags_set_anew_it_fails_or_computes_that_request_alone(
     with pytest.raises(ZeroDivisionError):
         handshake(load, connector)
     failed = {"finished_recving": {"request"}, "failed_recving": {"request"}}
-    answers = engine.end_step(output, **failed)
+    answers = engine.end(output, **failed)
     if policy == "fail":
         assert [str(answer.finish_reason) for answer in answers] == ["error"]
     else:
         output = engine.vllm.schedule()
         assert output.num_scheduled_tokens == {"request": PROMPT}
-        (answer,) = engine.end_step(output)
+        (answer,) = engine.end(output)
         assert str(answer.finish_reason) == "length"
     engine.expect_it_serves()
 

@@ -2,12 +2,12 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
     MLAAttentionSpec,
     get_kv_quant_mode,
 )
@@ -25,9 +24,8 @@ from vllm.v1.kv_cache_interface import (
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Region, Span, Stripe
-from support import recorded_vllm as recorded
 from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
-from support.recorded_vllm import torch
+from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 
 if not current_platform.is_cpu():
     pytest.skip("the CPU build's kernel", allow_module_level=True)
@@ -77,7 +75,7 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
         assert element(region, whole.shape[2], place) == whole[token, head].tobytes()
 
 
-@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(
     order=st.sampled_from([order for order in ALL_ORDERS if "2" not in order]),
     heads=st.integers(1, 4),
@@ -130,10 +128,10 @@ def addresses(region: Region, blocks: Blocks) -> np.ndarray:
 # --- a rank's layout
 
 
-def test_the_layout_of_a_recorded_cache() -> None:
+def test_the_layout_of_a_registered_cache() -> None:
     """All layers are views of one storage, which is registered once."""
-    caches = recorded.kv_caches()
-    layout = kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+    caches = kv_caches()
+    layout = kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
     first, second = caches.values()
     assert layout.spans == (Span(first.data_ptr(), first.untyped_storage().nbytes()),)
     assert (layout.memory, layout.device) == ("DRAM", 0)
@@ -148,46 +146,37 @@ def test_the_layout_of_a_recorded_cache() -> None:
 
 def test_layers_are_those_of_the_groups() -> None:
     """A layer that shares another one's cache is named by vLLM, and has none of its own."""
-    caches = recorded.kv_caches()
+    caches = kv_caches()
     names = list(caches)
     caches["shares"] = caches[names[0]]
-    config, cache = recorded.vllm_config(), recorded.kv_cache_config()
+    config, cache = vllm_config(), kv_cache_config()
     layout = kv_layout.cache_layout(config, cache, caches)
     assert [region.layer for region in layout.groups[0].regions] == names
 
 
-def test_a_stage_of_a_pipeline_has_some_of_the_layers() -> None:
-    caches = recorded.kv_caches()
-    first, second = caches
-    del caches[second]
-    config, cache = recorded.vllm_config(), recorded.kv_cache_config()
-    layout = kv_layout.cache_layout(config, cache, caches)
-    assert [region.layer for region in layout.groups[0].regions] == [first]
-
-
 def test_a_rank_without_a_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layer with a KV cache"):
-        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), {})
+        kv_layout.cache_layout(vllm_config(), kv_cache_config(), {})
 
 
 def test_a_cache_of_another_shape_is_refused() -> None:
-    caches = {name: tensor[..., None] for name, tensor in recorded.kv_caches().items()}
+    caches = {name: tensor[..., None] for name, tensor in kv_caches().items()}
     with pytest.raises(ConfigError, match=r"has the shape .*allowed: \[blocks, heads, tokens"):
-        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+        kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
 
 
 def test_a_cache_whose_content_has_strides_is_refused() -> None:
-    caches = {name: tensor[..., ::2] for name, tensor in recorded.kv_caches().items()}
+    caches = {name: tensor[..., ::2] for name, tensor in kv_caches().items()}
     with pytest.raises(ConfigError, match=r"and the strides .*a stride of 1 for the content"):
-        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+        kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
 
 
 def test_layers_of_one_group_have_blocks_of_one_size() -> None:
-    caches = recorded.kv_caches()
+    caches = kv_caches()
     name = next(iter(caches))
     caches[name] = caches[name][:8]
     with pytest.raises(ConfigError, match="layers of one cache group have"):
-        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+        kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
 
 
 @pytest.fixture
@@ -196,23 +185,15 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     for name in ("get_tp_group", "get_dcp_group"):
         group = SimpleNamespace(rank_in_group=1)
         monkeypatch.setattr(f"nixl_kv.connector.vllm_config.{name}", lambda group=group: group)
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.tensor_parallel_size = 2
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.cp_kv_cache_interleave_size = 8
     return config
 
 
-def kv_cache_config(**changes: Any) -> KVCacheConfig:
-    """The recorded one, with other fields in its group's spec."""
-    cache = recorded.kv_cache_config()
-    (group,) = cache.transfer_groups
-    object.__setattr__(group, "kv_cache_spec", replace(group.kv_cache_spec, **changes))
-    return cache
-
-
 def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) -> None:
-    caches = {name: tensor[:, :1] for name, tensor in recorded.kv_caches().items()}
+    caches = {name: tensor[:, :1] for name, tensor in kv_caches().items()}
     cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
     (group,) = kv_layout.cache_layout(divided, cache, caches).groups
     assert (group.stripe, group.block_size, group.entry_size) == (Stripe(2, 1, 8), 32, 64)
@@ -222,13 +203,13 @@ def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) ->
 def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) -> None:
     words = "decode_context_parallel_size is 2, and 1 ranks have the same KV heads of layer"
     with pytest.raises(ConfigError, match=words):
-        kv_layout.cache_layout(divided, recorded.kv_cache_config(), recorded.kv_caches())
+        kv_layout.cache_layout(divided, kv_cache_config(), kv_caches())
 
 
 def test_whole_blocks_of_divided_tokens_are_their_likes_only(divided: VllmConfig) -> None:
     for layer in divided.compilation_config.static_forward_context.values():
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    caches = {name: tensor[:, :1] for name, tensor in recorded.kv_caches().items()}
+    caches = {name: tensor[:, :1] for name, tensor in kv_caches().items()}
     cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
     (group,) = kv_layout.cache_layout(divided, cache, caches).groups
     words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
@@ -236,10 +217,10 @@ def test_whole_blocks_of_divided_tokens_are_their_likes_only(divided: VllmConfig
 
 
 def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     for layer in config.compilation_config.static_forward_context.values():
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    layout = kv_layout.cache_layout(config, recorded.kv_cache_config(), recorded.kv_caches())
+    layout = kv_layout.cache_layout(config, kv_cache_config(), kv_caches())
     regions = layout.groups[0].regions
     assert {region.element for region in regions} == {
         "float32 in NEW_ATTN blocks of 32 tokens and 1 shards in the order HNC"
@@ -265,11 +246,11 @@ def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
 def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_only(
     change: Callable[[torch.Tensor], torch.Tensor], *, is_other: bool | None
 ) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     for layer in config.compilation_config.static_forward_context.values():
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    caches = recorded.kv_caches()
-    (group,) = recorded.kv_cache_config().transfer_groups
+    caches = kv_caches()
+    (group,) = kv_cache_config().transfer_groups
     name, tensor = next(iter(caches.items()))
     words = [
         region.element
@@ -283,11 +264,11 @@ def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_
 
 
 def test_a_cache_without_attention_names_its_own_backend() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     name, layer = next(iter(config.compilation_config.static_forward_context.items()))
     del layer.attn_backend
     layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
-    (group,) = recorded.kv_cache_config().transfer_groups
+    (group,) = kv_cache_config().transfer_groups
     assert kv_layout.Layer(config, name, group.kv_cache_spec, torch.empty(0)).backend == "INDEXER"
 
 
@@ -297,11 +278,9 @@ def test_a_cache_without_attention_names_its_own_backend() -> None:
 def described(
     cache_dtype: str, key: list[float] | None = None, value: list[float] | None = None
 ) -> Region:
-    """The first layer of the recorded cache, had it been quantised, with these scales."""
-    config, cache, caches = recorded.vllm_config(), recorded.kv_cache_config(), recorded.kv_caches()
-    quantised = {"dtype": torch.uint8, "kv_quant_mode": get_kv_quant_mode(cache_dtype)}
-    (group,) = cache.transfer_groups
-    object.__setattr__(group, "kv_cache_spec", replace(group.kv_cache_spec, **quantised))
+    """The first layer of a quantised cache with these scales."""
+    config, mode = vllm_config(), get_kv_quant_mode(cache_dtype)
+    cache = kv_cache_config(dtype=torch.uint8, kv_quant_mode=mode)
     for name, layer in config.compilation_config.static_forward_context.items():
         module = torch.nn.Module()
         set_default_quant_scales(module, register_buffer=True)
@@ -310,7 +289,7 @@ def described(
             if numbers is not None:
                 module.register_buffer(scale, torch.tensor(numbers))
         config.compilation_config.static_forward_context[name] = module
-    return kv_layout.cache_layout(config, cache, caches).groups[0].regions[0]
+    return kv_layout.cache_layout(config, cache, kv_caches()).groups[0].regions[0]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +315,7 @@ def test_the_stored_type_is_the_one_that_vllms_name_stands_for(
 
 
 def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     spec = FullAttentionSpec(
         block_size=32,
         num_kv_heads=2,
@@ -355,7 +334,6 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     [
         pytest.param(None, None, ("k 1, v 1",), id="none in the checkpoint"),
         pytest.param(0.5, 0.1, ("k 0.5, v 0.100000001",), id="one for all heads"),
-        pytest.param([0.5], [2.0], ("k 0.5, v 2",), id="one, with an axis"),
         pytest.param([0.5, 0.25], [2.0, 3.0], ("k 0.5, v 2", "k 0.25, v 3"), id="one for each"),
     ],
 )
@@ -375,8 +353,6 @@ def test_scales_of_other_than_each_head_stop_the_start() -> None:
     ("tp", "rank", "heads_here", "heads", "first"),
     [
         pytest.param(1, 0, 4, 4, 0, id="all"),
-        pytest.param(2, 1, 2, 4, 2, id="the second half"),
-        pytest.param(4, 3, 1, 4, 3, id="one each"),
         pytest.param(8, 5, 1, 4, 2, id="two ranks hold the same one"),
         pytest.param(8, 7, 1, 1, 0, id="all ranks hold the same one"),
     ],
@@ -384,7 +360,7 @@ def test_scales_of_other_than_each_head_stop_the_start() -> None:
 def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     monkeypatch: pytest.MonkeyPatch, tp: int, rank: int, heads_here: int, heads: int, first: int
 ) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.tensor_parallel_size = tp
     config.model_config.model_arch_config.total_num_kv_heads = heads
     text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
@@ -399,7 +375,7 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
 
 def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each rank has one head, it may be one of as many, or a copy."""
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.tensor_parallel_size = 4
     values = {"num_key_value_heads": 2, "text_config": {"n_head_kv": 4}}
     config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
@@ -431,7 +407,7 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
         text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
         return SimpleNamespace(model_arch_config=architecture, hf_text_config=text)
 
-    config: Any = recorded.vllm_config()
+    config: Any = vllm_config()
     config.parallel_config.tensor_parallel_size = 8
     config.model_config = model_of(8, 2)
     config.speculative_config = SimpleNamespace(
@@ -451,7 +427,7 @@ def quantised(
     backend: str, cache_dtype: str, *, latent: bool, block_size: int = 64, **changed: Any
 ) -> Region:
     """One layer as vLLM would register it."""
-    config = recorded.vllm_config()
+    config = vllm_config()
     module = SimpleNamespace(
         attn_backend=SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=cache_dtype
     )
@@ -521,12 +497,10 @@ def test_a_head_with_its_scales_beside_it_is_one_piece(
     ("backend", "cache_dtype", "latent", "changed"),
     [
         pytest.param("FLASHMLA", "fp8_ds_mla", True, {"state_content_bytes": 656}, id="another's"),
-        pytest.param("FLASHINFER_MLA_SPARSE_SM120", "fp8_ds_mla", True, {}, id="other scales"),
         pytest.param("ROCM_AITER_MLA", "fp8", True, {}, id="an unknown backend"),
         pytest.param("DEEPSEEK_V32_INDEXER", "fp8", True, {"head_size": 132}, id="an indexer"),
         pytest.param("FLASHINFER", "nvfp4", False, {"state_content_bytes": 36}, id="NVFP4"),
         pytest.param("FLASH_ATTN", "fp8", False, {"num_head_slots": 4}, id="packed heads"),
-        pytest.param("TRITON_ATTN", "fp8_per_token_head", False, {"num_head_slots": 4}, id="both"),
     ],
 )
 def test_other_quantised_caches_are_exchanged_in_whole_blocks(

@@ -29,22 +29,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
-from nixl_kv.protocol.messages import encode
-from nixl_kv.protocol.ticket import FIELD, Ticket
-from support import recorded_vllm as recorded
-from support.records import rank_description
-from support.tables import written_out
-from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
+from nixl_kv.protocol.ticket import FIELD
+from support.records import ticket_for, written_out
+from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
+from support.vllm_scheduler import SteppedScheduler, make_config
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 NUM_BLOCKS: Final = 32
@@ -82,45 +78,19 @@ def prompt_from(first: int) -> list[int]:
     return list(range(first, first + PROMPT))
 
 
-class Engine:
-    """vLLM's scheduler with a MultiConnector; the test is its workers."""
-
+class Engine(SteppedScheduler):
     def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
-        self.vllm = make_scheduler(make_config(transfer, num_blocks))
-        self.connector: MultiConnector = self.vllm.connector
-        described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
-        self.idle = self.free_blocks
-
-    @property
-    def free_blocks(self) -> int:
-        return num_free_blocks(self.vllm)
+        super().__init__(make_config(transfer, num_blocks))
+        self.describe()
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
         """Of a prompt, by its first token; it is waiting."""
-        request = make_request(name, prompt_from(first), params)
-        self.vllm.add_request(request)
-        return request
+        return self.add(name, prompt_from(first), params)
 
     def schedule(self) -> SchedulerOutput:
         return self.vllm.schedule()
 
-    def end_step(self, output: SchedulerOutput, **connector: Any) -> list[Any]:
-        """Every request that was scheduled gets a token; what came out."""
-        ids = list(output.num_scheduled_tokens)
-        result = EMPTY_MODEL_RUNNER_OUTPUT
-        if ids or connector:
-            result = ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={name: index for index, name in enumerate(ids)},
-                sampled_token_ids=[[7] for _ in ids],
-                kv_connector_output=KVConnectorOutput(**connector) if connector else None,
-            )
-        outputs = self.vllm.update_from_output(output, result)
-        return [each for client in outputs.values() for each in client.outputs]
-
     def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
-        """What our child tells its workers."""
         commands: list[Any] = output.kv_connector_metadata.metadata[child].commands
         return commands
 
@@ -135,9 +105,9 @@ class Engine:
         for _ in range(3):
             output = self.schedule()
             jobs += self.tier_jobs(output, "store", child)
-            self.end_step(output)
+            self.end(output)
         assert jobs
-        self.end_step(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
+        self.end(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
         assert self.vllm.kv_cache_manager.reset_prefix_cache()
 
     def completed(self, jobs: list[int], child: int = 1) -> MultiKVConnectorWorkerMetadata:
@@ -147,16 +117,7 @@ class Engine:
 
     def ticket(self, first: int = 0) -> dict[str, Any]:
         """Of another engine, for such a prompt."""
-        prompt, nonce = prompt_of(make_request("any", prompt_from(first))), new_nonce()
-        return Ticket(
-            engine=EngineId("prefill"),
-            host="127.0.0.1",
-            port=5600,
-            incarnation=new_incarnation(),
-            nonce=nonce,
-            num_tokens=PROMPT,
-            context=prompt.context(nonce),
-        ).params(None)
+        return ticket_for(prompt_from(first), new_nonce()).params(None)
 
 
 Make = Callable[..., Engine]
@@ -186,20 +147,20 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     (job,) = prefill.tier_jobs(loading, "load")
     assert prefill.commands(loading) == [], "not before its prompt is complete"
     done = prefill.completed([job])
-    prefill.end_step(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
+    prefill.end(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
     computing = prefill.schedule()
     assert computing.num_scheduled_tokens == {"second": PROMPT - 96}, "the tier has whole blocks"
     (offer,) = prefill.commands(computing)
     assert isinstance(offer, PrepareOffer)
-    table = prefill.vllm.kv_cache_manager.get_block_ids("second")[0]
+    table = prefill.blocks_of("second")
     assert written_out(offer.tables[0]) == table
-    (answer,) = prefill.end_step(computing)
+    (answer,) = prefill.end(computing)
     assert FIELD in answer.kv_transfer_params
     assert request.is_finished()
     assert prefill.free_blocks == prefill.idle - len(table), "held for whoever reads them"
     publishing = prefill.schedule()
     assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
-    prefill.end_step(publishing, finished_sending={"second"})
+    prefill.end(publishing, finished_sending={"second"})
     assert prefill.free_blocks == prefill.idle
 
 
@@ -215,10 +176,10 @@ def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
     assert isinstance(start, StartLoad)
     assert (start.begin, start.end) == (0, PROMPT - 1)
     assert decode.tier_jobs(output, "load") == []
-    decode.end_step(output, finished_recving={"second"})
+    decode.end(output, finished_recving={"second"})
     running = decode.schedule()
     assert running.num_scheduled_tokens == {"second": 1}
-    (answer,) = decode.end_step(running)
+    (answer,) = decode.end(running)
     assert answer.finished
     assert not decode.connector._requests_to_connector
 
@@ -231,7 +192,7 @@ def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
     (job,) = decode.tier_jobs(output, "load", child=0)
     assert isinstance(decode.commands(output, child=1)[-1], CancelLoad)
     done = decode.completed([job], child=0)
-    decode.end_step(output, finished_recving={"second"}, kv_connector_worker_meta=done)
+    decode.end(output, finished_recving={"second"}, kv_connector_worker_meta=done)
     assert decode.schedule().num_scheduled_tokens == {"second": PROMPT - 96}
 
 
@@ -240,7 +201,7 @@ def test_after_a_load_that_failed_the_tier_is_asked(engine: Make) -> None:
     decode.fill_tier()
     decode.request("second", decode.ticket())
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
-    decode.end_step(decode.schedule(), **failed)
+    decode.end(decode.schedule(), **failed)
     output = decode.schedule()
     assert len(decode.tier_jobs(output, "load")) == 1
     assert decode.commands(output) == []
@@ -253,7 +214,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed_in_words(
     decode.request("second", decode.ticket())
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        (answer,) = decode.end_step(decode.schedule(), **failed)
+        (answer,) = decode.end(decode.schedule(), **failed)
     assert str(answer.finish_reason) == "error"
     assert "also set kv_load_failure_policy" in caplog.text
 
@@ -266,7 +227,7 @@ def test_no_policy_is_missed_where_no_load_has_failed(
     decode.request("second", decode.ticket() if policy == "fail" else None)
     failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.end_step(decode.schedule(), **failed if policy == "fail" else {})
+        decode.end(decode.schedule(), **failed if policy == "fail" else {})
     assert "MultiConnector" not in caplog.text
 
 
@@ -281,24 +242,16 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
     output = decode.schedule()
-    held = set(decode.vllm.kv_cache_manager.get_block_ids("first")[0])
+    held = set(decode.blocks_of("first"))
     jobs = decode.tier_jobs(output, "store")
-    decode.end_step(output)
+    decode.end(output)
     decode.request("second", decode.ticket(first=1000), first=1000)
     output = decode.schedule()
     jobs += decode.tier_jobs(output, "store")
     assert jobs, "to be copied with the next step"
     assert isinstance(decode.commands(output)[-1], StartLoad)
-    assert held & set(decode.vllm.kv_cache_manager.get_block_ids("second")[0])
+    assert held & set(decode.blocks_of("second"))
     assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
-
-
-def test_parameters_of_another_connector_are_no_ticket(engine: Make) -> None:
-    for role in ("kv_producer", "kv_consumer"):
-        one = engine(ours(role), TIER)
-        one.request("first", {"max_offload_tokens": 32})
-        counted = one.connector.sub_connectors[0].get_kv_connector_stats()
-        assert "tickets_refused" not in (counted.data if counted else {})
 
 
 # --- what is made at the start
@@ -323,7 +276,7 @@ def test_what_it_counts_is_found_by_its_name_without_plugins(
 
 
 def recorded_with(config: Any) -> Any:
-    whole = recorded.vllm_config()
+    whole = vllm_config()
     whole.kv_transfer_config = config.kv_transfer_config
     return whole
 
@@ -337,7 +290,7 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
 ) -> None:
     """By itself ours would want another one than vLLM's, and the start would end."""
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
     config.kv_transfer_config = example("multi-prefill.json")
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
@@ -367,11 +320,11 @@ def in_cache(block: int) -> GPULoadStoreSpec:
 def test_the_workers_of_both_have_the_same_cache(fabric: Fabric) -> None:
     """And a tier on CPU keeps and gives back what is in a block."""
     tier = dict(TIER, kv_connector_extra_config=HOST_TIER | {"cpu_bytes_to_use": 1 << 24})
-    config, caches = recorded.vllm_config(), recorded.kv_caches()
+    config, caches = vllm_config(), kv_caches()
     config.kv_transfer_config = multi(ours(), tier)
     config.model_config.get_total_num_kv_heads = lambda: 4
     config.model_config.model = "tiny"
-    worker = MultiConnector(config, KVConnectorRole.WORKER, recorded.kv_cache_config())
+    worker = MultiConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     worker.register_kv_caches(caches)
     assert fabric.transports
     assert isinstance(worker.get_handshake_metadata(), HandshakeMetadata)

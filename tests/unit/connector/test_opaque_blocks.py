@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -12,7 +13,6 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify.slices import find_slices
 from support.digest_caches import reference
-from support.recorded_vllm import torch
 
 if not current_platform.is_cpu():
     pytest.skip("the CPU build's kernel", allow_module_level=True)

@@ -84,14 +84,6 @@ def side() -> Side:
 # --- an offer
 
 
-def test_what_a_draft_model_writes_may_come_later(side: Side) -> None:
-    side.arrive()
-    assert side.compute().is_written
-    side.scheduler._writes_late = True
-    side.arrive(P2)
-    assert not side.compute(P2).is_written
-
-
 def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) -> None:
     side.arrive()
     assert side.step((P1, range(8))) == []
@@ -123,20 +115,6 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
         weights=ADDRESS.weights,
     )
     assert ticket.open() == expected
-
-
-def test_each_offer_has_a_nonce_of_its_own(side: Side) -> None:
-    nonces: set[Nonce] = set()
-    for request in (P1, P2, P1):
-        side.arrive(request)
-        nonces.add(side.compute(request).nonce)
-        side.finish(request)
-    assert len(nonces) == 3
-
-
-def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
-    assert side.step((P1, range(NUM_TOKENS))) == []
-    assert side.finish() == (None, [])
 
 
 def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:
@@ -257,20 +235,6 @@ def test_a_window_whose_blocks_are_no_longer_pinned_is_not_offered(side: Side) -
     assert side.finish() == (None, [WithdrawOffer(nonce)])
 
 
-def test_older_offers_are_revoked_when_too_many_blocks_are_held() -> None:
-    """8 blocks each, where offers may hold 10."""
-    side = Side(share=0.5)
-    side.manager.tables["p2"] = ([11, 12, 13, 14, 15], [0, 0, 16, 17, 18])
-    nonces = []
-    for request in (P1, P2):
-        side.arrive(request)
-        nonces.append(side.compute(request).nonce)
-    _, first = side.finish(P1)
-    assert first == [PublishOffer(nonces[0], P1)]
-    _, second = side.finish(P2, tables=side.manager.tables["p2"])
-    assert second == [PublishOffer(nonces[1], P2), RevokeOffer(nonces[0])]
-
-
 def test_the_null_block_counts_for_no_offer() -> None:
     """5 blocks of the one group, and 3 of the other, in a cache where 8 may be held."""
     side = Side(share=0.4)
@@ -323,26 +287,6 @@ class Budget:
         self.scheduler.request_finished(request, [[]], reason="aborted")
         self.scheduler.build_connector_meta()
         return may_begin
-
-
-def test_nothing_is_revoked_while_there_is_room() -> None:
-    budget = Budget(100, 0.5)
-    assert budget.offer(1, set(range(50))) == []
-    assert not budget.has_room(1)
-
-
-def test_the_oldest_are_revoked_until_the_rest_fits_and_each_once() -> None:
-    budget = Budget(100, 0.5)
-    blocks = [set(range(number * 20, number * 20 + 20)) for number in range(4)]
-    assert [budget.offer(*each) for each in enumerate(blocks)] == [[], [], [0], [1]]
-
-
-def test_ended_offers_leave_room() -> None:
-    budget = Budget(100, 0.5)
-    budget.offer(0, set(range(40)))
-    budget.end(0)
-    budget.end(77)  # unknown
-    assert budget.offer(1, set(range(40, 80))) == []
 
 
 def test_a_block_of_several_offers_counts_once() -> None:
@@ -527,7 +471,7 @@ Step = Sequence[int | str]
 """What happens in it: so many blocks are asked for, or `progress`."""
 
 WAITS: Step = [5]
-MOVES: Step = [5, "progress"]
+
 OFFER_ENDS: Step = ["progress", 5]
 IDLE: Step = []
 
@@ -536,14 +480,9 @@ IDLE: Step = []
     ("steps", "expected"),
     [
         pytest.param([(0, WAITS), (BLOCK_WAIT_S, WAITS)], [0, 5], id="patience ends"),
-        pytest.param([(0, WAITS), (BLOCK_WAIT_S / 2, WAITS)], [0, 0], id="patience"),
         pytest.param([(0, WAITS), (BLOCK_WAIT_S, IDLE)], [0, 0], id="nobody waits any more"),
         pytest.param(
             [(0, WAITS), (0.5, IDLE), (BLOCK_WAIT_S, WAITS)], [0, 0, 0], id="another one waits"
-        ),
-        pytest.param([(0, WAITS), (BLOCK_WAIT_S, MOVES)], [0, 0], id="it has its blocks"),
-        pytest.param(
-            [(0, WAITS), (BLOCK_WAIT_S, MOVES), (BLOCK_WAIT_S + 0.5, WAITS)], [0, 0, 0], id="anew"
         ),
         pytest.param([(0, WAITS), (BLOCK_WAIT_S, OFFER_ENDS)], [0, 0], id="an offer has ended"),
         pytest.param(

@@ -8,19 +8,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
-from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.decode import Prompt
-from nixl_kv.connector.prefill import BLOCK_WAIT_S, PrefillScheduler
+from nixl_kv.connector.prefill import BLOCK_WAIT_S
 from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.vllm_config import progress
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
+from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
     ReclaimBlocks,
     SetEngine,
 )
@@ -28,15 +33,17 @@ from nixl_kv.protocol.messages import Describe, Description, decode_answer, enco
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
-from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
-from support.recorded_vllm import Record, new_request
-from support.records import NONCE, rank_description
+from support.records import opened, rank_description, ticket_for, written_out
 from support.stepped import Clock
+from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
+from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
 TABLE = [1, 2, 3, 4]
+TO_OFFER = {"do_remote_decode": True}
+STATE = MambaSpec(block_size=32, shapes=((2, 2), (2, 2)), dtypes=(torch.float32, torch.float32))
 BLOCKS = SimpleNamespace(get_block_ids=lambda: (TABLE,))
 
 Make = Callable[..., Scheduler]
@@ -48,17 +55,26 @@ def make() -> Iterator[Make]:
     schedulers: list[Scheduler] = []
 
     def new(
-        extra: Record | None = None, *, is_described: bool = True, **transfer: Any
+        extra: dict[str, Any] | None = None,
+        *,
+        is_described: bool = True,
+        has_state: bool = False,
+        change: Callable[[Any], None] = lambda _: None,
+        **transfer: Any,
     ) -> Scheduler:
-        scheduler = Scheduler(
-            recorded.vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
-            recorded.kv_cache_config(),
+        config, cache = (
+            vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
+            kv_cache_config(),
         )
+        change(config)
+        if has_state:
+            cache.kv_cache_groups.append(KVCacheGroupSpec(["state"], STATE))
+        scheduler = Scheduler(config, cache)
         schedulers.append(scheduler)
         scheduler.bind_kv_cache_manager(CacheManager())
         if is_described:
             publish(scheduler)
-            scheduler.build_connector_meta(recorded.empty_output())
+            scheduler.build_connector_meta(empty_output())
         return scheduler
 
     yield new
@@ -74,7 +90,6 @@ def publish(scheduler: Scheduler) -> Description:
 
 
 def report(scheduler: Scheduler, **output: Any) -> None:
-    """The workers' output of a step."""
     scheduler.update_connector_output(KVConnectorOutput(**output))
 
 
@@ -93,43 +108,42 @@ def ask(scheduler: Scheduler) -> Description:
 
 
 def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
-    return scheduler.build_connector_meta(output or recorded.empty_output()).commands
+    return scheduler.build_connector_meta(output or empty_output()).commands
 
 
-def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
-    """A ticket that is valid for a request."""
-    nonce = f"{number:032x}"
-    values = {
-        "engine": "prefill",
-        "host": HOST,
-        "port": 5600,
-        "incarnation": "ab" * 16,
-        "nonce": nonce,
-        "num_tokens": request.num_prompt_tokens,
-        "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
-        "epoch": 0,
-        "weights": "",
-    }
-    return Ticket(**values | changed).params(None)
+def compute(scheduler: Scheduler, request: Request) -> list[Any]:
+    """What the workers hear with the step that computes a request's prompt."""
+    scheduler.bind_kv_cache_manager(CacheManager({request.request_id: [TABLE, TABLE]}))
+    output = empty_output()
+    output.num_scheduled_tokens = {request.request_id: request.num_prompt_tokens}
+    new: Any = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)
+    output.scheduled_new_reqs = [new]
+    return commands(scheduler, output)
 
 
-def publish_offer(half: PrefillScheduler, request: RequestId) -> Record:
-    """The answer to a request that the engine has computed."""
-    prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
-    half.on_new_request(request, NUM_TOKENS, prompt.context)
-    half.build_connector_meta([(request, range(NUM_TOKENS))])
-    _, params = half.request_finished(request, [TABLE], reason="")
-    assert params is not None
-    return params
+def finish(scheduler: Scheduler, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    """The prompt is complete: whether its blocks are kept, and the ticket."""
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    request.num_computed_tokens = request.num_prompt_tokens
+    return scheduler.request_finished_all_groups(request, (TABLE,))
+
+
+def offer(scheduler: Scheduler) -> Ticket:
+    """The ticket of a new request that asks for one."""
+    request = new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    compute(scheduler, request)
+    _, params = finish(scheduler, request)
+    return opened(params)
 
 
 def with_ticket(**changed: Any) -> Any:
     request = new_request()
-    request.kv_transfer_params = ticket_for(request, **changed)
+    request.kv_transfer_params = ticket_for(range(NUM_TOKENS), new_nonce(), **changed).params(None)
     return request
 
 
-def counted(scheduler: Scheduler) -> Record:
+def counted(scheduler: Scheduler) -> dict[str, Any]:
     stats = scheduler.stats.pop()
     return {} if stats is None else stats.data
 
@@ -140,8 +154,6 @@ def counted(scheduler: Scheduler) -> Record:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        pytest.param({}, "lacks the field 'nixl_kv_ticket'", id="empty"),
-        pytest.param([1], "is of type list", id="a list"),
         pytest.param("ticket", "is of type str", id="text"),
         pytest.param(
             {"do_remote_decode": 1}, "do_remote_decode is of type int", id="1 is not true"
@@ -172,7 +184,7 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     assert commands(scheduler) == []
 
 
-OF_IN_TREE: Record = {
+OF_IN_TREE: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": [[3, 4]],
@@ -211,7 +223,11 @@ def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make(kv_role="kv_consumer")
-    params = {name: value for name, value in ticket_for(new_request()).items() if name != FIELD}
+    params = {
+        name: value
+        for name, value in ticket_for(range(NUM_TOKENS)).params(None).items()
+        if name != FIELD
+    }
     scheduler.on_new_request(new_request(params))
     assert f"lacks the field {FIELD!r}" in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
@@ -233,37 +249,29 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     make: Make, *, is_allowed: bool, flag: bool | None
 ) -> None:
     scheduler = make({"port": 0, "in_tree_decode": is_allowed})
-    scheduler.bind_kv_cache_manager(CacheManager({"p1": [TABLE]}))
-    request, half = RequestId("p1"), scheduler._prefill
-    params = publish_offer(half, request)
+    request = new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    compute(scheduler, request)
+    _, params = finish(scheduler, request)
+    assert params is not None
     assert params.get("do_remote_prefill") is flag
+
+
+NOT_ON_PREFILL = "do_remote_decode is not true; allowed on a kv_producer: true"
+NOT_ON_DECODE = "do_remote_decode is true; allowed on a kv_consumer: false"
 
 
 @pytest.mark.parametrize(
     ("role", "params", "words"),
     [
-        pytest.param(
-            "kv_consumer",
-            {"do_remote_decode": True},
-            "do_remote_decode is true; allowed on a kv_consumer: false",
-            id="D",
-        ),
-        pytest.param(
-            "kv_producer",
-            {"do_remote_decode": False},
-            "do_remote_decode is not true; allowed on a kv_producer: true",
-            id="P",
-        ),
-        pytest.param(
-            "kv_producer",
-            ticket_for(new_request()),
-            "do_remote_decode is not true; allowed on a kv_producer: true",
-            id="P, a ticket",
-        ),
+        ("kv_consumer", TO_OFFER, NOT_ON_DECODE),
+        ("kv_producer", {"do_remote_decode": False}, NOT_ON_PREFILL),
+        ("kv_producer", ticket_for(range(NUM_TOKENS)).params(None), NOT_ON_PREFILL),
     ],
+    ids=["an offer from decode", "no offer from prefill", "a ticket for prefill"],
 )
 def test_a_request_for_the_other_role_is_computed(
-    make: Make, role: str, params: Record, words: str, caplog: pytest.LogCaptureFixture
+    make: Make, role: str, params: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make(kv_role=role)
     request = new_request(params)
@@ -274,7 +282,7 @@ def test_a_request_for_the_other_role_is_computed(
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
-    assert commands(scheduler, recorded.empty_output()) == []
+    assert commands(scheduler, empty_output()) == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +313,7 @@ P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
     ids="+".join,
 )
 def test_parameters_of_another_connector_are_ignored(
-    make: Make, role: str, params: Record, caplog: pytest.LogCaptureFixture
+    make: Make, role: str, params: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler, request = make(kv_role=role), new_request(params)
     with caplog.at_level(logging.INFO):
@@ -361,79 +369,82 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     scheduler.on_new_request(before)
     directory.is_draining = True
     scheduler.on_new_request(after)
-    assert set(scheduler._prefill.awaited) == {before.request_id}
     assert directory.count_awaited() == 1
-    assert scheduler.request_finished_all_groups(after, (TABLE,)) == (False, None)
-    scheduler.request_finished_all_groups(before, (TABLE,))
+    assert compute(scheduler, after) == []
+    assert finish(scheduler, after) == (False, None)
+    compute(scheduler, before)
+    is_kept, _ = finish(scheduler, before)
+    assert is_kept
+    report(scheduler, finished_sending={before.request_id})
     assert directory.count_awaited() == 0
 
 
 def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> None:
     """Decode computes it, from the state before it."""
-    scheduler = make()
-    publish(scheduler)
-    scheduler._has_state = True
-    request = new_request()
-    before = request.num_prompt_tokens
-    request.kv_transfer_params = {"do_remote_decode": True}
+    scheduler, request = make(has_state=True), new_request(TO_OFFER)
     scheduler.on_new_request(request)
-    assert request.num_prompt_tokens == before - 1
-    assert list(scheduler._prefill.awaited) == [request.request_id]
-    context = scheduler._prefill._awaited[RequestId(request.request_id)].make_context(NONCE)
-    assert context == context_hash(NONCE, list(range(before)), []), "decode's whole prompt"
+    assert request.num_prompt_tokens == NUM_TOKENS - 1
+    (prepare,) = compute(scheduler, request)
+    assert prepare.num_tokens == NUM_TOKENS - 1
+    whole = context_hash(prepare.nonce, range(NUM_TOKENS), [])
+    assert prepare.context == whole, "decode's whole prompt"
 
 
-def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = make()
-    publish(scheduler)
-    scheduler._has_state = True
-    request = new_request()
-    before = request.num_prompt_tokens
+def needs_its_last_token(request: Any) -> None:
     request.sampling_params.skip_reading_prefix_cache = True
-    request.kv_transfer_params = dict(TO_OFFER)
-    with caplog.at_level("INFO"):
-        scheduler.on_new_request(request)
-    assert "is not offered: " in caplog.text
-    assert (len(scheduler._prefill.awaited), request.num_prompt_tokens) == (0, before)
 
 
-def test_a_session_is_not_offered(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Its prompt grows until it ends, and what it has then is no prompt that decode would bring."""
-    scheduler, request = make(), new_request(TO_OFFER)
+def grows_until_it_ends(request: Any) -> None:
     request.resumable = True
+
+
+@pytest.mark.parametrize(
+    ("has_state", "change", "words"),
+    [
+        pytest.param(True, needs_its_last_token, "", id="the last token beside state"),
+        pytest.param(False, grows_until_it_ends, "it is resumable", id="a session"),
+    ],
+)
+def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Any], None],
+    words: str,
+    *,
+    has_state: bool,
+) -> None:
+    scheduler, request = make(has_state=has_state), new_request(TO_OFFER)
+    change(request)
     with caplog.at_level("INFO"):
         scheduler.on_new_request(request)
-    assert "is not offered: it is resumable" in caplog.text
-    assert not scheduler._prefill.awaited
+    assert f"is not offered: {words}" in caplog.text
+    assert request.num_prompt_tokens == NUM_TOKENS
+    assert compute(scheduler, request) == [], "no offer"
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     """As they are shown when they change."""
     scheduler = make()
-    offered, loaded = RequestId("offered"), with_ticket()
+    offered, loaded = new_request(TO_OFFER), with_ticket()
 
     def shown() -> dict[str, Any]:
         stats = scheduler.get_kv_connector_stats()
         return {} if stats is None else stats.reduce()
 
     assert shown() == {}
-    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
-    publish_offer(scheduler._prefill, offered)
+    scheduler.on_new_request(offered)
+    compute(scheduler, offered)
+    finish(scheduler, offered)
     scheduler.on_new_request(loaded)
     assert shown() == {"open_offers": 1, "open_loads": 1}
     assert shown() == {}
     report(scheduler, finished_recving={loaded.request_id})
     assert shown() == {"open_loads": 0}
-    report(scheduler, finished_sending={offered})
+    report(scheduler, finished_sending={offered.request_id})
     assert shown() == {"open_offers": 0}
 
 
 # --- two engines that prefill for each other
-
-
-TO_OFFER = {"do_remote_decode": True}
 
 
 def begin(scheduler: Scheduler, request: Any) -> None:
@@ -477,21 +488,30 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Ma
         return commands(scheduler)
 
     assert wait() + wait() == []  # there is no offer
-    offered = RequestId("offered")
-    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
-    publish_offer(scheduler._prefill, offered)
+    offered = new_request(TO_OFFER)
+    scheduler.on_new_request(offered)
+    compute(scheduler, offered)
+    finish(scheduler, offered)
     *_, last = wait() + wait()
     assert last == ReclaimBlocks(4)
-    report(scheduler, finished_sending={offered})
+    report(scheduler, finished_sending={offered.request_id})
     assert wait() + wait() == []
 
 
-def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
-    assert not make()._prefill._writes_late
-    config = recorded.vllm_config()
-    config.speculative_config = SimpleNamespace(use_eagle=lambda: False)
-    scheduler = Scheduler(config, recorded.kv_cache_config())
-    assert scheduler._prefill._writes_late
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(
+    make: Make, *, has_draft: bool
+) -> None:
+    def change(config: Any) -> None:
+        if has_draft:
+            config.speculative_config = SimpleNamespace(
+                use_eagle=lambda: False, uses_draft_kv_cache=lambda: False
+            )
+
+    scheduler, request = make(change=change), new_request(TO_OFFER)
+    scheduler.on_new_request(request)
+    (prepare,) = compute(scheduler, request)
+    assert prepare.is_written is not has_draft
 
 
 def test_what_draft_modules_look_ahead_is_computed_on_decode(
@@ -526,7 +546,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert list(ask(scheduler).ranks) == in_order
     scheduler.on_new_request(with_ticket())
     first, second = commands(scheduler)
-    assert first == SetEngine(EngineId("recorded"), tuple(rank.layout for rank in in_order))
+    assert first == SetEngine(EngineId("tiny"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
 
@@ -544,11 +564,11 @@ def test_a_draft_model_is_described_apart_from_the_model(
 
 def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
     scheduler = make()
-    before, port = ask(scheduler), scheduler._prefill.address.port  # type: ignore[union-attr]
+    before, port = ask(scheduler), offer(scheduler).port
     after = publish(scheduler)
     assert after.incarnation != before.incarnation
-    assert scheduler._prefill.address.port == port  # type: ignore[union-attr]
-    assert [type(command) for command in commands(scheduler)] == [SetEngine]
+    assert [type(command) for command in commands(scheduler)] == [SetEngine, PublishOffer]
+    assert offer(scheduler).port == port
 
 
 def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> None:
@@ -568,8 +588,8 @@ def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> Non
     after = ask(scheduler)
     assert list(after.ranks) == new
     assert after.incarnation != before.incarnation
-    assert scheduler._prefill.address.incarnation == after.incarnation  # type: ignore[union-attr]
     assert commands(scheduler) == []
+    assert offer(scheduler).incarnation == after.incarnation
 
 
 @pytest.fixture
@@ -588,7 +608,7 @@ def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
     address = scheduler._prefill.address
     assert address is not None
     assert address.port not in (0, taken_port)
-    assert ask(scheduler).engine == "recorded"
+    assert ask(scheduler).engine == "tiny"
     words = f"port {taken_port} (the default) is in use: serving this engine's description on port"
     assert f"{words} {address.port}" in caplog.messages
 
@@ -605,10 +625,11 @@ def test_an_engine_whose_port_was_taken_after_the_check_does_not_start(
 def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
     with socket.create_server((HOST, 0)) as server:
         free = server.getsockname()[1]
-    scheduler = make({"port": free - 1}, is_described=False)
-    scheduler._vllm_config.parallel_config.data_parallel_index = 1
-    publish(scheduler)
-    assert scheduler._prefill.address.port == free  # type: ignore[union-attr]
+
+    def change(config: Any) -> None:
+        config.parallel_config.data_parallel_index = 1
+
+    assert offer(make({"port": free - 1}, change=change)).port == free
 
 
 # --- configuration
@@ -635,30 +656,58 @@ def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
     assert said == ([] if role == "kv_producer" else [line])
 
 
-class _Made(Exception):  # noqa: N818 - no error
-    """Ends vLLM's constructor after what is looked at here."""
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_vllms_scheduler_looks_after_it_has_made_the_connector(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """Its own scheduler, with its own configuration, up to the line after the policy's."""
-    config = recorded.vllm_config(
-        {"port": 0, "on_load_failure": policy},
-        kv_connector="NixlKVConnector",
-        kv_connector_module_path="nixl_kv.connector",
+def test_vllms_scheduler_looks_after_it_has_made_the_connector(policy: str) -> None:
+    scheduler = vllms_scheduler(
+        kv_connector_extra_config={"port": 0, "on_load_failure": policy},
         kv_load_failure_policy="fail" if policy == "recompute" else "recompute",
     )
-    for name in ("uses_mrope", "is_encoder_decoder", "is_diffusion"):
-        setattr(config.model_config, name, False)
-    config.model_config.runner_type = "generate"
+    assert scheduler.vllm.recompute_kv_load_failures is (policy == "recompute")
 
-    def end(*_: object, **__: object) -> None:
-        raise _Made
 
-    monkeypatch.setattr(vllm_scheduler.EventPublisherFactory, "create", end)
-    scheduler = vllm_scheduler.Scheduler.__new__(vllm_scheduler.Scheduler)
-    with pytest.raises(_Made):
-        scheduler.__init__(config, recorded.kv_cache_config(), None, 32)  # type: ignore[misc, arg-type]
-    assert scheduler.recompute_kv_load_failures is (policy == "recompute")
+# --- vLLM's own scheduler
+
+
+def vllms_scheduler(num_blocks: int = 16, **transfer: Any) -> SteppedScheduler:
+    values = {"kv_connector": "NixlKVConnector", "kv_connector_module_path": "nixl_kv.connector"}
+    values |= {"kv_role": "kv_both", "kv_connector_extra_config": {"port": 0}} | transfer
+    config = make_config(KVTransferConfig(**values), num_blocks, caches_prefixes=False)
+    return SteppedScheduler(config)
+
+
+def test_a_preempted_request_is_offered_with_the_blocks_that_it_gets_at_last() -> None:
+    """It computes its prompt again from the first token; a request that is aborted has no offer."""
+    engine = vllms_scheduler(num_blocks=10)
+    engine.describe()
+    names = [RequestId(f"r{number}") for number in range(4)]
+    for number, name in enumerate(names):
+        prompt = [number] * (3 * BLOCK - 4)  # with its output, four blocks
+        engine.add(name, prompt, TO_OFFER, max_tokens=10)
+    reached = dict.fromkeys(names, 0)
+    prepared: dict[RequestId, list[PrepareOffer]] = {name: [] for name in names}
+    tables: dict[RequestId, list[int]] = {}
+    offered: set[str] = set()
+    for step in range(40):
+        output = engine.vllm.schedule()
+        reached |= dict.fromkeys(map(RequestId, output.preempted_req_ids or ()), 0)
+        scheduled = [RequestId(name) for name in output.num_scheduled_tokens]
+        for request, positions in progress(output, scheduled):
+            assert positions.start == reached[request]
+            reached[request] = positions.stop
+        tables |= {name: engine.blocks_of(name) for name in scheduled}
+        published: set[str] = set()
+        for command in output.kv_connector_metadata.commands:
+            if isinstance(command, PrepareOffer):
+                prepared[command.request].append(command)
+            elif isinstance(command, PublishOffer):
+                last = prepared[command.request][-1]
+                assert command.nonce == last.nonce
+                assert written_out(last.tables[0]) == tables[command.request][:3]
+                published.add(command.request)
+        if step == 1:
+            engine.vllm.finish_requests(names[0], RequestStatus.FINISHED_ABORTED)
+        engine.end(output, finished_sending=published)
+        offered |= published
+    engine.connector.shutdown()
+    assert offered == {*names[1:]}
+    assert [len(prepared[name]) for name in names] == [1, 1, 1, 2], "the last one was preempted"

@@ -1,6 +1,7 @@
 """What a load leaves in the last blocks that it fills."""
 
 import pytest
+import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -12,7 +13,6 @@ from vllm.v1.kv_cache_interface import (
 from nixl_kv.connector.worker import StaleTails
 from nixl_kv.geometry.layout import Table
 from nixl_kv.protocol.events import StartLoad
-from support.recorded_vllm import torch
 from support.records import D1
 
 ENTRIES = 4

@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
@@ -21,11 +22,10 @@ from nixl_kv.connector import kv_layout
 from nixl_kv.connector.kv_layout import Place, state_regions
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry import match
-from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Table
+from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.geometry.match import assign, holdings
 from nixl_kv.geometry.plan import plan
 from support.oracle import copy_pieces
-from support.recorded_vllm import torch
 
 ROWS, BLOCKS, PADDING = 3, 4, 64
 CONV, STATE = torch.bfloat16, torch.float32
@@ -37,8 +37,6 @@ Truth = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Model:
-    """One recurrent layer."""
-
     kind: str
     projections: Mapping[str, tuple[int, int]]
     """Of the convolution, in their order: units and channels of each."""
@@ -50,7 +48,6 @@ class Model:
     """How many of the state's first axis are one unit."""
 
     def shapes(self, tp: int, spare: int, by_channel: bool) -> list[tuple[int, ...]]:  # noqa: FBT001
-        """Of a rank's states."""
         channels = sum(
             number * size // (1 if name in self.copied else tp)
             for name, (number, size) in self.projections.items()
@@ -61,7 +58,6 @@ class Model:
         return [*shapes, (self.state[0] // tp, *self.state[1:])] if self.state else shapes
 
     def truth(self) -> Truth:
-        """Random bytes."""
         rng = np.random.default_rng(0)
         truth = {
             name: rng.integers(0, 256, (number, ROWS, size * CONV.itemsize), np.uint8)
@@ -126,19 +122,6 @@ def page_of(model: Model, truth: Truth, place: Place, *, spare: int, by_channel:
     return page
 
 
-def content(region: Region, head: int, block: int, memory: np.ndarray) -> list[bytes]:
-    """By the region's own formula: for each part its pieces."""
-    start = region.base - memory.ctypes.data + block * region.block_stride
-    start += region.head_offset(head)
-    return [
-        b"".join(
-            memory[start + part.offset + n * part.stride :][: part.length].tobytes()
-            for n in range(part.count)
-        )
-        for part in region.parts
-    ]
-
-
 def spec_of(model: Model, tp: int, *, spare: int, by_channel: bool) -> MambaSpec:
     shapes = model.shapes(tp, spare, by_channel)
     return MambaSpec(
@@ -153,36 +136,6 @@ def spec_of(model: Model, tp: int, *, spare: int, by_channel: bool) -> MambaSpec
 def layer_of(model: Model) -> Any:
     groups = model.projections.get("B", (0, 0))[0]
     return SimpleNamespace(norm=SimpleNamespace(n_groups=groups))
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["SD", "DS"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("spare", [0, 2], ids="{} spare rows".format)
-@pytest.mark.parametrize("model", MODELS)
-def test_all_ranks_together_have_each_unit_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, model: Model, tp: int, spare: int, *, by_channel: bool
-) -> None:
-    if model.kind == "MAMBA1" and spare:
-        pytest.skip("it has no rows for speculation")
-    monkeypatch.setattr(kv_layout, "is_conv_state_dim_first", lambda: by_channel)
-    truth, found = model.truth(), {name: set[int]() for name in model.truth()}
-    spec = spec_of(model, tp, spare=spare, by_channel=by_channel)
-    for rank in range(tp):
-        place = Place(rank, tp)
-        page = page_of(model, truth, place, spare=spare, by_channel=by_channel)
-        assert len(page) == spec.state_content_size_bytes
-        memory = torch.zeros(BLOCKS, len(page) + PADDING, dtype=torch.int8)
-        memory[2, : len(page)] = torch.frombuffer(bytearray(page), dtype=torch.int8)
-        view = memory[:, None, None, : len(page)]
-        flat = memory.view(-1).view(torch.uint8).numpy()
-        for region in state_regions("layers.0", view, spec, layer_of(model), place):
-            name = region.layer.removeprefix("layers.0 ")
-            for head in range(*region.heads):
-                assert content(region, head, 2, flat) == [
-                    row.tobytes() for row in truth[name][head]
-                ]
-                found[name].add(head)
-    assert found == {name: set(range(len(units))) for name, units in truth.items()}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -223,8 +176,6 @@ def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
         pytest.param(8192, Place(0, 1), 128, id="many"),
         pytest.param(1024, Place(3, 8), 128, id="the same, cut"),
         pytest.param(5120, Place(0, 1), 16, id="no power of two"),
-        pytest.param(640, Place(7, 8), 16, id="that, cut"),
-        pytest.param(30, Place(0, 1), 1, id="few"),
     ],
 )
 def test_engines_of_other_sizes_make_units_of_the_same_channels(
@@ -291,6 +242,7 @@ def sides(model: Model) -> st.SearchStrategy[Side]:
     )
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from([case.values[0] for case in MODELS]))

@@ -16,69 +16,8 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
 )
-from support import recorded_vllm as recorded
 from support.records import D1, NONCE, P1, PEER, read_done
-
-NAMES = [
-    "loads",
-    "loads_verified",
-    "load_failures",
-    "load_failures_denied",
-    "load_failures_lease_lost",
-    "load_failures_recalled",
-    "load_failures_unreachable",
-    "load_failures_incompatible",
-    "load_failures_late",
-    "load_failures_broken",
-    "load_failures_fenced",
-    "load_failures_corrupt",
-    "load_failures_internal",
-    "loads_dropped",
-    "tokens_loaded",
-    "bytes_read",
-    "descriptors",
-    "reads_direct",
-    "read_seconds_direct",
-    "reads_gather",
-    "read_seconds_gather",
-    "reads_staged",
-    "read_seconds_staged",
-    "staged_bytes_read_directly",
-    "chunks_packed",
-    "chunk_bytes",
-    "chunk_seconds",
-    "digests",
-    "digest_bytes",
-    "digest_seconds",
-    "offers",
-    "offers_read",
-    "offers_unclaimed",
-    "offers_not_needed",
-    "offers_aborted",
-    "offers_revoked",
-    "offers_expired",
-    "offers_lost",
-    "asks_denied",
-    "messages_dropped",
-    "peers_lost",
-    "peers_unreadable",
-    "joins",
-    "join_seconds",
-    "warm_ups",
-    "warm_up_seconds",
-    "agents_recycled",
-    "serving_restarts",
-    "agents_replaced",
-    "thread_restarts",
-    "tickets_refused",
-    "tickets_missing",
-]
-"""Dashboards know them: another name belongs into the changelog."""
-
-
-def test_the_counters_have_the_names_that_users_know() -> None:
-    assert list(COUNTERS) == NAMES
-    assert all(text.endswith(".") for text in COUNTERS.values())
+from support.vllm_objects import vllm_config
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.DROPPED])
@@ -214,7 +153,7 @@ def test_without_a_transfer_there_is_no_speed() -> None:
 
 def metrics(engines: int) -> PromMetrics:
     """As vLLM makes them, for several engines of one model, with two ranks each."""
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.world_size = 2
     kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     labels: dict[int, list[object]] = {number: ["tiny", str(number)] for number in range(engines)}
@@ -244,7 +183,7 @@ def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     prom.observe({"open_loads": 1}, 0)
     value = partial(shown, registry)
     assert [value("loads_total", engine) for engine in (0, 1)] == [1, 3]
-    assert all(value(f"{name}_total", 0) is not None for name in NAMES)
+    assert all(value(f"{name}_total", 0) is not None for name in COUNTERS)
     assert [value("open_loads", engine) for engine in (0, 1)] == [1, 0]
     assert value("transfer_seconds_count", 1) == 2
     assert value("transfer_seconds_bucket", 1, le="0.005") == 1

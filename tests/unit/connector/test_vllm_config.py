@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,7 +28,6 @@ from nixl_kv.connector.kv_layout import choose_interleave
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.vllm_config import (
     DRAFT_FACT,
-    REFUSALS,
     STATE_KINDS,
     check_supported,
     computed_on_decode,
@@ -41,7 +40,6 @@ from nixl_kv.connector.vllm_config import (
     pagings,
     parallel_shape,
     parse_config,
-    progress,
     prompt_of,
     required_layout,
     shorten,
@@ -54,11 +52,9 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Stripe
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import RequestId
-from support import recorded_vllm as recorded
-from support.recorded_vllm import Record, new_request, torch
+from support.vllm_objects import new_request, override, vllm_config
 
-ATTENTION: Record = {
+ATTENTION: dict[str, Any] = {
     "block_size": 32,
     "num_kv_heads": 2,
     "head_size": 64,
@@ -91,7 +87,6 @@ def cache_of(*specs: Any, **changed: Any) -> KVCacheConfig:
 
 
 def changing(path: str, value: Any) -> Callable[[VllmConfig], None]:
-    """Sets one attribute of a configuration."""
     *owners, name = path.split(".")
 
     def change(config: Any) -> None:
@@ -107,7 +102,7 @@ def unchanged(config: VllmConfig) -> None:
 
 
 def media(
-    *, gb: float = 0, is_prefix_cached: bool = False, is_supported: bool = True, **options: Any
+    *, gb: float = 0, is_prefix_cached: bool = False, **options: Any
 ) -> Callable[[VllmConfig], None]:
     """Makes the model one that takes images."""
 
@@ -115,7 +110,7 @@ def media(
         config.model_config.multimodal_config = MultiModalConfig(
             mm_processor_cache_gb=gb, **options
         )
-        config.model_config.supports_multimodal_inputs = is_supported
+        override(config, supports_multimodal_inputs=True)
         config.cache_config.enable_prefix_caching = is_prefix_cached
 
     return change
@@ -125,43 +120,23 @@ FULL = FullAttentionSpec(**ATTENTION)
 STATES = FullAttentionSpec(**ATTENTION)
 object.__setattr__(STATES, "tokens_per_state", 4)
 
-REFUSED = [
-    pytest.param(
-        changing("parallel_config.prefill_context_parallel_size", 2),
-        cache_of(FULL),
-        "prefill context parallelism",
-        id="prefill context parallelism",
-    ),
-    pytest.param(
+PCP = "parallel_config.prefill_context_parallel_size"
+EXPERTS = SimpleNamespace(enable_return_routed_experts=True)
+OTHER_STATES = cache_of(FULL, mamba("GDN_ATTN", 4))
+
+REFUSED: dict[str, tuple[Callable[[VllmConfig], None], KVCacheConfig]] = {
+    "prefill context parallelism": (changing(PCP, 2), cache_of(FULL)),
+    "a KV buffer on another device": (
         changing("kv_transfer_config.kv_buffer_device", "tpu"),
         cache_of(FULL),
-        "a KV buffer on another device",
-        id="buffer",
     ),
-    pytest.param(
-        changing("aux_output_config", SimpleNamespace(enable_return_routed_experts=True)),
-        cache_of(FULL),
-        "the experts of each token",
-        id="experts",
-    ),
-    pytest.param(
-        changing("model_config.enable_sleep_mode", True),  # noqa: FBT003 - a value
-        cache_of(FULL),
-        "sleep mode",
-        id="sleep mode",
-        marks=pytest.mark.skipif(has_sleep_hooks(), reason="this vLLM tells of it"),
-    ),
-    pytest.param(
-        media(), cache_of(FULL), "images, audio and video without content hashes", id="media"
-    ),
-    pytest.param(
-        unchanged,
-        cache_of(FULL, mamba("GDN_ATTN", 4)),
-        "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1",
-        id="more states",
-    ),
-    pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
-]
+    "the experts of each token": (changing("aux_output_config", EXPERTS), cache_of(FULL)),
+    "images, audio and video without content hashes": (media(), cache_of(FULL)),
+    "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1": (unchanged, OTHER_STATES),
+    "several tokens in one stored state": (unchanged, cache_of(STATES)),
+}
+if not has_sleep_hooks():
+    REFUSED["sleep mode"] = changing("model_config.enable_sleep_mode", True), cache_of(FULL)  # noqa: FBT003
 
 
 @pytest.mark.parametrize(
@@ -178,39 +153,23 @@ def test_other_platforms_are_refused(
         else pytest.raises(ConfigError, match="run the engine on NVIDIA or AMD GPUs")
     )
     with refused:
-        check_supported(recorded.vllm_config(), cache_of(FULL))
+        check_supported(vllm_config(), cache_of(FULL))
 
 
-@pytest.mark.parametrize(("change", "cache", "words"), REFUSED)
-def test_an_engine_that_cannot_be_served_is_refused_in_words(
-    change: Callable[[VllmConfig], None], cache: KVCacheConfig, words: str
-) -> None:
-    config = recorded.vllm_config()
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_engine_that_cannot_be_served_is_refused_in_words(words: str) -> None:
+    config, (change, cache) = vllm_config(), REFUSED[words]
     check_supported(config, cache_of(FULL))
     change(config)
     with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
         check_supported(config, cache)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(media(gb=4), id="the processor's cache"),
-        pytest.param(media(is_prefix_cached=True), id="prefix caching"),
-        pytest.param(media(is_supported=False), id="text alone"),
-    ],
-)
-def test_media_that_are_told_apart_are_served(change: Callable[[VllmConfig], None]) -> None:
-    config = recorded.vllm_config()
-    change(config)
-    check_supported(config, cache_of(FULL))
-
-
 @pytest.mark.parametrize("gb", [0, 4])
 @pytest.mark.parametrize("is_prefix_cached", [False, True])
 def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached: bool) -> None:
     """Its own renderer: what it gives to an image that comes without a name."""
-    config: Any = recorded.vllm_config()
+    config: Any = vllm_config()
     media(gb=gb, is_prefix_cached=is_prefix_cached)(config)
     renderer: Any = SimpleNamespace(
         model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
@@ -219,22 +178,12 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
     names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-7")
     assert bool(names) is counts_media(config)
     assert names in ({}, {"image": ["renderer0-mm-7-image-0"]})
-
-
-def test_each_refusal_has_a_test() -> None:
-    """But for those that need groups of vLLM's which are hard to make here, or have their own."""
-    shown = {str(case.values[2]) for case in REFUSED}
-    others = [text for text in REFUSALS if not any(text.startswith(one) for one in shown)]
-    assert [text.split(" than ")[0].split(" (")[0] for text in others] == [
-        "this platform: run the engine on NVIDIA or AMD GPUs or on CPU",
-        "several draft modules",
-        "cache groups in host memory",
-        "caches of kinds other",
-    ]
+    override(config, supports_multimodal_inputs=False)
+    assert not counts_media(config), "text alone"
 
 
 def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
-    config = recorded.vllm_config(kv_role="kv_producer")
+    config = vllm_config(kv_role="kv_producer")
     config.parallel_config.prefill_context_parallel_size = 2
     check_supported(config, cache_of(FULL))
     config.parallel_config.decode_context_parallel_size = 2
@@ -243,7 +192,7 @@ def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
 
 
 def test_all_that_is_refused_is_named_at_once() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = 2
     config.kv_transfer_config.kv_buffer_device = "tpu"
     with pytest.raises(ConfigError, match=r"prefill context parallelism.*; nor a KV buffer"):
@@ -255,34 +204,34 @@ def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
         """A later vLLM's."""
 
     with pytest.raises(ConfigError, match="than ChunkedLocalAttentionSpec, Full"):
-        check_supported(recorded.vllm_config(), cache_of(NewSpec(**ATTENTION)))
+        check_supported(vllm_config(), cache_of(NewSpec(**ATTENTION)))
 
 
 @pytest.mark.parametrize(("kind", "num_states"), STATE_KINDS.items())
 def test_recurrent_state_of_the_known_kinds_is_served(kind: str, num_states: int) -> None:
     cache = cache_of(FULL, mamba(kind, num_states))
-    check_supported(recorded.vllm_config(), cache)
-    assert pagings(recorded.vllm_config(), cache) == (Paging(0, 32, 0), StatePaging(1, 32))
+    check_supported(vllm_config(), cache)
+    assert pagings(vllm_config(), cache) == (Paging(0, 32, 0), StatePaging(1, 32))
 
 
 def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
     cache = cache_of(FULL, STATES, enable_kv_transfer=False)
-    check_supported(recorded.vllm_config(), cache)
-    assert pagings(recorded.vllm_config(), cache) == (Paging(0, 32, 0),)
+    check_supported(vllm_config(), cache)
+    assert pagings(vllm_config(), cache) == (Paging(0, 32, 0),)
 
 
 # --- the engine
 
 
 def test_the_operators_choices_are_parsed() -> None:
-    config = parse_config(recorded.vllm_config({"port": 7, "lease_s": 3}))
+    config = parse_config(vllm_config({"port": 7, "lease_s": 3}))
     assert (config.port, config.lease_s) == (7, 3.0)
     with pytest.raises(ConfigError, match="unknown key 'prot'"):
-        parse_config(recorded.vllm_config({"prot": 7}))
+        parse_config(vllm_config({"prot": 7}))
 
 
 def test_the_models_facts_are_those_of_its_configuration() -> None:
-    facts = model_facts(recorded.vllm_config())
+    facts = model_facts(vllm_config())
     assert {name: facts[name] for name in facts if name != "config digest"} == {
         "model_type": "qwen3",
         "vocab_size": "4099",
@@ -310,7 +259,7 @@ def test_the_models_facts_are_those_of_its_configuration() -> None:
 def test_the_rest_of_the_configuration_is_compared_by_a_digest(
     name: str, value: object, *, is_same: bool
 ) -> None:
-    config, other = recorded.vllm_config(), recorded.vllm_config()
+    config, other = vllm_config(), vllm_config()
     values = other.model_config.hf_text_config.to_dict() | {name: value}
     other.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     assert (model_facts(config) == model_facts(other)) is is_same
@@ -324,17 +273,17 @@ def test_the_rest_of_the_configuration_is_compared_by_a_digest(
         pytest.param({"text_config": {"_name_or_path": "/copy"}}, True, id="another folder"),
     ],
 )
-def test_so_is_what_is_around_the_text_model(outer: Record, *, is_same: bool) -> None:
-    config, other = recorded.vllm_config(), recorded.vllm_config()
+def test_so_is_what_is_around_the_text_model(outer: dict[str, Any], *, is_same: bool) -> None:
+    config, other = vllm_config(), vllm_config()
     for each, values in (config, {"vision_config": {}, "text_config": {}}), (other, outer):
-        whole: Record = {"vision_config": {}, "text_config": {}} | values
+        whole: dict[str, Any] = {"vision_config": {}, "text_config": {}} | values
         each.model_config.hf_config = SimpleNamespace(to_dict=lambda whole=whole: whole)
     assert (model_facts(config) == model_facts(other)) is is_same
 
 
 def new_facts(change: Callable[[Any], None]) -> dict[str, str]:
     """Those that a change of the configuration adds."""
-    config = recorded.vllm_config()
+    config = vllm_config()
     before = model_facts(config)
     change(config)
     return {name: text for name, text in model_facts(config).items() if name not in before}
@@ -373,7 +322,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     ],
 )
 def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
-    text: Record, max_model_len: int, expected: dict[str, str]
+    text: dict[str, Any], max_model_len: int, expected: dict[str, str]
 ) -> None:
     def change(config: Any) -> None:
         with_text(**text)(config)
@@ -400,7 +349,9 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
         pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit"),
     ],
 )
-def test_what_an_engine_makes_of_media_is_a_fact(options: Record, changed: dict[str, str]) -> None:
+def test_what_an_engine_makes_of_media_is_a_fact(
+    options: dict[str, Any], changed: dict[str, str]
+) -> None:
     assert (
         new_facts(media(gb=4, **options))
         == {
@@ -436,9 +387,9 @@ def with_draft(
 
 
 def draft_facts_of(change: Callable[[Any], None]) -> dict[str, str]:
-    config = recorded.vllm_config()
+    config = vllm_config()
     change(config)
-    assert model_facts(config) == model_facts(recorded.vllm_config())  # a reader may lack these
+    assert model_facts(config) == model_facts(vllm_config())  # a reader may lack these
     return draft_facts(config)
 
 
@@ -459,10 +410,6 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
     assert draft_facts_of(with_draft(method, max_position_embeddings=20)) == found
     others = draft_facts_of(with_draft(method, num_hidden_layers=2))
     assert (others != found) is has_layers
-
-
-def test_an_engine_without_speculation_has_no_draft() -> None:
-    assert draft_facts(recorded.vllm_config()) == {}
 
 
 @pytest.mark.parametrize(
@@ -492,7 +439,7 @@ def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted(
 def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     method: str, tokens: int, modules: int, computed: int
 ) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     assert computed_on_decode(config) == 1
     with_draft(method, tokens=tokens, modules=modules)(config)
     assert computed_on_decode(config) == computed
@@ -512,7 +459,7 @@ def test_several_draft_modules_beside_state_are_refused_on_decode(
     role: str, modules: int, spec: Any, *, is_refused: bool
 ) -> None:
     """It would need the state before the tokens that it computes."""
-    config = recorded.vllm_config(kv_role=role)
+    config = vllm_config(kv_role=role)
     with_draft("mtp", modules=modules)(config)
     cache = cache_of(FULL, spec)
     if not is_refused:
@@ -537,7 +484,7 @@ def test_several_draft_modules_beside_state_are_refused_on_decode(
 def test_layers_of_a_draft_model_are_known_by_mark_or_name(
     layer: str, *, is_marked: bool, is_draft: bool
 ) -> None:
-    config: Any = recorded.vllm_config()
+    config: Any = vllm_config()
     config.model_config.model_arch_config.total_num_hidden_layers = 2
     module = SimpleNamespace(is_draft_layer=is_marked)
     config.compilation_config.static_forward_context = {layer: module}
@@ -557,78 +504,45 @@ def test_a_fact_that_is_long_is_compared_by_a_digest() -> None:
 
 
 def test_of_several_served_names_the_first_one_counts() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.model_config.served_model_name = ["first", "second"]
     assert model_facts(config)["served_model_name"] == "first"
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_cuda", "use_mla", "backend", "block_size", "expected"),
+    ("expected", "changed"),
     [
-        pytest.param("LBNHC", False, False, None, 16, "LBNHC", id="the operator's"),
-        pytest.param("auto", False, False, "FLASH_ATTN", 16, None, id="CPU"),
-        pytest.param("auto", True, True, "FLASH_ATTN", 16, None, id="MLA"),
-        pytest.param("auto", True, False, "FLASH_ATTN", 256, "BHLNC", id="FlashAttention"),
-        pytest.param("auto", True, False, "FLASHINFER", 64, "BHLNC", id="FlashInfer"),
-        pytest.param("auto", True, False, "FLASHINFER", 128, None, id="FlashInfer, large blocks"),
-        pytest.param("auto", True, False, "TRITON_ATTN", 16, None, id="not known"),
-        pytest.param("auto", True, False, None, 16, "BHLNC", id="Hopper's default"),
+        pytest.param("LBNHC", {"layout": "LBNHC", "is_cuda": False}, id="the operator's"),
+        pytest.param("BHLNC", {}, id="Hopper's default"),
+        pytest.param("BHLNC", {"backend": "FLASH_ATTN", "block_size": 256}, id="FlashAttention"),
+        pytest.param("BHLNC", {"backend": "FLASHINFER", "block_size": 64}, id="FlashInfer"),
+        pytest.param(None, {"backend": "FLASHINFER", "block_size": 128}, id="large blocks"),
+        pytest.param(None, {"backend": "TRITON_ATTN"}, id="an unknown backend"),
+        pytest.param(None, {"is_cuda": False, "backend": "FLASH_ATTN"}, id="CPU"),
+        pytest.param(None, {"use_mla": True, "backend": "FLASH_ATTN"}, id="MLA"),
+        pytest.param(None, {"major": None}, id="a default that is not known"),
+        pytest.param(None, {"major": 10}, id="Blackwell"),
+        pytest.param(None, {"cache_dtype": "nvfp4", "backend": "FLASHINFER"}, id="a packed cache"),
+        pytest.param(None, {"is_hybrid": True}, id="pages of several kinds"),
     ],
 )
 def test_the_packed_layout_is_asked_for_where_it_is_known_good(
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    backend: str | None,
-    block_size: int,
-    expected: str | None,
-    *,
-    is_cuda: bool,
-    use_mla: bool,
+    monkeypatch: pytest.MonkeyPatch, expected: str | None, changed: dict[str, Any]
 ) -> None:
+    given = {"layout": "auto", "is_cuda": True, "major": 9, "backend": None, "block_size": 16}
+    given |= {"use_mla": False, "is_hybrid": False, "cache_dtype": "auto"} | changed
+    capability = given["major"] and SimpleNamespace(major=given["major"])
     platform = SimpleNamespace(
-        is_cuda=lambda: is_cuda, get_device_capability=lambda: SimpleNamespace(major=9)
+        is_cuda=lambda: given["is_cuda"], get_device_capability=lambda: capability
     )
     monkeypatch.setattr(module, "current_platform", platform)
-    config = recorded.vllm_config({"layout": layout})
-    config.model_config.use_mla = use_mla
-    config.cache_config.block_size = block_size
-    config.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+    config: Any = vllm_config({"layout": given["layout"]})
+    override(config, use_mla=given["use_mla"], is_hybrid=given["is_hybrid"])
+    config.cache_config.block_size = given["block_size"]
+    config.cache_config.cache_dtype = given["cache_dtype"]
+    backend = given["backend"] and SimpleNamespace(name=given["backend"])
+    config.attention_config = SimpleNamespace(backend=backend)
     assert required_layout(config) == expected
-
-
-@pytest.mark.parametrize("capability", [None, SimpleNamespace(major=10)], ids=["none", "Blackwell"])
-def test_vllm_chooses_where_its_default_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, capability: object
-) -> None:
-    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = recorded.vllm_config()
-    config.attention_config = SimpleNamespace(backend=None)
-    assert required_layout(config) is None
-
-
-def test_a_packed_cache_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = SimpleNamespace(
-        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
-    )
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = recorded.vllm_config()
-    config.attention_config = SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))
-    assert required_layout(config) == "BHLNC"
-    config.cache_config.cache_dtype = "nvfp4"
-    assert required_layout(config) is None
-
-
-def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = SimpleNamespace(
-        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
-    )
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = recorded.vllm_config()
-    config.attention_config = SimpleNamespace(backend=None)
-    assert required_layout(config) == "BHLNC"
-    config.model_config.is_hybrid = True
-    assert required_layout(config) is None
 
 
 @pytest.mark.parametrize(
@@ -641,7 +555,9 @@ def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.Monkey
         pytest.param({}, "", id="any other"),
     ],
 )
-def test_a_request_that_needs_its_last_token_computes_it(change: Record, words: str) -> None:
+def test_a_request_that_needs_its_last_token_computes_it(
+    change: dict[str, Any], words: str
+) -> None:
     request = new_request(num_tokens=change.get("num_tokens", 100))
     if change.get("skip"):
         request.sampling_params.skip_reading_prefix_cache = True
@@ -665,7 +581,7 @@ def test_a_shortened_request_has_no_last_token() -> None:
 
 
 def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.tensor_parallel_size = 4
     config.parallel_config.pipeline_parallel_size = 2
     for name, rank in (("get_pp_group", 1), ("get_tp_group", 3)):
@@ -692,7 +608,7 @@ def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
     assert window(spec) == tokens
-    assert pagings(recorded.vllm_config(), cache_of(spec)) == (Paging(0, 32, tokens),)
+    assert pagings(vllm_config(), cache_of(spec)) == (Paging(0, 32, tokens),)
 
 
 # --- tokens that are divided among ranks
@@ -701,7 +617,7 @@ REPLICATED = replace(FULL, dcp_sharded=False)
 
 
 def divided(number: int = 2, width: int = 1) -> Any:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.decode_context_parallel_size = number
     config.parallel_config.cp_kv_cache_interleave_size = width
     config.parallel_config._allow_auto_resolve_cp_interleave_size = True
@@ -719,7 +635,7 @@ def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_has_a_stripe_of_what_is_divided() -> None:
     assert stripe(divided(width=16), FULL) == Stripe(2, 1, 16)
     assert stripe(divided(), REPLICATED) == stripe(divided(), mamba("GDN_ATTN", 2)) == Stripe()
-    assert stripe(recorded.vllm_config(), FULL) == Stripe()
+    assert stripe(vllm_config(), FULL) == Stripe()
 
 
 @pytest.mark.usefixtures("second_rank")
@@ -780,7 +696,7 @@ def test_without_division_nothing_is_chosen() -> None:
 @pytest.mark.usefixtures("second_rank")
 @pytest.mark.parametrize(("number", "expected"), [(1, False), (2, True)])
 def test_workers_that_compute_a_prompt_together_are_copies(number: int, *, expected: bool) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = number
     assert is_copy(config) is expected
 
@@ -795,7 +711,7 @@ def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on() -> None:
     assert (prompt.token_ids, prompt.extras) == ([0, 1, 2], ())
 
 
-EXTRAS: list[tuple[str, Record, tuple[bytes, ...]]] = [
+EXTRAS: list[tuple[str, dict[str, Any], tuple[bytes, ...]]] = [
     ("adapter", {"lora_request": SimpleNamespace(lora_name="a")}, (b"loraa",)),
     ("salt", {"cache_salt": "s"}, (b"salts",)),
     (
@@ -817,7 +733,7 @@ EXTRAS: list[tuple[str, Record, tuple[bytes, ...]]] = [
     ("changed", "extras"), [pytest.param(*case[1:], id=case[0]) for case in EXTRAS]
 )
 def test_each_thing_that_the_kv_depends_on_is_hashed(
-    changed: Record, extras: tuple[bytes, ...]
+    changed: dict[str, Any], extras: tuple[bytes, ...]
 ) -> None:
     request: Any = new_request()
     for name, value in changed.items():
@@ -837,7 +753,7 @@ def test_each_thing_that_the_kv_depends_on_is_hashed(
 )
 def test_only_a_complete_prompt_is_offered(status: str, computed: int, reason: str) -> None:
     request: Any = new_request()
-    recorded.update(request, {"status": status, "num_computed_tokens": computed})
+    request.status, request.num_computed_tokens = RequestStatus[status], computed
     assert why_not_offered(request) == reason
 
 
@@ -849,33 +765,3 @@ def test_no_other_end_of_a_request_is_good() -> None:
     for request.status in RequestStatus:
         good += [] if why_not_offered(request) else [request.status.name]
     assert good == ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
-
-
-# --- steps
-
-
-def recorded_steps() -> list[SchedulerOutput]:
-    calls = recorded.recorded("scheduler")
-    return [recorded.output_of(c["output"]) for c in calls if c["hook"] == "build_connector_meta"]
-
-
-def test_progress_is_that_of_new_running_and_resumed_requests() -> None:
-    """Each request computes its prompt from the first token to the last, also after preemption."""
-    reached: dict[str, int] = {}
-    preempted = resumed = 0
-    for output in recorded_steps():
-        for request in output.preempted_req_ids or ():
-            reached[request] = 0
-            preempted += 1
-        resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
-        scheduled = set(map(RequestId, output.num_scheduled_tokens))
-        steps = list(progress(output, scheduled))
-        assert {request for request, _ in steps} == scheduled
-        for request in scheduled:
-            assert list(progress(output, {request})) == [s for s in steps if s[0] == request]
-        for request, positions in steps:
-            is_loaded = positions.start == 99 and request not in reached
-            assert is_loaded or positions.start == reached.get(request, 0)
-            assert len(positions) == output.num_scheduled_tokens[request]
-            reached[request] = positions.stop
-    assert preempted == resumed > 0

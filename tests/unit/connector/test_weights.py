@@ -8,12 +8,10 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.vllm_config import prompt_of
-from nixl_kv.connector.worker import HandshakeMetadata, Worker
-from nixl_kv.ids import EngineId, Incarnation, RequestId, new_nonce
+from nixl_kv.connector.worker import Worker
+from nixl_kv.ids import Incarnation, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -23,10 +21,9 @@ from nixl_kv.protocol.events import (
     ReclaimBlocks,
     WithdrawOffer,
 )
-from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
-from support.records import hex32, rank_description
-from support.vllm_scheduler import make_config, make_request, make_scheduler
+from support.records import hex32, ticket_for
+from support.vllm_scheduler import SteppedScheduler, make_config
 
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
@@ -35,7 +32,7 @@ WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 LIFE: Final = Incarnation(hex32(0x11FE))
 
 
-class Engine:
+class Engine(SteppedScheduler):
     """One engine: vLLM's scheduler with this connector."""
 
     def __init__(self, role: str, *, is_async: bool = False, **extra: Any) -> None:
@@ -45,12 +42,8 @@ class Engine:
             kv_role=role,
             kv_connector_extra_config={"port": 0, **extra},
         )
-        config = make_config(transfer, NUM_BLOCKS, is_async=is_async, max_num_seqs=1)
-        self.vllm = make_scheduler(config)
-        self.connector: Any = self.vllm.connector
-        described = HandshakeMetadata(encode(rank_description(incarnation=LIFE)))
-        self.handshake = {(0, 0): described}
-        self.connector.set_xfer_handshake_metadata_pp_aware(self.handshake)
+        super().__init__(make_config(transfer, NUM_BLOCKS, is_async=is_async, max_num_seqs=1))
+        self.describe(LIFE)
         assert kinds(self.step()) == ["SetEngine"]
 
     @property
@@ -59,38 +52,21 @@ class Engine:
         cached = self.vllm.kv_cache_manager.block_pool.cached_block_hash_to_block
         return len(cached)
 
-    def add(
+    def request(
         self, name: str, params: object = None, *, first: int = 0, n: int = PROMPT, out: int = 1
     ) -> Request:
-        request = make_request(name, range(first, first + n), params, max_tokens=out)
-        self.vllm.add_request(request)
-        return request
+        return self.add(name, range(first, first + n), params, max_tokens=out)
 
     def schedule(self) -> tuple[SchedulerOutput, list[Command]]:
         output = self.vllm.schedule()
         return output, list(output.kv_connector_metadata.commands)
 
-    def end(self, output: SchedulerOutput, **transferred: set[str]) -> list[Any]:
+    def end(self, output: SchedulerOutput, **reported: Any) -> list[Any]:
         """The step's outputs, with what the workers report."""
-        names = list(output.num_scheduled_tokens)
-        reported = {key: set(names) for key, names in transferred.items()}
         for request in output.kv_connector_metadata.failed:
             for key in ("finished_recving", "failed_recving"):
-                reported.setdefault(key, set()).add(request)
-        result = EMPTY_MODEL_RUNNER_OUTPUT
-        if names or reported:
-            result = ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: place for place, name in enumerate(names)},
-                sampled_token_ids=[[7] * self._is_computed(name) for name in names],
-                kv_connector_output=KVConnectorOutput(**reported) if reported else None,
-            )
-        clients = self.vllm.update_from_output(output, result)
-        return [one for client in clients.values() for one in client.outputs]
-
-    def _is_computed(self, name: str) -> bool:
-        request = self.vllm.requests.get(name)
-        return request is not None and request.num_computed_tokens >= request.num_tokens
+                reported[key] = reported.get(key, set()) | {request}
+        return super().end(output, **reported)
 
     def step(self, **transferred: set[str]) -> list[Command]:
         output, commands = self.schedule()
@@ -103,20 +79,10 @@ class Engine:
 
     def ticket(self, *, first: int = 0, **changed: Any) -> dict[str, Any]:
         """For the prompt of `add`."""
-        nonce = new_nonce()
-        tokens = list(range(first, first + PROMPT))
-        values: dict[str, Any] = {
-            "engine": EngineId("prefill"),
-            "host": "127.0.0.1",
-            "port": 5600,
-            "incarnation": LIFE,
-            "nonce": nonce,
-            "num_tokens": PROMPT,
-            "context": prompt_of(make_request("any", tokens)).context(nonce),
-            "epoch": 0,
-            "weights": "",
-        }
-        return self.connector._trust.seal(Ticket(**values | changed))
+        tokens = range(first, first + PROMPT)
+        ticket = ticket_for(tokens, new_nonce(), **{"incarnation": LIFE, **changed})
+        params: dict[str, Any] = self.connector._trust.seal(ticket)
+        return params
 
 
 Make = Callable[..., Engine]
@@ -160,14 +126,14 @@ def end_weights(engine: Engine, how: str) -> None:
 def test_a_pause_for_new_weights_ends_what_was_asked_for(make: Make) -> None:
     """As `pause_generation("keep")` does: no step is made from the pause to the resumption."""
     decode = make("kv_consumer")
-    decode.add("running", first=3000, n=40, out=400)
+    decode.request("running", first=3000, n=40, out=400)
     decode.step()
-    asked = decode.add("asked", decode.ticket())
+    asked = decode.request("asked", decode.ticket())
     assert kinds(decode.step()) == ["PrepareLoad"]
 
     decode.vllm.set_pause_state(PauseState.PAUSED_ALL)
     assert decode.vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    late = decode.add("late", decode.ticket(first=1000), first=1000)
+    late = decode.request("late", decode.ticket(first=1000), first=1000)
     decode.vllm.set_pause_state(PauseState.UNPAUSED)
     decode.vllm.finish_requests(["running"], RequestStatus.FINISHED_ABORTED)
 
@@ -185,9 +151,9 @@ def test_a_pause_for_new_weights_ends_what_was_asked_for(make: Make) -> None:
 @pytest.mark.parametrize("how", RESETS)
 def test_a_load_that_was_asked_for_never_starts(make: Make, how: str) -> None:
     decode = make("kv_consumer")
-    decode.add("running", first=3000, n=40, out=2)
+    decode.request("running", first=3000, n=40, out=2)
     output, _ = decode.schedule()
-    decode.add("asked", decode.ticket())
+    decode.request("asked", decode.ticket())
     decode.end(output)
     assert kinds(decode.step()) == ["PrepareLoad"]
     end_weights(decode, how)
@@ -204,7 +170,7 @@ def test_a_load_under_way_is_computed_again(
 ) -> None:
     """Whatever the workers report, or have reported: vLLM hears of one end, and it is a failure."""
     decode = make("kv_consumer", is_async=is_async)
-    request = decode.add("d", decode.ticket())
+    request = decode.request("d", decode.ticket())
     started = decode.step()
     assert kinds(started) == ["PrepareLoad", "StartLoad"]
     on_its_way, _ = decode.schedule()
@@ -238,8 +204,7 @@ def test_a_load_under_way_is_computed_again(
 def test_a_load_that_is_held_back_may_be_aborted(make: Make) -> None:
     """Its blocks are free once it has been reported, once."""
     decode = make("kv_consumer")
-    idle = decode.vllm.kv_cache_manager.block_pool.get_num_free_blocks()
-    decode.add("d", decode.ticket())
+    decode.request("d", decode.ticket())
     decode.step()
     assert decode.connector.reset_cache()
     decode.step(finished_recving={"d"})
@@ -247,14 +212,14 @@ def test_a_load_that_is_held_back_may_be_aborted(make: Make) -> None:
     assert "d" in decode.vllm.requests
     decode.step()
     assert not decode.vllm.requests
-    assert decode.vllm.kv_cache_manager.block_pool.get_num_free_blocks() == idle
+    assert decode.free_blocks == decode.idle
     assert decode.num_cached == 0
 
 
 def test_the_worker_reports_what_was_held_back(make: Make) -> None:
     """With the step that says so; vLLM takes one report of each worker."""
     decode = make("kv_consumer")
-    decode.add("d", decode.ticket())
+    decode.request("d", decode.ticket())
     decode.step()
     assert decode.connector.reset_cache()
     decode.step(finished_recving={"d"})
@@ -271,19 +236,19 @@ def test_tickets_of_before_are_refused_until_prefill_resets_too(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode = make("kv_consumer")
-    decode.add("met", decode.ticket(epoch=1))
+    decode.request("met", decode.ticket(epoch=1))
     decode.step()
     assert decode.connector.reset_cache()
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.add("old", decode.ticket(epoch=1))
-        decode.add("older", decode.ticket(epoch=0))
+        decode.request("old", decode.ticket(epoch=1))
+        decode.request("older", decode.ticket(epoch=0))
     assert warned(caplog) == [
         f"request {name} is computed here: kv_transfer_params: epoch is {epoch}, from before this "
         "engine's cache was reset; reset the cache of prefill engine 'prefill' as well"
         for name, epoch in (("old", 1), ("older", 0))
     ]
-    decode.add("new", decode.ticket(epoch=2))
-    decode.add("other", decode.ticket(incarnation=Incarnation(hex32(0x22))))
+    decode.request("new", decode.ticket(epoch=2))
+    decode.request("other", decode.ticket(incarnation=Incarnation(hex32(0x22))))
     commands = decode.step()
     prepared = [one.request for one in commands if isinstance(one, PrepareLoad)]
     given_back = [one.request for one in commands if isinstance(one, CancelLoad)]
@@ -293,11 +258,11 @@ def test_tickets_of_before_are_refused_until_prefill_resets_too(
 def test_an_engine_that_wakes_up_takes_tickets_again(make: Make) -> None:
     """vLLM 0.33 resets caches before each sleep, also if the weights stay."""
     decode = make("kv_consumer")
-    decode.add("met", decode.ticket())
+    decode.request("met", decode.ticket())
     decode.step()
     assert decode.connector.reset_cache()
-    decode.connector.set_xfer_handshake_metadata_pp_aware(decode.handshake)
-    decode.add("new", decode.ticket())
+    decode.describe(LIFE)
+    decode.request("new", decode.ticket())
     assert "PrepareLoad" in kinds(decode.step())
 
 
@@ -312,7 +277,7 @@ def test_other_weights_are_not_read(
     decode = make("kv_consumer", weights=ours)
     ticket = decode.ticket(weights=theirs)
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.add("d", ticket)
+        decode.request("d", ticket)
     output, commands = decode.schedule()
     if is_read:
         assert kinds(commands) == ["PrepareLoad", "StartLoad"]
@@ -343,7 +308,7 @@ def test_a_label_that_comes_while_blocks_are_found_ends_the_load(
         decode.set_label("8")
         return allocate(*arguments, **named)
 
-    decode.add("d", decode.ticket())
+    decode.request("d", decode.ticket())
     monkeypatch.setattr(manager, "allocate_slots", and_set)
     commands = decode.step()
     assert kinds(commands) == ["PrepareLoad", "StartLoad", "CancelLoad"]
@@ -357,7 +322,7 @@ def test_a_label_that_comes_while_blocks_are_found_ends_the_load(
 
 def offered(engine: Engine, name: str = "p") -> Ticket:
     """A prompt is computed, and its ticket is out."""
-    engine.add(name, WANT_TICKET)
+    engine.request(name, WANT_TICKET)
     output, commands = engine.schedule()
     assert "PrepareOffer" in kinds(commands)
     (finished,) = engine.end(output)
@@ -407,7 +372,7 @@ def test_a_reset_while_a_pause_waits_for_offers_ends_it(make: Make) -> None:
 def test_a_prompt_that_is_half_computed_is_not_offered(make: Make, how: str) -> None:
     """It has KV of both weights. vLLM has said that the reset failed, and goes on with it."""
     prefill = make("kv_producer")
-    prefill.add("p", WANT_TICKET, n=300)
+    prefill.request("p", WANT_TICKET, n=300)
     prefill.step()
     end_weights(prefill, how)
     output, commands = prefill.schedule()
@@ -422,7 +387,7 @@ def test_a_prompt_that_is_half_computed_is_not_offered(make: Make, how: str) -> 
 def test_a_prompt_that_finishes_with_a_new_label_is_not_offered(make: Make) -> None:
     """It was computed before, and its output comes after."""
     prefill = make("kv_producer")
-    prefill.add("p", WANT_TICKET)
+    prefill.request("p", WANT_TICKET)
     output, (prepare,) = prefill.schedule()
     assert isinstance(prepare, PrepareOffer)
     prefill.set_label("step 8")
@@ -435,7 +400,7 @@ def test_a_prompt_that_finishes_with_a_new_label_is_not_offered(make: Make) -> N
 def test_a_prompt_that_is_computed_anew_is_offered(make: Make) -> None:
     """The pause took its blocks away."""
     prefill = make("kv_producer")
-    prefill.add("p", WANT_TICKET, n=300)
+    prefill.request("p", WANT_TICKET, n=300)
     prefill.step()
     prefill.vllm.set_pause_state(PauseState.PAUSED_ALL)
     assert prefill.vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

@@ -23,7 +23,7 @@ from nixl_kv.connector.paging import Pins, RequestBlocks
 from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
-from support.tables import written_out
+from support.records import written_out
 from support.vllm_scheduler import make_config
 
 try:
@@ -191,30 +191,6 @@ def test_all_that_decode_wants_of_a_window_is_offered(
         for engine in (prefill, decode):
             assert engine.free() == engine.idle, prompt
             assert engine.manager.reset_prefix_cache()
-
-
-def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
-    """Why there are pins: of 79 tokens vLLM itself keeps 1 to 4 of 5 blocks, decode wants all."""
-    engine = Engine(vllm_config, sliding(16, 64))
-    engine.manager.allocate_slots(engine.request(79), 79)
-    engine.manager.remove_skipped_blocks(P, 79, 79)
-    kept = engine.manager.get_block_ids_for_computed_tokens(P, 79)[WINDOW]
-    wanted = Engine(vllm_config, sliding(16, 64)).wanted(79)
-    assert [bool(block) for block in kept] == [False, True, True, True, True]
-    assert all(wanted)
-
-
-def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config, sliding(16, 64))
-    blocks = blocks_of(engine)
-    pins: Pins = {}
-    blocks.bind(engine.manager, lambda _: blocks.unpin(pins))
-    request = engine.request(100)
-    engine.manager.allocate_slots(request, 100)
-    blocks.pin(P, 100, pins)
-    engine.manager.free(request)
-    assert engine.free() == engine.idle
-    assert pins == {}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -22,31 +22,18 @@ from nixl_kv.connector.worker import (
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
-from nixl_kv.protocol.events import (
-    Counts,
-    Failure,
-    FailureKind,
-    LoadEnded,
-    NewLife,
-    OfferEnd,
-    OfferEnded,
-    PrepareOffer,
-    PublishOffer,
-)
+from nixl_kv.protocol.events import Counts, LoadEnded, NewLife, PrepareOffer, PublishOffer
 from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
-from support import recorded_vllm as recorded
 from support.polling import wait_until
 from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_offer, start_load
+from support.vllm_objects import empty_output, kv_cache_config, kv_caches, vllm_config
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
 
-LATE = Failure(FailureKind.LATE, "late")
-
-
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    worker = Worker(recorded.vllm_config(), recorded.kv_cache_config())
+    worker = Worker(vllm_config(), kv_cache_config())
     yield worker
     worker.unregister_kv_caches()
 
@@ -62,7 +49,7 @@ def described(worker: Worker) -> RankDescription:
 
 def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
     assert worker.get_handshake_metadata() is None
-    caches = recorded.kv_caches()
+    caches = kv_caches()
     worker.register_kv_caches(caches)
     rank = described(worker)
     assert rank.endpoint.startswith("tcp://127.0.0.1:")
@@ -72,19 +59,8 @@ def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None
     assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
 
 
-def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
-    caches = recorded.kv_caches()
-    worker.register_kv_caches(caches)
-    before, transports = described(worker), set(fabric.transports)
-    worker.register_kv_caches(caches)
-    after = described(worker)
-    assert after.incarnation != before.incarnation
-    assert after.agent != before.agent
-    assert not transports & set(fabric.transports), "the former life has ended"
-
-
 def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     assert worker.build_connector_worker_meta() is None
     new = replace(described(worker), incarnation=new_incarnation())
     assert worker._engine is not None
@@ -99,12 +75,12 @@ def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) ->
 
 def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
     """An idle engine makes no step, so the sleep comes before the scheduler hears of it."""
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     new = replace(described(worker), incarnation=new_incarnation())
     assert worker._engine is not None
     worker._engine._results.append(NewLife(new))
     worker.unregister_kv_caches()
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     after = described(worker)
     worker.get_transfer_results(set())
     assert worker.build_connector_worker_meta() is None
@@ -112,7 +88,7 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
 
 
 def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     assert worker._engine is not None
     worker._engine._results.append(Counts({"unreadable": 1}))
     worker.get_transfer_results(set())
@@ -121,13 +97,6 @@ def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     worker.restore_kv_caches()
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 0}
-
-
-def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
-    worker.register_kv_caches(recorded.kv_caches())
-    worker.unregister_kv_caches()
-    worker.unregister_kv_caches()
-    assert fabric.transports == {}
 
 
 def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) -> None:
@@ -142,7 +111,7 @@ def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) 
 
 
 def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     engine, order = worker._engine, []
     assert engine is not None
     engine.submit = lambda commands: order.append(("submit", [*commands]))  # type: ignore[method-assign]
@@ -154,10 +123,10 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
 @pytest.mark.usefixtures("second_copy")
 def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
     """vLLM waits for a report of each worker before it takes the blocks back."""
-    config = recorded.vllm_config(kv_role="kv_producer")
+    config = vllm_config(kv_role="kv_producer")
     config.parallel_config.prefill_context_parallel_size = 2
-    worker = Worker(config, recorded.kv_cache_config())
-    worker.register_kv_caches(recorded.kv_caches())
+    worker = Worker(config, kv_cache_config())
+    worker.register_kv_caches(kv_caches())
     assert worker.get_handshake_metadata() is None
     worker.bind_connector_metadata(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
     assert worker.get_transfer_results(set()).finished_sending == {P1}
@@ -172,7 +141,7 @@ def second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
@@ -195,7 +164,7 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """vLLM refuses to sleep; the load is reported when nothing can write any longer."""
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     first = described(worker)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
@@ -225,10 +194,10 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match="decode context parallelism"):
-        Worker(config, recorded.kv_cache_config())
+        Worker(config, kv_cache_config())
 
 
 def test_a_transport_that_fails_stops_the_start(
@@ -239,7 +208,7 @@ def test_a_transport_that_fails_stops_the_start(
 
     monkeypatch.setattr(MemoryTransport, "register", refuse)
     with pytest.raises(TransportError, match="no room"):
-        worker.register_kv_caches(recorded.kv_caches())
+        worker.register_kv_caches(kv_caches())
 
 
 # --- steps and results
@@ -257,12 +226,12 @@ def test_a_transport_that_fails_stops_the_start(
 def test_a_step_that_computes_nothing_waits_for_a_load(
     *, computes: bool, pp: int, dp: int, waits: bool
 ) -> None:
-    config = recorded.vllm_config()
+    config = vllm_config()
     config.parallel_config.pipeline_parallel_size = pp
     config.parallel_config.data_parallel_size = dp
     now = 100.0
-    worker = Worker(config, recorded.kv_cache_config(), lambda: now)
-    worker.register_kv_caches(recorded.kv_caches())
+    worker = Worker(config, kv_cache_config(), lambda: now)
+    worker.register_kv_caches(kv_caches())
     engine = worker._engine
     waited: list[float] = []
     assert engine is not None
@@ -292,7 +261,7 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
 
 def test_a_wait_ends_with_a_load(worker: Worker) -> None:
     """Long before its time is over, and each time for another load."""
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     engine = worker._engine
     assert engine is not None
     for request in (D1, D2):
@@ -304,14 +273,14 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_workers_are_told_whether_a_step_computes(num_tokens: int) -> None:
-    scheduler = Scheduler(recorded.vllm_config(), recorded.kv_cache_config())
-    output = recorded.empty_output()
+    scheduler = Scheduler(vllm_config(), kv_cache_config())
+    output = empty_output()
     output.total_num_scheduled_tokens = num_tokens
     assert scheduler.build_connector_meta(output).computes == bool(num_tokens)
 
 
 def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
-    worker.register_kv_caches(recorded.kv_caches())
+    worker.register_kv_caches(kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
     worker.bind_connector_metadata(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
     received: set[str] = set()
@@ -331,37 +300,12 @@ def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
     assert worker.stats.pop() is None
 
 
-@pytest.mark.parametrize(
-    ("results", "sending", "recving", "failed"),
-    [
-        pytest.param([], set(), set(), set(), id="none"),
-        pytest.param([OfferEnded(NONCE, P1, OfferEnd.LOST)], {P1}, set(), set(), id="offer"),
-        pytest.param(
-            [LoadEnded(D1, 7, None), LoadEnded(D2, 7, LATE)], set(), {D1, D2}, {D2}, id="loads"
-        ),
-        pytest.param([Counts({"digests": 1})], set(), set(), set(), id="counts"),
-    ],
-)
-def test_what_failed_is_a_part_of_what_was_received(
-    worker: Worker,
-    results: list[LoadEnded | OfferEnded | Counts],
-    sending: set[str],
-    recving: set[str],
-    failed: set[str],
-) -> None:
-    worker._late_results += results
-    transferred = worker.get_transfer_results(set())
-    assert transferred.finished_sending == sending
-    assert transferred.finished_recving == recving
-    assert transferred.failed_recving == failed
-
-
 # --- what its transfer engine is made of
 
 
 def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
     """Whether vLLM counts data-parallel engines itself or each is told its place."""
-    config = recorded.vllm_config({"port": 5600, "rank_port": 5700})
+    config = vllm_config({"port": 5600, "rank_port": 5700})
     ports = []
     for engine in range(3):
         parallel = copy.copy(config.parallel_config)
@@ -369,7 +313,7 @@ def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
         ports += [rank_port(parse_config(config), parallel, Rank(rank)) for rank in range(4)]
     assert ports == [*range(5700, 5712)]
     assert rank_spec(config, layout()).port == 5700
-    assert rank_spec(recorded.vllm_config(), layout()).port == 0
+    assert rank_spec(vllm_config(), layout()).port == 0
 
 
 @pytest.mark.parametrize(
@@ -381,7 +325,7 @@ def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
     ],
 )
 def test_a_rank_port_that_does_not_fit_is_refused(first: int, rank: int, engines: int) -> None:
-    config = recorded.vllm_config({"port": 5600, "rank_port": first})
+    config = vllm_config({"port": 5600, "rank_port": first})
     config.parallel_config.data_parallel_size = engines
     match = (
         rf"rank_port is {first}, which makes {first + rank} the port .* up to 65535, outside 5600"
@@ -395,9 +339,9 @@ def test_a_rank_port_that_does_not_fit_is_refused(first: int, rank: int, engines
     [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "prefill and decode")],
 )
 def test_a_rank_has_the_roles_of_its_engine(role: str, roles: str) -> None:
-    config = recorded.vllm_config({"port": 0, "verify": "sample:0.5"}, kv_role=role)
+    config = vllm_config({"port": 0, "verify": "sample:0.5"}, kv_role=role)
     spec = rank_spec(config, layout())
-    assert (spec.roles, spec.engine, spec.rank) == (roles, "recorded", 0)
+    assert (spec.roles, spec.engine, spec.rank) == (roles, "tiny", 0)
     assert spec.config.verify == 0.5
     assert spec.model["served_model_name"] == "tiny"
 
@@ -407,7 +351,7 @@ def test_a_rank_needs_of_its_peers_the_draft_model_that_it_has(
 ) -> None:
     facts = {"draft model": "eagle3"}
     monkeypatch.setattr("nixl_kv.connector.worker.draft_facts", lambda _: facts)
-    assert rank_spec(recorded.vllm_config(), layout()).extras == facts
+    assert rank_spec(vllm_config(), layout()).extras == facts
 
 
 @pytest.fixture
@@ -433,13 +377,13 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_on_another_machine_listens_on_its_own(host: str, expected: str) -> None:
     """All ranks of an engine have one configuration. Others reach this one where it reaches them,
     whatever address vLLM uses within the engine."""
-    config = recorded.vllm_config({"host": host, "insecure": True})
+    config = vllm_config({"host": host, "insecure": True})
     assert rank_spec(config, layout()).host == expected
 
 
 @pytest.mark.usefixtures("routes")
 def test_a_host_that_no_way_leads_to_ends_the_start() -> None:
-    config = recorded.vllm_config({"host": "192.0.2.8", "insecure": True})
+    config = vllm_config({"host": "192.0.2.8", "insecure": True})
     with pytest.raises(ConfigError, match=r"host is '192.0.2.8', .* unreachable; allowed: 'auto'"):
         rank_spec(config, layout())
 
@@ -457,7 +401,7 @@ def test_an_engine_on_two_machines_is_reached_beyond_them(
     host: str, master: str, *, is_allowed: bool
 ) -> None:
     """Else decode engines would compute every prompt, and only their logs said why."""
-    config = recorded.vllm_config({"host": host, "insecure": True})
+    config = vllm_config({"host": host, "insecure": True})
     config.parallel_config.nnodes, config.parallel_config.master_addr = 2, master
     if is_allowed:
         rank_spec(config, layout())

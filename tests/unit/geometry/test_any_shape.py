@@ -3,7 +3,7 @@
 The real routes, plans and reads move real bytes. Every byte that decode needs must be right and be
 written once, nothing else may be touched, and the runs must be as few as possible.
 
-    NIXL_KV_EXAMPLES=20000 NIXL_KV_SEED=7 pytest -s tests/unit/geometry/test_any_shape.py
+    NIXL_KV_EXAMPLES=20000 NIXL_KV_SEED=7 pytest -sm slow tests/unit/geometry/test_any_shape.py
 
 prints how many cases there were, and of which kinds; the same seed makes the same cases.
 """
@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, seed, settings
 from nixl_kv.geometry.layout import ABSENT
 from support.any_shape import check
 from support.cases import Case, cases, typical
-from support.oracle import Layer
+from support.oracle import ALL_ORDERS, Layer
 
-EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "120"))
+FEW = 30
+EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "400"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "2"))
 ENOUGH = 120  # so many examples contain every kind of case
 
@@ -62,12 +63,22 @@ def test_typical_engines_exchange_all_kv(changes: dict[str, Any]) -> None:
     check(typical(**changes))
 
 
-def test_any_two_engines_exchange_all_kv() -> None:
+@pytest.mark.parametrize("prefill", ALL_ORDERS)
+@pytest.mark.parametrize("decode", ALL_ORDERS)
+def test_engines_of_all_orders_read_each_other(decode: str, prefill: str) -> None:
+    """With unequal heads, K and V, and block sizes."""
+    model = [Layer(name, 2, 4, 2) for name in "ab"]
+    orders, tokens = (decode, prefill), range(4, 11)
+    check(typical(orders=orders, tp=(2, 1), block=(4, 6), model=model, tokens=tokens))
+
+
+@pytest.mark.parametrize("examples", [FEW, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
+def test_any_two_engines_exchange_all_kv(examples: int) -> None:
     seen, runs, began = Counter[str](), Counter[str](), time.monotonic()
 
     @seed(SEED)
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=cases())
     def check_and_count(case: Case) -> None:
@@ -80,13 +91,12 @@ def test_any_two_engines_exchange_all_kv() -> None:
     for kind, count in seen.items():
         print(f"{count:6} {kind}")
     print(f"runs where blocks may be neighbours: {dict(runs)}")
-    if EXAMPLES >= ENOUGH:
+    if examples >= ENOUGH:
         assert all(seen.values()), "the strategy no longer draws a kind of case"
         assert runs["planned"] <= 1.05 * runs["fewest"], "neighbours do not merge often enough"
 
 
 def kinds(case: Case) -> dict[str, bool]:
-    """What is special about a case."""
     decode, prefill = case.decode, case.prefill
     heads = {layer.heads for layer in case.model if layer.value}
     first_blocks = [cut.groups[0].blocks for cut in (decode, prefill)]

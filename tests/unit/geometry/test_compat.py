@@ -1,5 +1,6 @@
 """Why two engines cannot exchange KV: every field that differs, with both values."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,47 +41,38 @@ def test_a_mismatch_names_field_and_both_values(mismatch: Mismatch, text: str) -
     assert str(mismatch) == text
 
 
+MODEL, EXTRA = (
+    pytest.param(model_mismatches, id="model"),
+    pytest.param(extra_mismatches, id="extra"),
+)
+
+
+@pytest.mark.parametrize("mismatches", [MODEL, EXTRA])
 @pytest.mark.parametrize(
     ("local", "remote", "expected"),
     [
-        pytest.param({}, {}, [], id="no facts"),
         pytest.param({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, [], id="equal"),
         pytest.param({"a": "1"}, {"a": "2"}, [Mismatch("a", "1", "2")], id="other value"),
-        pytest.param({"a": "1"}, {}, [Mismatch("a", "1", None)], id="missing there"),
-        pytest.param({}, {"a": "1"}, [Mismatch("a", None, "1")], id="missing here"),
         pytest.param(
             {"z": "1", "b": "2", "c": "3"},
-            {"z": "0", "a": "2", "c": "3"},
-            [Mismatch("a", None, "2"), Mismatch("b", "2", None), Mismatch("z", "1", "0")],
+            {"z": "0", "c": "3"},
+            [Mismatch("b", "2", None), Mismatch("z", "1", "0")],
             id="all of them, by name",
         ),
     ],
 )
-def test_facts_of_models_are_compared_by_name(
-    local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]
+def test_facts_are_compared_by_name(
+    mismatches: Callable[..., list[Mismatch]],
+    local: dict[str, str],
+    remote: dict[str, str],
+    expected: list[Mismatch],
 ) -> None:
-    assert model_mismatches(local, remote) == expected
+    assert mismatches(local, remote) == expected
 
 
-@pytest.mark.parametrize(
-    ("local", "remote", "expected"),
-    [
-        pytest.param({}, {"a": "1"}, [], id="more there"),
-        pytest.param({"a": "1"}, {"b": "2", "a": "1"}, [], id="more there, beside the same"),
-        pytest.param({"a": "1"}, {}, [Mismatch("a", "1", None)], id="missing there"),
-        pytest.param({"a": "1"}, {"a": "2"}, [Mismatch("a", "1", "2")], id="other value"),
-        pytest.param(
-            {"z": "1", "b": "2"},
-            {"a": "1"},
-            [Mismatch("b", "2", None), Mismatch("z", "1", None)],
-            id="all of them, by name",
-        ),
-    ],
-)
-def test_what_an_engine_has_besides_its_model_it_needs_of_the_one_that_it_reads(
-    local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]
-) -> None:
-    assert extra_mismatches(local, remote) == expected
+def test_what_only_the_remote_engine_has_besides_its_model_does_not_matter() -> None:
+    assert model_mismatches({}, {"a": "1"}) == [Mismatch("a", None, "1")]
+    assert extra_mismatches({}, {"a": "1"}) == []
 
 
 def ranks(*layouts: CacheLayout) -> list[CacheLayout]:
@@ -128,11 +120,6 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
             id="dtype",
         ),
         pytest.param(
-            ranks(cache(group(region("a"), region("b", element="int8")))),
-            [Mismatch("KV cache dtype of b", "uint8", "int8")],
-            id="dtype of one layer",
-        ),
-        pytest.param(
             [*tp(2)[:1], cache(group(*(region(n, element="int8", first_head=2) for n in "ab")))],
             [
                 Mismatch("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
@@ -149,11 +136,6 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
             pp("a"), [Mismatch("layer that one side lacks", "b", "nothing")], id="fewer layers"
         ),
         pytest.param(
-            pp("ax", "y"),
-            [Mismatch("layer that one side lacks", "b", "x and 1 more")],
-            id="other layers",
-        ),
-        pytest.param(
             pp("ab", "b"),
             [Mismatch("layer that several pipeline stages have", "nothing", "b")],
             id="two layers of one name",
@@ -164,34 +146,14 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
             id="more heads",
         ),
         pytest.param(
-            ranks(cache(group(region("a", num_heads=2), region("b")))),
-            [Mismatch("number of KV heads of a", 4, 2)],
-            id="fewer heads in one layer",
-        ),
-        pytest.param(
-            tp(2)[:1],
-            [Mismatch("number of KV heads of a and 1 more", 4, 2)],
-            id="half of the ranks",
-        ),
-        pytest.param(
             tp(4)[::3],
             [Mismatch("number of KV heads of a and 1 more", 4, ((0, 1), (3, 4)))],
             id="ranks missing in the middle",
         ),
         pytest.param(
-            tp(2)[1:],
-            [Mismatch("number of KV heads of a and 1 more", 4, ((2, 4),))],
-            id="the first rank is missing",
-        ),
-        pytest.param(
             ranks(cache(group(region("a"), region("b", parts=(Part(0, 8), Part(8, 4)))))),
             [Mismatch("bytes per head of b", (8, 8), (8, 4))],
             id="other content",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", parts=(Part(0, 16),))))),
-            [Mismatch("bytes per head of b", (8, 8), (16,))],
-            id="other parts",
         ),
         pytest.param(
             ranks(cache(group(region("a"), region("b", parts=(Part(0, 2, 3, 9), Part(9, 8)))))),
@@ -247,8 +209,6 @@ ONE, OTHER, EACH = ("1",), ("2",), ("1", "2", "3", "4")
         pytest.param(scaled(ONE), scaled(ONE, ONE), id="one for all heads"),
         pytest.param(scaled(EACH), scaled(EACH[:2], EACH[2:]), id="one for each head"),
         pytest.param(scaled(EACH), scaled(*((text,) for text in EACH)), id="a rank for each head"),
-        pytest.param(scaled(("1",) * 4), scaled(ONE), id="the same for each head"),
-        pytest.param(scaled(EACH), scaled(EACH) * 2, id="copies"),
     ],
 )
 def test_scales_are_compared_head_by_head(
@@ -270,13 +230,6 @@ def test_scales_are_compared_head_by_head(
             "1 (heads 0 to 3)",
             "1 (heads 0 to 1); 2 (heads 2 to 3)",
             id="of one rank",
-        ),
-        pytest.param(
-            scaled(EACH),
-            scaled(("1", "2", "9", "4")),
-            "3 (heads 2 to 2)",
-            "9 (heads 2 to 2)",
-            id="of one head",
         ),
         pytest.param(
             scaled(ONE),
@@ -318,9 +271,7 @@ def test_prefill_s_window_must_keep_all_that_decode_s_window_needs(
     ("here", "there", "fits"),
     [
         pytest.param({"block_size": 64}, {"block_size": 16}, True, id="a divisor of 256"),
-        pytest.param({"block_size": 256}, {"block_size": 16}, True, id="256"),
         pytest.param({"block_size": 48}, {"block_size": 16}, False, id="48 to 16"),
-        pytest.param({"block_size": 512}, {"block_size": 16}, False, id="512 to 16"),
         pytest.param({"block_size": 48}, {"block_size": 48}, True, id="equal"),
         pytest.param({"block_size": 48}, {"block_size": 96}, True, id="a divisor of prefill's"),
         pytest.param(

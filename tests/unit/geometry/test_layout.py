@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,13 +105,6 @@ def test_texts_have_bounds(scales: tuple[str, ...], error: str) -> None:
         assert replace(REGION, scales=scales).scales == scales
 
 
-@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
-def test_records_are_frozen(record: Any) -> None:
-    field = next(iter(record.__dataclass_fields__))
-    with pytest.raises(FrozenInstanceError):
-        setattr(record, field, 1)
-
-
 def test_content_counts_all_pieces_of_all_parts() -> None:
     assert REGION.content == 384
     assert replace(REGION, parts=(Part(0, 576),)).content == 576
@@ -133,21 +126,10 @@ def test_a_layer_is_once_in_a_cache() -> None:
         CacheLayout((GROUP, GROUP), "DRAM", 0, LAYOUT.spans)
 
 
-def test_heads_are_a_half_open_range() -> None:
-    assert REGION.heads == (2, 10)
-    assert [REGION.head_offset(head) for head in (2, 5)] == [0, 3 * 6144]
-
-
-def test_a_part_s_own_token_stride_replaces_the_region_s() -> None:
-    parts = Part(0, 2), Part(0, 2, token_stride=7)
-    assert [REGION.token_stride_of(part) for part in parts] == [384, 7]
-
-
 @pytest.mark.parametrize(
     ("per_entry", "tokens", "num_entries"),
     [
         pytest.param(1, 16, 10, id="one block per entry"),
-        pytest.param(5, 80, 2, id="five blocks per entry"),
         pytest.param(4, 64, 2, id="four per entry, two blocks left over"),
         pytest.param(11, 176, 0, id="more per entry than there are blocks"),
     ],
@@ -210,7 +192,6 @@ def test_places_are_those_of_vllm_s_kernel(blocks: int, width: int, count: int, 
     [
         pytest.param((0, 0, 1), "stripe count is 0; allowed: 1 to 1023", id="no ranks"),
         pytest.param((2, 2, 1), "stripe place is 2; allowed: 0 to 1", id="place"),
-        pytest.param((2, -1, 1), "stripe place is -1; allowed: 0 to 1", id="negative place"),
         pytest.param((2, 0, 0), "stripe width is 0; allowed: 1 to 1048575", id="width"),
         pytest.param((1, 0, 2), "stripe width is 2; allowed: 1 to 1", id="width of one rank"),
     ],
@@ -255,9 +236,6 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
     [
         pytest.param(REGION, GROUP, EXTENT, id="K then V"),
         pytest.param(
-            replace(REGION, parts=PARTS[::-1]), GROUP, EXTENT, id="the part that ends last decides"
-        ),
-        pytest.param(
             replace(REGION, parts=(Part(0, 300), Part(1000, 8))),
             GROUP,
             EXTENT - 384 + 1008,
@@ -281,24 +259,6 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
             384,
             id="one block, one head, one token: strides do not count",
         ),
-        pytest.param(
-            replace(REGION, num_heads=1),
-            replace(GROUP, num_blocks=2, block_size=1),
-            50_384,
-            id="two blocks",
-        ),
-        pytest.param(
-            replace(REGION, num_heads=2),
-            replace(GROUP, num_blocks=1, block_size=1),
-            6528,
-            id="two heads",
-        ),
-        pytest.param(
-            replace(REGION, num_heads=1),
-            replace(GROUP, num_blocks=1, block_size=2),
-            768,
-            id="two tokens",
-        ),
     ],
 )
 def test_extent_ends_with_the_last_element(region: Region, group: Group, expected: int) -> None:
@@ -309,7 +269,6 @@ def test_extent_ends_with_the_last_element(region: Region, group: Group, expecte
     "spans",
     [
         pytest.param((Span(4096, EXTENT),), id="exactly"),
-        pytest.param((Span(1, 2**40),), id="amply"),
         pytest.param((Span(1, 5), Span(4096, EXTENT), Span(4096, 3)), id="in one of several"),
     ],
 )
@@ -323,8 +282,6 @@ def test_a_region_inside_one_span_is_allowed(spans: tuple[Span, ...]) -> None:
         pytest.param((), id="no span"),
         pytest.param((Span(4096, EXTENT - 1),), id="ends one byte early"),
         pytest.param((Span(4097, EXTENT),), id="begins one byte late"),
-        pytest.param((Span(2**40, EXTENT),), id="elsewhere"),
-        pytest.param((Span(1, 4095 + EXTENT - 1),), id="a longer one ends one byte early"),
         pytest.param((Span(4096, 1000), Span(5096, EXTENT)), id="two neighbours"),
     ],
 )

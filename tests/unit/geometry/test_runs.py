@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.plan import Runs, concatenate, group_overlaps
-from support.oracle import ALL_ORDERS, Blocks, Layer, Store, fewest_runs, layout
+from nixl_kv.geometry.plan import Runs, group_overlaps
+from support.oracle import Blocks, Layer, Store, fewest_runs, layout
 
 properties = settings(deadline=None, database=None, derandomize=True)
 
@@ -26,16 +26,6 @@ def make_runs(triples: Triples) -> Runs:
 def triples(runs: Runs) -> Triples:
     columns = (runs.local.tolist(), runs.remote.tolist(), runs.length.tolist())
     return list(zip(*columns, strict=True))
-
-
-def test_shifted_runs_are_in_the_order_of_the_distances() -> None:
-    runs = make_runs([(0, 100, 4), (50, 200, 2)]).shifted(np.array([7, 1]), np.array([0, 30]))
-    assert triples(runs) == [(7, 100, 4), (57, 200, 2), (1, 130, 4), (51, 230, 2)]
-
-
-def test_concatenated_runs_keep_their_order() -> None:
-    runs = concatenate(iter([make_runs([(5, 6, 7)]), make_runs([(0, 1, 2), (9, 9, 9)])]))
-    assert triples(runs) == [(5, 6, 7), (0, 1, 2), (9, 9, 9)]
 
 
 @properties
@@ -80,32 +70,7 @@ class Pair:
         sides = [
             layout([store], base) for store, base in zip(self.stores, (1000, 9000), strict=True)
         ]
-        mine, theirs = (side.groups[0] for side in sides)
-        self.regions = [
-            (local, remote, common_heads(local, remote))
-            for local, remote in zip(mine.regions, theirs.regions, strict=True)
-        ]
         self.groups = group_overlaps(sides[0], sides[1])
-
-    def bytes_of_block(self, num_tokens: int, slots: tuple[int, int]) -> np.ndarray:
-        """The pairs (local byte, remote byte) of block 0."""
-        pairs = []
-        for mine, theirs, heads in self.regions:
-            sides = [
-                [
-                    part[0, heads[0] - first : heads[1] - first, slot : slot + num_tokens].ravel()
-                    for part in store.parts[mine.layer]
-                ]
-                for store, first, slot in zip(
-                    self.stores, (mine.first_head, theirs.first_head), slots, strict=True
-                )
-            ]
-            pairs += [np.stack([a + 1000, b + 9000], axis=1) for a, b in zip(*sides, strict=True)]
-        return np.concatenate(pairs)
-
-
-def common_heads(local: Region, remote: Region) -> tuple[int, int]:
-    return max(local.heads[0], remote.heads[0]), min(local.heads[1], remote.heads[1])
 
 
 def one_layer(orders: tuple[str, str], *, heads: tuple[int, int] = (2, 2), first: int = 0) -> Pair:
@@ -115,41 +80,6 @@ def one_layer(orders: tuple[str, str], *, heads: tuple[int, int] = (2, 2), first
         ([Layer("a", heads[0], first_head=first)], [Layer("a", heads[1])]),
         (Blocks(3, 4), Blocks(2, 4)),
     )
-
-
-@st.composite
-def pairs_of_ranks(draw: st.DrawFn) -> tuple[Pair, int, tuple[int, int]]:
-    """Two ranks, a number of tokens, and their slots on both sides."""
-    first = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
-    more = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    kinds = draw(st.lists(st.tuples(*[st.integers(0, 3)] * 2), min_size=1, max_size=3))
-    layers = [
-        [
-            Layer(
-                f"layer.{n}", max(first) - first[side] + more[side], key + 1, value, 0, first[side]
-            )
-            for n, (key, value) in enumerate(kinds)
-        ]
-        for side in (0, 1)
-    ]
-    tokens = draw(st.integers(1, 4))
-    slots = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
-    cut = st.builds(Blocks, st.integers(1, 3), pad=st.integers(0, 1), gap=st.integers(0, 1))
-    blocks = [replace(draw(cut), tokens=slot + tokens + draw(st.integers(0, 2))) for slot in slots]
-    orders = draw(st.tuples(*[st.sampled_from(ALL_ORDERS)] * 2))
-    return Pair(orders, (layers[0], layers[1]), (blocks[0], blocks[1])), tokens, slots
-
-
-@settings(properties, max_examples=100)
-@given(drawn=pairs_of_ranks())
-def test_runs_copy_each_byte_once_and_are_the_fewest_possible(
-    drawn: tuple[Pair, int, tuple[int, int]],
-) -> None:
-    pair, tokens, slots = drawn
-    runs = concatenate(group.runs(tokens, slots) for group in pair.groups)
-    expected = pair.bytes_of_block(tokens, slots)
-    assert sorted(copied_bytes(runs)) == sorted(map(tuple, expected.tolist()))
-    assert len(runs.local) == fewest_runs(expected)
 
 
 def alone(group: Group) -> tuple[CacheLayout, CacheLayout]:

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 
-from nixl_kv.geometry.layout import ABSENT, Table, extent
+from nixl_kv.geometry.layout import Table, extent
 from nixl_kv.geometry.match import holdings, routes
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
@@ -32,7 +31,7 @@ from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
 from support.records import D1
 
-EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 SECRET = "5ec2e7" * 5 + "00"
 MASK = 2**64 - 1
@@ -54,19 +53,7 @@ def mix(value: int) -> int:
     return value ^ value >> 31
 
 
-def unmix(value: int) -> int:
-    """The inverse of `mix`, step by step backwards."""
-    for shift, factor in ((31, 1), (27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
-        value = value * pow(factor, -1, 2**64) & MASK
-        original = value
-        for _ in range(64 // shift):
-            original = value ^ original >> shift
-        value = original
-    return value
-
-
 def formula(secret: str, position: int, content: bytes) -> int:
-    """One token's term."""
     total = number_of(secret, 0) + number_of(secret, 1) * position
     for index in range(0, len(content), 4):
         word = int.from_bytes(content[index : index + 4].ljust(4, b"\0"), "little")
@@ -75,7 +62,6 @@ def formula(secret: str, position: int, content: bytes) -> int:
 
 
 def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
-    """The terms that the digest computes."""
     offset, step, multipliers = digest.numbers_of(secret, content.shape[-1])
     offsets = positions * step + offset
     found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
@@ -83,8 +69,6 @@ def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) 
 
 
 class Sums(NamedTuple):
-    """The expected digest."""
-
     rows: list[int]
     columns: list[int]
 
@@ -230,25 +214,18 @@ def check(case: Case) -> int:
 
 ODD = (Layer("a", 4, 5, 7), Layer("b", 4, 1, 13), Layer("c", 4, 16, 6))
 LATENT = (Layer("a", 1, 9, 0), Layer("b", 1, 18, 0))
-WINDOWED = (Layer("a", 4, 3, 3, window=9), Layer("b", 4, 3, 3), Layer("c", 4, 3, 3, window=9))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="equal engines"),
         pytest.param({"tp": (8, 2)}, id="TP 2 to 8, above the heads"),
-        pytest.param({"tp": (3, 2), "model": (Layer("a", 6, 3, 5),)}, id="TP 2 to 3"),
-        pytest.param({"pp": (3, 2), "tp": (2, 4)}, id="PP 2 to 3, TP 4 to 2"),
         pytest.param({"block": (48, 32), "tokens": range(48, 150)}, id="block size 32 to 48"),
-        pytest.param({"per_entry": (4, 2)}, id="blocks per entry"),
         pytest.param({"orders": ("LB2NHC", "L2BHNC")}, id="K and V apart in two ways"),
-        pytest.param({"orders": ("LBHT", "BHLNC")}, id="K transposed on decode"),
         pytest.param(
             {"model": ODD, "orders": ("BLNHC", "LBHT"), "tp": (1, 2)},
             id="content of any length, TP 2 to 1, K transposed on prefill",
         ),
-        pytest.param({"model": LATENT, "tp": (2, 4)}, id="one part"),
         pytest.param(
             {"model": LATENT, "tp": (4, 2), "stripes": ((4, 2), (2, 4)), "tokens": range(16, 99)},
             id="tokens divided on both",
@@ -257,21 +234,6 @@ WINDOWED = (Layer("a", 4, 3, 3, window=9), Layer("b", 4, 3, 3), Layer("c", 4, 3,
 )
 def test_typical_engines_have_the_digest_of_the_formula(changes: dict[str, Any]) -> None:
     assert check(typical(**changes))
-
-
-def test_windows_are_digested_from_after_the_last_absent_block() -> None:
-    case = typical(model=WINDOWED[1:2], tokens=range(4, 70))
-    groups = (
-        CacheGroup(("a", "c"), Blocks(count=20, tokens=4), (*[ABSENT] * 15, 3, 1, 2)),
-        CacheGroup(("b",), Blocks(count=20, tokens=4), tuple(range(18))),
-    )
-    stages = (("a", "b", "c"),)
-    decode = replace(case.decode, groups=groups, stages=stages)
-    prefill = Cut(2, stages, ("BHLNC",), (groups[0], groups[1]))
-    windowed = case._replace(model=WINDOWED, decode=decode, prefill=prefill)
-    assert check(windowed) == 2
-    begins = {kv.layer: kv.begin for slices, _, _ in Pair(windowed).reads() for kv in slices}
-    assert begins == {"a": 60, "b": 4, "c": 60}
 
 
 def test_any_two_engines_have_the_digest_of_the_formula() -> None:
@@ -314,14 +276,6 @@ def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 <= steps <= 4 < len(slices)
 
 
-def test_digests_of_other_secrets_differ_in_every_sum() -> None:
-    pair = Pair(typical())
-    slices = pair.first_read()
-    one, two = digest_of(slices), digest_of(slices, SECRET[::-1])
-    assert (one.rows != two.rows).all()
-    assert (one.columns != two.columns).all()
-
-
 # --- part of the wire protocol
 
 
@@ -360,21 +314,6 @@ def test_the_digest_of_a_cache_has_the_values_of_the_wire_protocol() -> None:
     sums = digest_of(pair.first_read(), KNOWN)
     assert sums.rows.tolist() == KNOWN_ROWS
     assert sums.columns.tolist() == KNOWN_COLUMNS
-
-
-def test_the_last_word_is_padded_with_zeros() -> None:
-    content = np.arange(1, 6, dtype=np.uint8)[None]
-    padded = np.pad(content, [(0, 0), (0, 3)])
-    position = np.array([3])
-    assert terms(SECRET, position, content) == terms(SECRET, position, padded)
-
-
-@given(st.integers(0, MASK))
-def test_mix_is_a_bijection(value: int) -> None:
-    (mixed,) = digest.mix(np.array([value], np.uint64).view(np.int64)).view(np.uint64).tolist()
-    assert mixed == mix(value)
-    assert unmix(mixed) == value
-    assert mix(unmix(value)) == value
 
 
 def test_sums_of_the_largest_position_and_words_wrap_like_the_formula() -> None:
@@ -438,27 +377,8 @@ def test_every_flipped_bit_is_detected_and_named() -> None:
     assert flipped == 7 * 2 * 2 * 7 * 8
 
 
-def test_other_bytes_of_the_memory_do_not_change_the_digest() -> None:
-    pair = small_pair()
-    rank = pair.decode.ranks[0]
-    inside = np.zeros(len(rank.memory), dtype=bool)
-    for layer in rank.layers:
-        for offsets in rank.offsets(layer.name, np.array(pair.case.tokens)):
-            inside[offsets] = True
-    before = [digest_of(local) for _, local, _ in pair.reads()]
-    rank.memory[~inside] ^= 0xFF
-    after = [digest_of(local) for _, local, _ in pair.reads()]
-    assert all(map(equal, before, after))
-    assert (~inside).sum() > inside.sum()
-
-
 def swap(array: np.ndarray, one: Any, two: Any) -> None:
     array[one], array[two] = array[two].copy(), array[one].copy()
-
-
-def swap_tokens(dense: Dense) -> None:
-    for part in dense["a"]:
-        swap(part, 3, 9)
 
 
 def swap_tokens_of_one_head(dense: Dense) -> None:
@@ -485,37 +405,14 @@ def swap_parts(dense: Dense) -> None:
     key[...], value[...] = value.copy(), key.copy()
 
 
-def shift_tokens(dense: Dense) -> None:
-    dense["b"][0][1:, 3] = dense["b"][0][:-1, 3].copy()
-
-
-def zero_a_token(dense: Dense) -> None:
-    dense["c"][1][20, 2] = 0
-
-
-def reverse_words(dense: Dense) -> None:
-    """In one token the halves of each word change places."""
-    dense["c"][0][5, 0] = np.roll(dense["c"][0][5, 0].reshape(-1, 4), 2, axis=1).reshape(-1)
-
-
-def negate_a_head(dense: Dense) -> None:
-    """The sign bits of 16-bit numbers."""
-    dense["c"][1][:, 1, 1::2] ^= 0x80
-
-
 @pytest.mark.parametrize(
     ("fault", "place"),
     [
-        (swap_tokens, "K of head 0 of layer a and 7 more heads differs in tokens 0 to 20"),
         (swap_tokens_of_one_head, "V of head 1 of layer a differs in tokens 0 to 20"),
         (swap_blocks, "K of head 0 of layer a and 23 more heads"),
         (swap_heads, "K of head 0 of layer a and 1 more heads differs in tokens 0 to 20"),
         (swap_layers, "K of head 0 of layer a and 15 more heads differs in tokens 0 to 20"),
         (swap_parts, "K of head 0 of layer b and 7 more heads differs in tokens 0 to 20"),
-        (shift_tokens, "K of head 3 of layer b differs in tokens 0 to 20"),
-        (zero_a_token, "V of head 2 of layer c differs in tokens 0 to 20"),
-        (reverse_words, "K of head 0 of layer c differs in tokens 0 to 20"),
-        (negate_a_head, "V of head 1 of layer c differs in tokens 0 to 20"),
     ],
 )
 def test_faults_of_a_whole_cache_are_detected_and_named(
@@ -534,79 +431,6 @@ def test_faults_of_a_whole_cache_are_detected_and_named(
 # --- statistics
 
 
-FAULTS_OF_EACH_KIND = 40_000
-BATCH = 2_000
-TOKENS, LENGTH = 6, 24
-
-
-def two_sign_flips(rng: np.random.Generator, content: np.ndarray) -> None:
-    """In one token: the fault that multipliers are most likely to hide."""
-    rows = np.arange(len(content))
-    words = np.argsort(rng.random((len(content), LENGTH // 4)), axis=1)[:, :2]
-    token = rng.integers(TOKENS, size=len(content))
-    for word in words.T:
-        content[rows, token, 4 * word + 3] ^= 0x80
-
-
-def one_token_zeroed(rng: np.random.Generator, content: np.ndarray) -> None:
-    content[np.arange(len(content)), rng.integers(TOKENS, size=len(content))] = 0
-
-
-def shifted_by_one_token(rng: np.random.Generator, content: np.ndarray) -> None:
-    del rng
-    content[...] = np.roll(content, 1, axis=1)
-
-
-def negated(rng: np.random.Generator, content: np.ndarray) -> None:
-    del rng
-    content[..., 1::2] ^= 0x80
-
-
-def halves_of_a_word_swapped(rng: np.random.Generator, content: np.ndarray) -> None:
-    rows, token = np.arange(len(content)), rng.integers(TOKENS, size=len(content))
-    word = 4 * rng.integers(LENGTH // 4, size=len(content))
-    places = [(rows, token, word + byte) for byte in range(4)]
-    swap(content, places[0], places[2])
-    swap(content, places[1], places[3])
-
-
-def two_words_swapped(rng: np.random.Generator, content: np.ndarray) -> None:
-    rows, token = np.arange(len(content)), rng.integers(TOKENS, size=len(content))
-    for byte in range(4):
-        swap(content, (rows, token, byte), (rows, token, byte + 8))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        two_sign_flips,
-        one_token_zeroed,
-        shifted_by_one_token,
-        negated,
-        halves_of_a_word_swapped,
-        two_words_swapped,
-    ],
-)
-def test_none_of_many_structured_faults_is_missed(
-    fault: Callable[[np.random.Generator, np.ndarray], None],
-) -> None:
-    rng, planted, missed = np.random.default_rng(11), 0, 0
-    for batch in range(FAULTS_OF_EACH_KIND // BATCH):
-        numbers = rng.standard_normal((BATCH, TOKENS, LENGTH // 2)).astype("<f2")
-        content = numbers.view(np.uint8).reshape(BATCH, TOKENS, LENGTH)
-        faulty = content.copy()
-        fault(rng, faulty)
-        differ = (faulty != content).any(axis=(1, 2))
-        secret, positions = f"{fault.__name__}/{batch}", np.arange(TOKENS)
-        sums = [
-            terms(secret, positions, one).sum(axis=1, dtype=np.uint64) for one in (content, faulty)
-        ]
-        planted += int(differ.sum())
-        missed += int((differ & (sums[0] == sums[1])).sum())
-    assert planted > 0.99 * FAULTS_OF_EACH_KIND
-    assert missed == 0
-
-
 @pytest.mark.parametrize(
     ("second", "hidden"), [(2**33 - 1, True), (2**33 + 1, False)], ids=["hidden", "detected"]
 )
@@ -620,19 +444,6 @@ def test_two_sign_flips_are_hidden_by_one_pair_of_multipliers_in_2_to_the_32(
     content[1, [3, 7]] = 0x80
     one, other = terms(SECRET, np.array([5, 5]), content)
     assert (one == other) is np.bool_(hidden)
-
-
-def test_each_bit_of_the_content_changes_half_of_the_term() -> None:
-    rng = np.random.default_rng(3)
-    content = rng.integers(0, 256, (400, 8), dtype=np.uint8)
-    positions = np.arange(400)
-    before = terms(SECRET, positions, content)
-    for bit in range(64):
-        faulty = content.copy()
-        faulty[:, bit // 8] ^= 1 << bit % 8
-        changed = before ^ terms(SECRET, positions, faulty)
-        share = np.unpackbits(changed.view(np.uint8)).mean()
-        assert abs(share - 0.5) < 0.02  # 6 sigma of 25,600 coins
 
 
 # --- descriptions of differences
@@ -658,54 +469,31 @@ def test_a_description_counts_blocks_of_the_group_that_differs() -> None:
     )
 
 
+LOCAL: Final = [1, 2, 3, 4], [5] * 5
+ONE_COLUMN: Final = "(blocks 32 to 47 of the request; 1 of 5 columns of 64 tokens)"
+TWO_COLUMNS: Final = "(blocks 16 to 74 of the request; 2 of 5 columns of 64 tokens)"
+FIRST_COLUMN: Final = "(blocks 0 to 15 of the request; 1 of 5 columns of 64 tokens)"
+SIZES: Final = "digests of (4, 5) heads and columns here and"
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "text"),
     [
-        pytest.param([1, 2, 3, 4], [5] * 5, None, id="equal"),
-        pytest.param(
-            [1, 2, 3],
-            [5] * 5,
-            "digests of (4, 5) heads and columns here and (3, 5) there",
-            id="fewer rows",
+        (*LOCAL, None),
+        ([1, 2, 3], [5] * 5, f"{SIZES} (3, 5) there"),
+        ([1, 2, 3, 4], [], f"{SIZES} (4, 0) there"),
+        (
+            *([1, 9, 3, 4], [5, 5, 9, 5, 5]),
+            f"K of head 1 of layer a differs in tokens 128 to 191 {ONE_COLUMN}",
         ),
-        pytest.param(
-            [1, 2, 3, 4],
-            [],
-            "digests of (4, 5) heads and columns here and (4, 0) there",
-            id="fewer columns",
+        (
+            *([1, 2, 9, 9], [5, 9, 5, 5, 9]),
+            f"V of head 0 of layer a and 1 more heads differs in tokens 64 to 299 {TWO_COLUMNS}",
         ),
-        pytest.param(
-            [1, 9, 3, 4],
-            [5, 5, 9, 5, 5],
-            (
-                "K of head 1 of layer a differs in tokens 128 to 191 "
-                "(blocks 32 to 47 of the request; 1 of 5 columns of 64 tokens)"
-            ),
-            id="one row, one column",
-        ),
-        pytest.param(
-            [1, 2, 9, 9],
-            [5, 9, 5, 5, 9],
-            (
-                "V of head 0 of layer a and 1 more heads differs in tokens 64 to 299 "
-                "(blocks 16 to 74 of the request; 2 of 5 columns of 64 tokens)"
-            ),
-            id="two rows, two columns",
-        ),
-        pytest.param(
-            [9, 8, 7, 6],
-            [5] * 5,
-            "K of head 0 of layer a and 3 more heads in no single place",
-            id="all rows, no column",
-        ),
-        pytest.param(
-            [1, 2, 3, 4],
-            [9, 5, 5, 5, 5],
-            (
-                "no single head differs in tokens 0 to 63 "
-                "(blocks 0 to 15 of the request; 1 of 5 columns of 64 tokens)"
-            ),
-            id="no row, one column",
+        ([9, 8, 7, 6], [5] * 5, "K of head 0 of layer a and 3 more heads in no single place"),
+        (
+            *([1, 2, 3, 4], [9, 5, 5, 5, 5]),
+            f"no single head differs in tokens 0 to 63 {FIRST_COLUMN}",
         ),
     ],
 )
@@ -714,5 +502,5 @@ def test_a_description_names_heads_tokens_and_blocks(
 ) -> None:
     """Four rows, 300 tokens in blocks of 4."""
     pair = Pair(typical(model=(Layer("a", 2, 1, 1),), tokens=range(300)))
-    local, remote = make_digest([1, 2, 3, 4], [5] * 5), make_digest(rows, columns)
+    local, remote = make_digest(*LOCAL), make_digest(rows, columns)
     assert describe_difference(local, remote, pair.first_read()) == text

@@ -130,24 +130,6 @@ def interpret() -> None:
                 print(f"{sizes.parts} {order}: right")
 
 
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        ((1, 0, 1), (2, 1, 3)),
-        ((4, 2, 16), (1, 0, 1)),
-        ((2, 0, 1), (4, 2, 2)),
-    ],
-)
-def test_tokens_that_one_side_does_not_have_are_left_out(
-    own: tuple[int, int, int], other: tuple[int, int, int]
-) -> None:
-    sizes = KINDS[1]
-    host = noise(int(np.prod(sizes.shape("LBHNC"))))
-    layout = layout_of(host.ctypes.data, sizes, "LBHNC", stripe=Stripe(*own))
-    slices = slices_of(layout, 125, 3, other=Stripe(*other) if other[0] > 1 else ALL_TOKENS)
-    assert is_equal(digest(digester_of(layout), slices), reference(slices))
-
-
 @pytest.mark.parametrize("end", [1, 64, 127])
 def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program takes few rows at a time, because one token of a state is long."""

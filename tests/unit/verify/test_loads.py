@@ -7,7 +7,7 @@ import pytest
 
 from nixl_kv.protocol.events import FailureKind, OfferEnd
 from nixl_kv.verify.queue import DigestQueue
-from support.digesters import SlowDigester
+from support.digest_caches import SlowDigester
 from support.stepped import Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -20,7 +20,6 @@ def queue_of(rank: Stepped) -> DigestQueue:
 
 
 def started(world: World) -> None:
-    """A load to verify."""
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
 
     def is_granted() -> bool:

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nixl_kv.geometry.layout import (
     ABSENT,
@@ -87,27 +85,6 @@ def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
 
 
-@settings(deadline=None, database=None, derandomize=True)
-@given(
-    absent=st.integers(0, 6),
-    ids=st.lists(st.integers(ABSENT, 9), max_size=6),
-    begin=st.integers(0, 3),
-)
-def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], begin: int) -> None:
-    """Tables with and without leading absent entries give the same slices."""
-    whole, share = [ABSENT] * absent + ids, {"c": (2, 6)}
-    cut = Table.of(whole[begin:], min(begin, len(whole)))
-    group = replace(FULL, regions=WINDOWED.regions)
-    alone = replace(layout(), groups=(group,))
-    found = []
-    for one in (cut, table(whole[begin:], begin)):
-        slices = named(alone, share, [one])
-        end = len(whole) * group.entry_size
-        places = find_slices(alone, slices, [one], end=end) if slices else []
-        found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
 def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
     slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed))
@@ -120,27 +97,6 @@ def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
 def test_tables_that_do_not_fit_the_cache_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         named(layout(), {"a": (2, 6)}, tables([5], [7])[:1])
-
-
-def test_each_part_has_a_local_slice() -> None:
-    wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
-    slices = find_slices(layout(), wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
-    assert [(kv.region.layer, kv.part_number) for kv in slices] == [
-        ("c", 0),
-        ("a", 0),
-        ("a", 1),
-    ]
-    assert [kv.ids.tolist() for kv in slices] == [[8, 1, 2], [6, 7], [6, 7]]
-    assert [kv.first_position for kv in slices] == [4, 8, 8]
-    assert [kv.num_heads for kv in slices] == [2, 4, 4]
-    assert [count_bytes([kv]) for kv in slices] == [2 * 10 * 6, 4 * 6 * 2, 4 * 6 * 2]
-    assert [kv.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
-
-
-def test_a_slice_that_begins_inside_a_block_has_the_whole_block() -> None:
-    (kv,) = find_slices(layout(), [KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
-    assert (kv.begin, kv.end, kv.first_position) == (6, 9, 4)
-    assert kv.ids.tolist() == [8, 1]
 
 
 def test_a_slice_of_an_opaque_region_ends_with_a_block() -> None:
@@ -185,25 +141,6 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
-def test_ids_are_numbers_of_blocks_not_of_entries() -> None:
-    """An entry of 8 tokens is two blocks of the region."""
-    kv = find_slices(layout(), [KVSlice("a", 2, 3, 0)], tables([5, 3, 9], []), end=18)[0]
-    assert kv.ids.tolist() == [10, 11, 6, 7, 18]
-
-
-def test_a_part_may_have_a_token_stride_of_its_own() -> None:
-    parts = (Part(0, 1, 2, 4, 1), Part(8, 2))
-    transposed = replace(FULL, regions=(replace(FULL.regions[0], parts=parts),))
-    slices = find_slices(
-        replace(layout(), groups=(transposed, WINDOWED)),
-        [KVSlice("a", 2, 3, 0)],
-        tables([5], []),
-        end=4,
-    )
-    assert [kv.token_stride for kv in slices] == [1, 6]
-    assert [kv.part.content for kv in slices] == [2, 2]
-
-
 @pytest.mark.parametrize(
     ("count", "names"),
     [
@@ -236,12 +173,6 @@ def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> Non
     assert np.array_equal(slices[0].ids, [10, 11, 6])
 
 
-def test_layers_that_begin_with_other_tokens_have_other_blocks() -> None:
-    wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 8)]
-    slices = find_slices(layout(), wanted, tables([5, 3], []), end=14)
-    assert [kv.ids.tolist() for kv in slices] == [[10, 11, 6, 7]] * 2 + [[6, 7]] * 2
-
-
 def test_a_state_is_not_divided() -> None:
     group = replace(FULL, window=1)
     with pytest.raises(ValueError, match=r"'a' has 1 stripes .* this rank's; allowed: 0$"):
@@ -253,10 +184,6 @@ def test_a_state_is_not_divided() -> None:
         )
 
 
-def test_no_slices_are_found_if_none_are_wanted() -> None:
-    assert find_slices(layout(), [], tables([5], []), end=4) == []
-
-
 # --- requests of peers
 
 
@@ -264,10 +191,6 @@ def test_no_slices_are_found_if_none_are_wanted() -> None:
 def test_slices_without_heads_are_refused(first: int) -> None:
     with pytest.raises(ValueError, match=r"^end_head is 1; allowed: "):
         KVSlice("a", first, 1, 0)
-
-
-def test_the_largest_numbers_are_allowed() -> None:
-    assert KVSlice("a", 0, 1 << 17, (1 << 31) - 1)
 
 
 A = KVSlice("a", 2, 3, 0)
