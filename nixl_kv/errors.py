@@ -57,7 +57,6 @@ class DigestError(NixlKVError):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module. Each of its records is printable and of bounded length."""
     logger = logging.getLogger(name)
     logger.addFilter(_make_harmless)
     return logger

@@ -19,7 +19,6 @@ UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.
 
 @contextlib.contextmanager
 def translated(kind: type[NixlKVError], doing: str) -> Iterator[None]:
-    """Turn errors of torch and Triton into errors of this kind."""
     try:
         yield
     except UNABLE as error:

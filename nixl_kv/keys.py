@@ -65,7 +65,6 @@ def read_key_file(path: str | Path) -> Keys:
 
 
 def parse_key(text: str, name: str) -> Keys:
-    """Parse a key in text form. The ConfigError names `name`, never the text."""
     try:
         return Keys.derive(_root(text.strip().encode()))
     except ValueError as error:
@@ -195,7 +194,6 @@ def _write_new(path: str | Path, root: bytes) -> None:
 
 
 def _read(path: str | Path) -> bytes:
-    """Read a key; a ValueError says why it cannot be trusted."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -100,7 +100,6 @@ def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messa
 
 
 def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
-    """The description of the engine whose directory listens at this endpoint."""
     question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
     return _ask(endpoint, question, messages.Description, keys)
 
@@ -188,7 +187,6 @@ def _ask(endpoint: Endpoint, question: messages.Message, kind: type[T], keys: Ke
 def _exchange(
     questions: Mapping[Endpoint, messages.Message], kind: type[T], keys: Keys | None
 ) -> dict[Endpoint, T | NixlKVError]:
-    """Send one message to each endpoint, and wait for one answer of this kind from each."""
     answers: dict[Endpoint, T | NixlKVError] = {}
     control = ZmqControl(keys)
     try:

@@ -140,7 +140,6 @@ def _states(layout: CacheLayout, share: Share) -> list[Figures]:
 
 
 def run_lengths(planned: Plan, reads: Reads) -> Ints:
-    """The bytes of each run of a request."""
     if not reads.num_runs:
         return np.zeros(1, dtype=np.int64)
     sides = ((planned.local, reads.local), (planned.remote, reads.remote))
@@ -203,7 +202,6 @@ def _kv_groups(layout: CacheLayout) -> list[Group]:
 
 
 def print_comparison(comparison: Figures) -> None:
-    """Print a row for each link, or the mismatches."""
     console = wide_console()
     print_line(console, f"prefill: {comparison['prefill']}")
     print_line(console, f"decode:  {comparison['decode']}")

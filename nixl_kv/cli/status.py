@@ -89,7 +89,6 @@ def _print_lists(console: Console, status: Status) -> None:
 
 
 def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) -> None:
-    """Print the events of all ranks in one table, in time order."""
     statuses = [answer for _, answer in answers if isinstance(answer, Status)]
     events = [
         {**event, "rank": status.facts.get("rank")}
@@ -130,7 +129,6 @@ def _event_row(event: Record, previous: float) -> Sequence[str]:
 
 
 def _time(record: Record, key: str = "time") -> float:
-    """Seconds since the epoch; 0 if the record has none."""
     time = record.get(key)
     return float(time) if isinstance(time, int | float) else 0.0
 

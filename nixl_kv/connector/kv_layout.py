@@ -209,7 +209,6 @@ class Layer:
         self._place = Place(worker_rank(vllm_config) % tp, tp)
 
     def regions(self) -> Iterator[Region]:
-        """One region for a layer's KV, or one for each part of a recurrent layer's state."""
         tensor = self.tensor
         if tensor.dim() != len(AXES) or tensor.stride(3) != 1:
             raise ConfigError(
@@ -328,7 +327,6 @@ class Layer:
         return names[current_platform.is_fp8_fnuz()] if names else str(self._stored)
 
     def scales(self) -> tuple[str, ...]:
-        """The divisors of K and V before quantisation, for all heads or for each."""
         # They are final here: vLLM has loaded the weights before it registers the cache.
         found = [getattr(self._module, name, None) for name in ("_k_scale", "_v_scale")]
         scales = [scale.flatten().tolist() for scale in found if scale is not None]

@@ -112,7 +112,6 @@ def check_before_weights(executor: Any) -> None:
 
 
 def _connectors(transfer: Any) -> Any:
-    """The configuration of each child of a MultiConnector, or of the only connector."""
     if transfer is not None and transfer.kv_connector == "MultiConnector":
         return transfer.kv_connector_extra_config.get("connectors", ())
     return () if transfer is None else (vars(transfer),)

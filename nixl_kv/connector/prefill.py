@@ -197,7 +197,6 @@ class PrefillScheduler:
             self._release(offer)
 
     def reset_cache(self) -> None:
-        """End all offers, unless a rank is reading them."""
         for request, offer in list(self._awaited.items()):
             self._withdraw(offer)
             # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,

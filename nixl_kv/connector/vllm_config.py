@@ -75,7 +75,6 @@ STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHO
 
 
 def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
-    """The specs of all transferred layers."""
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
             yield layer_spec(group.kv_cache_spec, layer)
@@ -305,7 +304,6 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
 
 
 def mappings(value: object) -> Iterator[Mapping[str, Any]]:
-    """A mapping, and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():
@@ -367,7 +365,6 @@ def _first(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def layer_spec(spec: Any, layer: str) -> Any:
-    """The spec of one layer: layers with different specs may share a block table."""
     return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
 
 

@@ -398,7 +398,6 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
 
 
 def rank_host(host: str, parallel: ParallelConfig) -> str:
-    """The IP literal on which a rank listens."""
     is_one_machine = parallel.master_addr in ("127.0.0.1", "localhost", "::1")
     spans_machines = parallel.nnodes_within_dp > 1 and not is_one_machine
     if spans_machines and ipaddress.ip_address(host).is_loopback:

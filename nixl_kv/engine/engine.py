@@ -160,7 +160,6 @@ class TransferEngine:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_load(self, timeout_s: float) -> None:
-        """Wait until `pop_results` has the result of a load."""
         self._load_ended.wait(timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> None:

@@ -258,7 +258,7 @@ class Loop:
         for event in parts.agents.poll():
             self._handle(event)
         digests = parts.digests
-        for made in digests.poll(self._is_wanted) if digests.jobs or digests.landed else ():
+        for made in digests.poll(self._is_wanted) if digests.jobs or digests.waiting else ():
             self._handle(made)
         for packed in parts.packs.poll() if parts.packs else ():
             self._handle(packed)
@@ -283,7 +283,9 @@ class Loop:
         has_decoded = self._decoding and self._decoding[0][1].done()
         if self._commands or has_decoded or digests_wait_s == 0:
             return 0
-        if parts.packs or digests_wait_s is not None:
+        if digests_wait_s is not None:
+            return digests_wait_s
+        if parts.packs:
             return READING_PAUSE_S
         if parts.agents.is_busy:
             return parts.agents.pause_s
@@ -340,7 +342,6 @@ class Loop:
     # --- commands and messages
 
     def _receive(self) -> None:
-        """Wait, and handle commands and messages."""
         if not self._received:  # messages beyond those wait at their senders
             self._received.extend(self.parts.control.poll(self._wait_s()))
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
@@ -426,7 +427,6 @@ class Loop:
     # --- the machines, and their actions
 
     def _handle(self, event: _Event) -> None:
-        """Feed an event to its machine, and carry out the actions and all that follows."""
         parts, follow_up = self.parts, deque((event,))
         while follow_up:
             event, now = follow_up.popleft(), self._clock()
@@ -439,7 +439,6 @@ class Loop:
                 follow_up.extend(self._execute(action))
 
     def _execute(self, action: events.Action) -> Sequence[_Event]:
-        """Carry out an action; return the events that follow at once."""
         parts = self.parts
         event: _Event | None = None
         match action:

@@ -73,7 +73,6 @@ class Serving:
         return self._checked_at + IDLE_CHECK_S if has_due else None
 
     def stay_awake(self, seconds: float = LINGER_S) -> None:
-        """Peers may read this rank."""
         self._awake_until = max(self._awake_until, self._clock() + seconds)
 
     def metadata(self) -> bytes:
@@ -101,7 +100,6 @@ class Serving:
         return False
 
     def close(self) -> None:
-        """Close the agents, or raise TransportError."""
         if self._starting is not None:
             self._starting.cancel()
         self._background.shutdown()

@@ -192,7 +192,6 @@ class Stripe:
         return token // self.period * self.width + min(max(rest, 0), self.width)
 
     def meets(self, other: "Stripe") -> bool:
-        """Whether both keep some token."""
         # The distances between their beginnings are all numbers congruent modulo the gcd.
         step = math.gcd(self.period, other.period)
         distance = (other.place * other.width - self.place * self.width) % step
@@ -233,7 +232,6 @@ class Group:
 
     @property
     def num_entries(self) -> int:
-        """The number of valid block ids."""
         return self.num_blocks // self.blocks_per_entry
 
     @property
@@ -248,7 +246,6 @@ class Group:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether it keeps recurrent states instead of KV per token."""
         return self.window == STATE_WINDOW
 
 
@@ -294,7 +291,6 @@ class CacheLayout:
 
     @property
     def regions(self) -> "dict[str, tuple[int, Region]]":
-        """For each layer, the number of its group and its region."""
         return {r.layer: (number, r) for number, g in enumerate(self.groups) for r in g.regions}
 
     @property
@@ -323,7 +319,6 @@ def extent(region: Region, group: Group) -> int:
 
 
 def entries(local: int, load: int, entry_size: int) -> range:
-    """The entries of a block table that hold tokens [local, local + load)."""
     return range(local // entry_size, -(-(local + load) // entry_size))
 
 
@@ -416,7 +411,6 @@ class TokenSegment:
     period: int
 
     def starts(self, tokens: range) -> range:
-        """Where its repetitions within `tokens` begin; `tokens` begins at a block's edge."""
         first = tokens.start + (self.start - tokens.start) % self.period
         return range(first, tokens.stop, self.period)
 

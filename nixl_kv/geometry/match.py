@@ -193,7 +193,6 @@ def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
 
 
 def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
-    """Compare the facts about two models, field by field."""
     names = sorted(local.keys() | remote.keys())
     return [each for name in names for each in _compare(name, local.get(name), remote.get(name))]
 
@@ -332,7 +331,6 @@ def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
 
 
 def _count_heads(side: Iterable[_Piece]) -> object:
-    """The number of heads; if some are missing, the ranges of the others."""
     heads = tuple((first, end) for first, end, _ in _merge({(*piece[0], "") for piece in side}))
     return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
 

@@ -213,7 +213,6 @@ class IndexBuffer:
         self._memory = np.empty(0, dtype=np.int32)
 
     def reserve(self, count: int) -> BlockIds:
-        """Room for `count` indices, which overwrite those of the last call."""
         if count > len(self._memory):
             self._memory = np.empty(2 * count, dtype=np.int32)
         return self._memory[:count]
@@ -280,7 +279,6 @@ class Plan:
         return sum(rows.segment_bytes * len(each.local) for rows, each in pairs)
 
     def num_runs(self, pieces: Sequence[Pieces]) -> int:
-        """The number of maximal contiguous runs."""
         count = 0
         for rows, each in zip(self.paged_rows, pieces, strict=True):
             count += (len(rows.first[0]) - rows.dense_rows) * len(each.local)
@@ -314,7 +312,6 @@ class Plan:
         *,
         buffer: IndexBuffer | None = None,
     ) -> Reads:
-        """The reads of one request; see `pieces`."""
         pieces = self.pieces(local, remote, tokens)
         indices = self.indices(pieces, buffer)
         return Reads(*indices, self.num_bytes(pieces), self.num_runs(pieces))
@@ -403,7 +400,6 @@ class _RowList:
     places: dict[bytes, BlockIds] = field(default_factory=dict)
 
     def place(self, address: Ints, length: Ints, stride: int, count: int) -> BlockIds:
-        """Add rows; returns for each the number of its first piece."""
         columns = np.broadcast_arrays(address, length, self.device, stride, count)
         rows = np.stack(columns, axis=1, dtype=np.int64)
         key = rows.tobytes()

@@ -85,19 +85,17 @@ class DecodeMachine:
 
     @property
     def next_due(self) -> float | None:
-        """When a `Tick` will do something; None for never."""
         own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
         due = min(own, stalls, self.peers.deadlines.next)
         return None if due == math.inf else due
 
     def is_using(self, endpoint: Endpoint) -> bool:
-        """Whether this rank holds blocks over the link to an endpoint, or awaits an answer."""
         return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self._loads.get(action.claim)
         read = load.reads.get(action.rank) if load is not None else None
-        return read is not None and read.state is State.VERIFYING
+        return read is not None and read.state in (State.READING, State.VERIFYING)
 
     def set_engine(self, engine: EngineId) -> None:
         """Call this before the first load."""
@@ -137,7 +135,6 @@ class DecodeMachine:
         return list(loads.values())
 
     def _at(self, endpoint: Endpoint) -> list[tuple[Load, RankRead]]:
-        """The unfinished reads of the rank at one endpoint."""
         found = list(self._unfinished.get(endpoint, {}).values())
         self._touched |= {load.claim: load for load, _ in found}
         return found
@@ -202,7 +199,6 @@ class DecodeMachine:
         return []
 
     def _ask_digests(self, load: Load, now: float) -> Actions:
-        """Name the slices that are read from each rank; prefill digests them meanwhile."""
         actions: Actions = []
         for read in load.reads.values():
             if load.start is None or not load.start.verify or read.state in ENDED:

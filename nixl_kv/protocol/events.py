@@ -343,9 +343,10 @@ class PackChunk(msgspec.Struct, frozen=True):
 
 
 class CompareDigest(msgspec.Struct, frozen=True):
-    """Digest the bytes that landed from a rank; with prefill's sums, also compare the digests.
+    """Digest the bytes of a read; with prefill's sums, also compare the digests.
 
-    The first one may come without prefill's sums; it starts the digest meanwhile.
+    One comes when the read is posted, so that the digest is prepared while the bytes travel. One
+    comes when they have landed; without prefill's sums it starts the digest meanwhile.
     """
 
     rank: Rank
@@ -354,6 +355,7 @@ class CompareDigest(msgspec.Struct, frozen=True):
     claim: Claim
     rows: bytes = b""
     columns: bytes = b""
+    has_landed: bool = True
 
 
 class WriteSlot(msgspec.Struct, frozen=True):

@@ -184,14 +184,12 @@ class Load:
 
     @property
     def is_over(self) -> bool:
-        """Whether no read can write from now on."""
         if not self.is_open:
             return self.failure is not None
         return ENDED.issuperset([read.state for read in self.reads.values()])
 
     @property
     def waits_for(self) -> str:
-        """The next step, for `nixl-kv status`."""
         if self.is_over:
             return "the scheduler, to start or cancel it"
         if not self.is_open:
@@ -220,7 +218,6 @@ class Load:
 
     @property
     def next_due(self) -> float:
-        """When a tick changes something; infinity for never."""
         due = self.deadline if self.overdue_since is None else math.inf
         for read in self.reads.values():
             if read.lacks_answer:
@@ -310,7 +307,11 @@ class Load:
         if self.start is None or read.grant is None:
             return []
         self._move(read, State.READING, self.start, now)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        if read.slices:
+            digest = (read.rank, read.slices, self.start, self.claim)
+            actions.append(events.CompareDigest(*digest, has_landed=False))
+        return actions
 
     # --- the handlers of HANDLERS: a late or repeated message changes nothing
 
@@ -433,7 +434,6 @@ class Load:
         return actions
 
     def end(self) -> Actions:
-        """Record the end, and report it if the load was started."""
         start, failure, is_good = self.start, self.failure, self.failure is None
         cause = "" if failure is None else str(failure)
         before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"

@@ -70,7 +70,6 @@ class Deadlines(Generic[_Key]):
         return self._due.get(key, math.inf)
 
     def set(self, key: _Key, when: float) -> None:
-        """Replace the deadline of a key; infinity removes it. O(log n)."""
         if self._due.get(key, math.inf) == when:
             return
         if when == math.inf:

@@ -347,7 +347,6 @@ def encode(message: Message | RankDescription) -> bytes:
 
 
 def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: object) -> _Kind:
-    """Make a message of another kind about the same claim."""
     names = {"incarnation": other.incarnation, "nonce": other.nonce, "claim": other.claim}
     return kind(**{**names, "reader": other.reader, **fields})
 
@@ -362,7 +361,6 @@ def decode_rank(payload: bytes) -> RankDescription:
 
 
 def _decoder(kinds: Any) -> Callable[[bytes], Any]:
-    """Make a decoder. It raises RemoteProtocolError for a wrong field, or ForeignVersion."""
     decoder = msgspec.msgpack.Decoder(kinds)
 
     def decode(payload: bytes) -> Any:

@@ -120,7 +120,6 @@ class PeerBook:
         return [_describe(peer.key) for peer in connecting if not peer.is_described]
 
     def connecting_at(self, endpoint: Endpoint) -> list[Peer]:
-        """The peers whose descriptions this rank awaits from an endpoint."""
         peers = self._at.get(endpoint, {}).values()
         return [peer for peer in peers if peer.state is State.CONNECTING]
 
@@ -134,7 +133,6 @@ class PeerBook:
         return [events.StartHandshake(key, message), *self._disconnect(key)]
 
     def on_fits(self, event: events.PeerFits) -> bool:
-        """Whether the peer is still wanted."""
         peer = self.known.get(event.peer)
         if peer is None or peer.state is not State.CONNECTING:
             return False
@@ -219,7 +217,6 @@ class PeerBook:
         return actions
 
     def _pause(self, peer: Peer, event: object, failure: Failure, now: float) -> Actions:
-        """Pause before a retry: this rank could not reach or use the peer."""
         self._move(peer, State.BACKOFF, event, failure.detail)
         self._fail(peer, failure, now + BACKOFF_S)
         if peer.description is not None:

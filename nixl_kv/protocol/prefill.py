@@ -101,7 +101,6 @@ class Binding:
     ended: set[Rank] = field(default_factory=set)
 
     def expects(self, claim: Claim, reader: messages.Reader) -> bool:
-        """Whether this reader belongs to the claim and has not ended."""
         # Each rank of an engine has its own incarnation, which its first ask tells.
         ask = self.asked.get(reader.rank)
         return (
@@ -114,7 +113,6 @@ class Binding:
 
     @property
     def readers(self) -> list[Rank]:
-        """Those that have not ended."""
         return sorted(set(self.leases) - self.ended)
 
 
@@ -139,7 +137,6 @@ class Offer:
 
     @property
     def waits_for(self) -> str:
-        """The next step, for `nixl-kv status`."""
         if self.binding is not None:
             readers = ", ".join(map(str, self.binding.readers))
             return f"engine {self.binding.engine!r}, ranks {readers}"
@@ -158,7 +155,6 @@ class Offer:
         return lease if self.state is State.READING else min(lease, self.binding.held_until)
 
     def note(self, peer: str, cause: str) -> None:
-        """Record why a reader got nothing; the state stays."""
         state = self.state.name
         self.record(events.Transition(self.request, peer, state, state, cause))
 
@@ -305,18 +301,15 @@ class PrefillMachine:
         return actions
 
     def held_by(self, reader: messages.Reader) -> list[tuple[Offer, Binding]]:
-        """The offers that this reader may be reading."""
         held = self._by_reader.get((EngineId(reader.engine), Rank(reader.rank)), {}).values()
         return [each for each in held if each[1].expects(each[1].claim, reader)]
 
     @property
     def any_granted(self) -> bool:
-        """Whether a reader may be reading this rank's memory."""
         return len(self.free_slots) < self.num_slots
 
     @property
     def next_due(self) -> float | None:
-        """When a `Tick` does something; None: never."""
         return None if self._due.next == math.inf else self._due.next
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
@@ -376,7 +369,6 @@ class PrefillMachine:
                 return self._on_release(release)
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
-        """Grant, or grant again: the reader repeats its ask if the grant was lost."""
         offer, rank = self.offers.get(ask.nonce), ask.reader.rank
         reason = self._why_denied(ask, offer)
         if offer is None or reason:
@@ -397,7 +389,6 @@ class PrefillMachine:
         return [*actions, self._reply(route, messages.Grant, ask, **grant, **fence)]
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
-        """Why this rank denies an ask; empty if it does not."""
         rank = ask.reader.rank
         if ask.incarnation != self._incarnation:
             return f"meant for incarnation {short(ask.incarnation)}"

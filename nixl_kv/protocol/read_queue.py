@@ -84,7 +84,6 @@ class ReadQueue:
         return startable
 
     def remove(self, key: Key, now: float, *, has_landed: bool) -> None:
-        """Remove a read that has ended or was cancelled."""
         endpoint = self.where.pop(key)
         lane = self._lanes[endpoint]
         if lane.waiting.pop(key, None) is not None:

@@ -77,7 +77,6 @@ def open_transport(
 def register(
     transport: Transport, layout: CacheLayout, slots: SlotPage, memory: tuple[ExtraMemory, ...] = ()
 ) -> None:
-    """Register this rank's cache, a page of slots and other memory with a transport."""
     for span in layout.spans:
         transport.register(span, layout.memory, layout.device)
     transport.register(slots.span, "DRAM", 0)
@@ -201,7 +200,6 @@ class ReadAgent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether to poll: a read, a rank's preparation, or a warm-up that is not late."""
         if self.reads or self.ranks.is_busy:
             return True
         since = self._clock() - WARM_UP_S
@@ -224,7 +222,6 @@ class ReadAgent:
     def start(
         self, action: events.StartRead, rank: RemoteRank | None
     ) -> list[events.DataEvent] | None:
-        """Start a read of a rank; return the events so far, or None if it must wait."""
         request = action.load.request
         if rank is None:
             reason = f"engine {action.peer.engine!r} is gone"
@@ -246,7 +243,6 @@ class ReadAgent:
         return happened
 
     def abandon(self, read: ActiveRead, error: str = "") -> None:
-        """Give up a read: only the end of the agent ends it, unless it ends by itself."""
         read.is_abandoned, read.error = True, read.error or error
         self.is_stuck |= bool(read.request)
 
@@ -414,7 +410,6 @@ class ReadAgent:
     # --- warm-up
 
     def _warm_up(self, rank: RemoteRank) -> None:
-        """Read a slot and some bytes of the cache. If that fails, the next read reports it."""
         if len(self.warm_ups) + 2 > MAX_WARM_UPS:
             return
         started_at = self._clock()

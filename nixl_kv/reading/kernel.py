@@ -62,7 +62,6 @@ def _copy(numbers, rows, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """The last job that begins at or before this tile."""
     low = 0
     high = num_jobs - 1
     while low < high:
@@ -75,7 +74,6 @@ def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: A
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _word(unit: int) -> tl.dtype:
-    """The type that one thread loads."""
     return {1: tl.int8, 2: tl.int16, 4: tl.int32}.get(unit, tl.int64)
 
 
@@ -186,7 +184,6 @@ class KernelStream:
             return bytes(here.cpu().numpy())
 
     def poll(self, copy: CopyRun) -> bool:
-        """Whether all bytes have landed. If it raises, the kernel may go on."""
         with translated(TransportError, "copying KV"):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
         if is_done and len(self._free) < MAX_FREE:
@@ -194,7 +191,6 @@ class KernelStream:
         return is_done
 
     def end(self, copy: CopyRun | None = None) -> None:
-        """Wait until all kernels have ended."""
         del copy
         with translated(TransportError, "ending copies"):
             self._stream.synchronize()

@@ -60,7 +60,6 @@ class RemotePeers:
         self.set_layouts((layout,))  # this rank alone, until the caller names its engine
 
     def set_layouts(self, layouts: tuple[CacheLayout, ...]) -> None:
-        """Set the layouts of this engine's ranks, in rank order."""
         self.engine_layouts = layouts
         self._pieces = match.pieces(layouts)
         self._holdings = [match.holdings(layout) for layout in layouts]
@@ -181,7 +180,6 @@ class RemoteRank:
         return f"rank {self.rank} of {self.peer}"
 
     def move(self, event: RankEvent) -> None:
-        """Change the state; nothing else does."""
         moves = TRANSITIONS[self.state]
         if event not in moves:
             allowed = [each.name for each in moves]
@@ -238,7 +236,6 @@ class Ranks:
 
     @property
     def is_adding(self) -> bool:
-        """Whether the transport is busy because it adds a rank."""
         return self.adding is not None and not self.adding.done()
 
     @property
@@ -311,7 +308,6 @@ class Ranks:
             self.drop(peer)
 
     def collect(self) -> list[Ended]:
-        """Take over the background threads' results; return the preparations that have ended."""
         if not self.is_adding:
             self.adding = None
             for rank in list(self.busy):
@@ -363,7 +359,6 @@ class Ranks:
         rank.name = self._transport.add_peer(rank.description.agent)
 
     def _finish(self, rank: RemoteRank) -> None:
-        """Make a rank READY that is planned and added. If that fails, fail its engine."""
         planning, adding = rank.planning, rank.adding
         try:
             if adding is not None and adding.done():

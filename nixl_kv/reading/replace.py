@@ -100,7 +100,6 @@ class Agents:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a handshake, a read, or the start or end of an agent is in progress."""
         is_changing = self._handshakes or self._waiting or self._closing or self._opening
         return bool(is_changing) or any(agent.is_busy for agent in self.polled)
 
@@ -129,7 +128,6 @@ class Agents:
         self.polled.append(self._make_agent(opened))
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
-        """Carry out an action of the decode machine; return the events so far."""
         match action:
             case events.StartHandshake():
                 return [self._start_handshake(action)]
@@ -186,7 +184,6 @@ class Agents:
         return happened
 
     def is_read(self, request: RequestId) -> bool:
-        """Whether a read may still write into a request's blocks."""
         agents = [*self.polled, *(closing.agent for closing in self._closing)]
         return any(read.request == request for agent in agents for read in agent.reads)
 
@@ -222,7 +219,6 @@ class Agents:
 
     @property
     def current(self) -> ReadAgent:
-        """The agent that new reads use."""
         if not self.polled:
             raise LocalProtocolError("this rank has no agent that reads: it only prefills")
         return self.polled[0]
@@ -260,7 +256,6 @@ class Agents:
         return failed
 
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
-        """Forget an engine. Reads that wait for it fail in the next poll."""
         self.peers.descriptions.pop(peer, None)
         self._handshakes.pop(peer, None)
         for agent in self.polled:

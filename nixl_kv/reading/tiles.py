@@ -108,7 +108,6 @@ def _launch(unit: int, jobs: list[Job], pieces: Sequence[Pieces], tile_bytes: in
 
 
 def _rows_of(rows: Rows, first: npt.NDArray[np.int32]) -> Ints:
-    """The rows whose first pieces have these numbers."""
     counts = rows[:, COUNT].astype(np.int64)
     starts = np.cumsum(counts) - counts
     return rows[np.searchsorted(starts, first)].astype(np.int64)

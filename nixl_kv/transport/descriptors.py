@@ -29,7 +29,6 @@ def num_open() -> int:
 
 
 def limit() -> int | None:
-    """The soft limit (`ulimit -n`); None for unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -197,7 +197,6 @@ def _checks(networks: Iterable[Network], version: int) -> bytes:
 
 
 def attach(listening: socket.socket, code: bytes) -> None:
-    """Replace the socket's filter; an OSError if the kernel refuses it, as in some sandboxes."""
     instructions = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("HL", len(code) // len(DROP), ctypes.addressof(instructions))
     listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)

@@ -101,7 +101,6 @@ class _Listener:
     port: LimitedPort
 
     def receive(self) -> list[FromPeer]:
-        """Answer questions and count connections; then, a batch of messages."""
         for question in _waiting(self.questions):
             answer = self.gatekeeper.answer(question)
             if answer is not None:
@@ -160,7 +159,6 @@ class _Caller:
             self.router.disconnect(endpoint)
 
     def receive(self) -> list[Received]:
-        """A batch of messages; then, if no more wait, the losses."""
         self._watch()
         received: list[Received] = []
         num_messages = 0
@@ -189,7 +187,6 @@ class _Caller:
         return link
 
     def _watch(self) -> None:
-        """Note which links break or fail to connect."""
         for frames in _waiting(self.monitor):
             event = parse_monitor_message(frames)
             link = self.links.get(Endpoint(event["endpoint"].decode()))
@@ -214,7 +211,6 @@ def _waiting(socket: _Socket, *, copy: bool = True) -> Iterator[list[Any]]:
 
 
 def _public(secret: bytes) -> bytes:
-    """The public key of a secret one, 32 bytes each."""
     with _translated("CURVE"):
         return z85.decode(zmq.curve_public(z85.encode(secret)))
 

@@ -48,6 +48,7 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor."""
 
 Steps: TypeAlias = Generator[None, None, "Digest"]
+"""Computes a digest. The first step reads no KV."""
 
 WORD: Final = 4
 MIN_COLUMN: Final = 64
@@ -78,7 +79,6 @@ class Digest:
 
 
 def column_tokens(end: int) -> int:
-    """Tokens of a column, for a prompt of `end` tokens."""
     tokens = MIN_COLUMN
     while -(-end // tokens) > MAX_COLUMNS:
         tokens *= 2
@@ -90,7 +90,6 @@ def num_columns(end: int) -> int:
 
 
 def mix(numbers: Array) -> Array:
-    """A bijection of 64-bit numbers in which each bit of the result depends on all bits."""
     for shift, mask, factor in _MIX:
         # An int64 is shifted with its sign; the mask makes that a shift of 64 plain bits.
         numbers = (numbers ^ (numbers >> shift & mask)) * factor
@@ -131,6 +130,7 @@ class Digester:
         offset, step, multipliers = numbers_of(secret, longest)
         rows = np.zeros(sum(local.num_heads for local in local_slices), np.int64)
         columns = np.zeros(num_columns(end), np.int64)
+        yield
         row = done = 0
         for local in local_slices:
             own = np.arange(row, row + local.num_heads)

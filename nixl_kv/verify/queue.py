@@ -8,10 +8,11 @@ that no reader or load waits for, so that later digests are still in time under 
 The engine calls `open_digests` and nothing else of this folder.
 """
 
+import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -35,14 +36,15 @@ know it."""
 
 @dataclass(eq=False)
 class _Job:
-    """A digest under way, or of a load that cannot compare it yet."""
+    """A digest under way, or of a load whose bytes, or prefill's digest, have not arrived."""
 
     actions: dict[_Requester, events.DigestAction]  # that wait for the digest
     subject: _Subject
     slices: Sequence[LocalSlice]
+    num_bytes: int
     steps: Steps
     started_at: float | None = None
-    digest: Digest = field(init=False)
+    digest: Digest | None = None
 
 
 class DigestQueue:
@@ -61,7 +63,7 @@ class DigestQueue:
         self._digester = digester
         self._clock = clock
         self.jobs: deque[_Job] = deque()
-        self.landed: dict[_Requester, _Job] = {}
+        self.waiting: dict[_Requester, _Job] = {}  # for the bytes, or for prefill's digest
         self._counts = counts
 
     def __len__(self) -> int:
@@ -69,7 +71,6 @@ class DigestQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the thread may wait before the next step; None without jobs."""
         return self._digester.pause_s if self._digester and self.jobs else None
 
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
@@ -78,17 +79,16 @@ class DigestQueue:
             return _refused(action, "this rank computes no digests")
         # A reader has one digest per claim at a time: asking again must not keep this rank busy.
         requester, subject = _keys(action)
-        if requester in self.landed:
-            if _awaits_reply(action):
-                return None
-            return _finished(action, self.landed.pop(requester))
+        if requester in self.waiting:
+            return self._go_on(requester, action)
         for job in self.jobs:
             if requester in job.actions:
                 if _awaits_reply(job.actions[requester]):
                     job.actions[requester] = action
                 return None
+        is_early = isinstance(action, events.CompareDigest) and not action.has_landed
         for job in self.jobs:
-            if job.subject == subject:  # the readers of the same heads share a digest
+            if job.subject == subject and not is_early:  # readers of the same heads share a digest
                 job.actions[requester] = action
                 return None
         secret, end, wanted, tables = subject
@@ -96,8 +96,27 @@ class DigestQueue:
             local_slices = find_slices(self._layout, wanted, tables, end=end)
         except ValueError as error:
             return _refused(action, str(error))
-        steps = self._digester(secret, local_slices)
-        self.jobs.append(_Job({requester: action}, subject, local_slices, steps))
+        num_bytes, steps = count_bytes(local_slices), self._digester(secret, local_slices)
+        job = _Job({requester: action}, subject, local_slices, num_bytes, steps)
+        if not is_early:
+            self.jobs.append(job)
+            return None
+        with contextlib.suppress(DigestError, MemoryError):  # tried again when the bytes are here
+            next(job.steps)
+            self.waiting[requester] = job
+        return None
+
+    def _go_on(
+        self, requester: _Requester, action: events.DigestAction
+    ) -> events.DigestEvent | None:
+        job = self.waiting[requester]
+        if job.digest is not None and not _awaits_reply(action):
+            del self.waiting[requester]
+            return _finished(action, job, job.digest)
+        if job.digest is None and isinstance(action, events.CompareDigest) and action.has_landed:
+            del self.waiting[requester]
+            job.actions[requester] = action
+            self.jobs.append(job)
         return None
 
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
@@ -105,8 +124,8 @@ class DigestQueue:
 
         Returns an event for each digest or comparison that has ended.
         """
-        landed = self.landed.items()
-        self.landed = {key: job for key, job in landed if is_wanted(job.actions[key])}
+        waiting = self.waiting.items()
+        self.waiting = {key: job for key, job in waiting if is_wanted(job.actions[key])}
         if not self.jobs:
             return []
         job = self.jobs[0]
@@ -116,27 +135,28 @@ class DigestQueue:
         try:
             next(job.steps)
         except StopIteration as end:
-            job.digest = end.value
-            return self._finish_job(self._clock() - job.started_at)
+            return self._finish_job(end.value, self._clock() - job.started_at)
         except (DigestError, MemoryError) as error:
             return self._fail_job(str(error) or type(error).__name__)
         return []
 
     def clear(self) -> None:
         self.jobs.clear()
-        self.landed.clear()
+        self.waiting.clear()
 
     def close(self) -> None:
         if self._digester is not None:
             self._digester.close()
 
-    def _finish_job(self, seconds: float) -> list[events.DigestEvent]:
+    def _finish_job(self, digest: Digest, seconds: float) -> list[events.DigestEvent]:
         job = self.jobs.popleft()
+        job.digest = digest
         self._counts["digests"] += 1
-        self._counts["digest_bytes"] += count_bytes(job.slices)
+        self._counts["digest_bytes"] += job.num_bytes
         self._counts["digest_seconds"] += seconds
-        self.landed |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
-        return [_finished(one, job) for one in job.actions.values() if not _awaits_reply(one)]
+        self.waiting |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
+        ended = [one for one in job.actions.values() if not _awaits_reply(one)]
+        return [_finished(one, job, digest) for one in ended]
 
     def _fail_job(self, reason: str) -> list[events.DigestEvent]:
         refused = [_refused(action, reason) for action in self.jobs.popleft().actions.values()]
@@ -189,16 +209,16 @@ def _keys(action: events.DigestAction) -> tuple[_Requester, _Subject]:
     return (load.request, action.rank, claim), (claim, load.end, action.slices, load.tables)
 
 
-def _finished(action: events.DigestAction, job: _Job) -> events.DigestEvent:
+def _finished(action: events.DigestAction, job: _Job, digest: Digest) -> events.DigestEvent:
     if isinstance(action, events.MakeDigest):
-        rows, columns = job.digest.rows.tobytes(), job.digest.columns.tobytes()
+        rows, columns = digest.rows.tobytes(), digest.columns.tobytes()
         return events.DigestMade(action.route, action.digest_request, rows, columns)
     # An incomplete last sum is cut off, so the digests differ in length.
     remote = [
         np.frombuffer(sums[: len(sums) // 8 * 8], np.uint64)
         for sums in (action.rows, action.columns)
     ]
-    difference = describe_difference(job.digest, Digest(*remote), job.slices)
+    difference = describe_difference(digest, Digest(*remote), job.slices)
     return events.DigestCompared(action.load.request, action.rank, action.claim, difference)
 
 

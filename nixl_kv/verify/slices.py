@@ -60,7 +60,6 @@ class LocalSlice(NamedTuple):
 
     @property
     def base(self) -> int:
-        """Address of the first head in block 0."""
         return self.region.base + self.part.offset + self.region.head_offset(self.heads[0])
 
     @property
@@ -76,7 +75,6 @@ class LocalSlice(NamedTuple):
 
     @property
     def positions(self) -> range:
-        """Where this rank keeps these tokens, among its own tokens of the prompt."""
         stripe = self.group.stripe
         return range(stripe.num_before(self.begin), stripe.num_before(self.end))
 
@@ -87,7 +85,6 @@ class LocalSlice(NamedTuple):
         return self.positions.start // size * size
 
     def tokens(self, positions: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """The tokens at these positions, and which of them the other rank has too."""
         tokens = self.group.stripe.token(positions)
         return tokens, self.other.holds(tokens)
 

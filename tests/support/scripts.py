@@ -128,15 +128,16 @@ ASKING: Script = [*HANDSHAKING, (HandshakeDone(PEER),)]
 """The peer can be read, and prefill's answer is not here yet."""
 GRANTED: Script = [*ASKING, (answered(GRANT),)]
 READING: Script = [*GRANTED, (110.0, START, READ)]
+TO_DIGEST = CompareDigest(Rank(0), SLICES, START_VERIFIED, CLAIM)
+READ_VERIFIED = (
+    StartRead(PEER, Rank(0), GRANT, START_VERIFIED),
+    replace(TO_DIGEST, has_landed=False),
+)
 VERIFIED: Script = [
     *GRANTED,
-    (
-        *(110.0, START_VERIFIED, Send(RANK_0, digest_request())),
-        StartRead(PEER, Rank(0), GRANT, START_VERIFIED),
-    ),
+    (110.0, START_VERIFIED, Send(RANK_0, digest_request()), *READ_VERIFIED),
 ]
 """Prefill's digest was asked for when there were blocks."""
-TO_DIGEST = CompareDigest(Rank(0), SLICES, START_VERIFIED, CLAIM)
 LANDED_VERIFIED = (read_done(), TO_DIGEST)
 VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED]
 """The slot was valid; prefill's digest is not here yet."""

@@ -74,7 +74,6 @@ class Exported:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Close the file descriptors: no other process can map this memory from now on."""
         self._undo.close()
 
     def _write_proof(self, device: int) -> messages.Proof:
@@ -152,7 +151,6 @@ class Mapping:
         return bool(ended.poll(0))
 
     def close(self) -> None:
-        """No kernel may use the memory."""
         with _on_device(self._device, "unmapping memory"):
             self._undo.close()
 
@@ -229,7 +227,6 @@ def _system_call(number: int, *arguments: int) -> int:
 
 
 def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
-    """Call CUDA's driver; return the values after the error code."""
     error, *values = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise TransportError(f"{function.__name__}: {error.name}")
@@ -238,7 +235,6 @@ def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _on_device(ordinal: int, doing: str) -> Iterator[None]:
-    """Make torch's context of this GPU current."""
     try:
         (device,) = _call(driver.cuDeviceGet, ordinal)
         (context,) = _call(driver.cuDevicePrimaryCtxRetain, device)

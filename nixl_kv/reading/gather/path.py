@@ -190,7 +190,6 @@ class OwnerWatch:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """End the thread; may be called again."""
         if not self._owners.closed:
             os.eventfd_write(self._closing, 1)
             self._thread.join()

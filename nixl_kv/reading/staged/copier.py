@@ -83,7 +83,6 @@ class Staging:
 
 
 def split(span: Span, count: int, num_slots: int) -> list[Ring]:
-    """Divide memory into `count` rings."""
     length = span.length // count // num_slots // ALIGNMENT * ALIGNMENT * num_slots
     return [Ring(Span(span.address + n * length, length), num_slots) for n in range(count)]
 

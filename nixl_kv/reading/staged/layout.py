@@ -58,7 +58,6 @@ class Ring:
 
 
 def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
-    """Divide a share into crops."""
     found: dict[tuple[int, int], dict[str, Heads]] = {}
     theirs = remote.regions
     for layer, (number, _) in local.regions.items():
@@ -173,7 +172,6 @@ def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list
 
 
 def _dense(region: Region, heads: Heads, block_size: int) -> Region:
-    """One layer's block without gaps, nested as in the region."""
     num_heads = heads[1] - heads[0]
     region = replace(region, base=1, first_head=heads[0], num_heads=num_heads, scales=())
     strides = [region.token_stride_of(part) for part in region.parts]
@@ -209,7 +207,6 @@ def _dense(region: Region, heads: Heads, block_size: int) -> Region:
 
 
 def _dense_part(part: Part, offset: int, token_stride: int, block_size: int) -> Part:
-    """One head's tokens of a part without gaps."""
     if part.count > 1 and token_stride < part.stride:
         return Part(offset, part.length, part.count, part.length * block_size, part.length)
     stride = part.length if part.count > 1 else 0

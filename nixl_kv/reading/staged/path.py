@@ -82,13 +82,11 @@ class HeldSlots:
         self._spare: int | None = None  # the last one that it holds, while it is empty
 
     def open(self) -> bool:
-        """Whether the read holds a slot, or gets one now."""
         if not self._num_held:
             self._spare = self.take()
         return self._num_held > 0
 
     def take(self) -> int | None:
-        """Return an empty slot, if the read holds or gets one."""
         slot, self._spare = self._spare, None
         if slot is None and may_take(self._num_held, len(self._free)):
             slot = self._free.popleft()
@@ -104,7 +102,6 @@ class HeldSlots:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Return the empty slot: the read needs no more slots."""
         if self._spare is not None:
             self._num_held = 0
             self._free.append(self._spare)

@@ -64,7 +64,6 @@ class Place:
 
     @classmethod
     def find(cls, settings: Mapping[str, str], root: Path = ROOT) -> "Place":
-        """Look at this machine. `settings` are UCX's, without their prefix."""
         try:
             namespace = (root / PID_NAMESPACE).readlink().name
         except OSError:
@@ -112,7 +111,6 @@ def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
 
 
 def _permitted(settings: Mapping[str, str]) -> frozenset[str]:
-    """The transports that UCX_TLS permits: `a,b` only those, `^a,b` all others."""
     setting, every = settings.get("TLS", "all"), ALIASES["all"]
     named: set[str] = set()
     for entry in setting.removeprefix("^").split(","):

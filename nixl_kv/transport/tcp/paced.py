@@ -129,7 +129,6 @@ class _Read:
         return here, device, there, their_device, limit
 
     def stop(self) -> None:
-        """Request no more pieces."""
         self.runs.clear()
         if self in self.peer.queue:
             self.peer.queue.remove(self)
@@ -281,7 +280,6 @@ class PacedTransport:
         return read
 
     def poll(self, read: _Read | ReadHandle) -> bool:
-        """Advance all reads of the same peer."""
         if not isinstance(read, _Read):
             return self._first.poll(read)
         peer = read.peer
@@ -307,7 +305,6 @@ class PacedTransport:
         self._first.progress()  # peers read no other agent
 
     def close(self) -> None:
-        """Close all agents; a TransportError also if one connects too long."""
         self._background.shutdown(wait=False)
         if self._job is not None and not self._job.result.cancel():
             if wait([self._job.result], CONNECTED_S).not_done:
@@ -321,7 +318,6 @@ class PacedTransport:
     # --- reads
 
     def _finish(self, peer: _Peer) -> None:
-        """Record the pieces that have arrived or failed."""
         for stream in peer.streams:
             read = stream.read
             if read is None or stream.is_lost or self._is_busy(stream):

@@ -82,6 +82,7 @@ from support.scripts import (
     LANDED_VERIFIED,
     PREPARED,
     READ,
+    READ_VERIFIED,
     READING,
     START,
     START_VERIFIED,
@@ -213,7 +214,6 @@ LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "a denial": (answered(deny()), DENIED),
 }
 DIGESTS: dict[str, Script] = {"without a digest": [], "with a digest": [DIGEST]}
-READ_VERIFIED = StartRead(PEER, Rank(0), GRANT, START_VERIFIED)
 SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
@@ -225,7 +225,7 @@ VERIFICATION: dict[str, Script] = {
     ),
     "only the tokens that are loaded are compared": after(
         GRANTED,
-        (SOME_TOKENS, ASK_DIGEST, replace(READ_VERIFIED, load=SOME_TOKENS)),
+        (SOME_TOKENS, ASK_DIGEST, *(replace(one, load=SOME_TOKENS) for one in READ_VERIFIED)),
         (read_done(), replace(TO_DIGEST, load=SOME_TOKENS)),
         (*DIGEST, replace(COMPARE, load=SOME_TOKENS)),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, num_tokens=3)),
@@ -335,7 +335,7 @@ VERIFICATION: dict[str, Script] = {
     "prefill's digest is asked for before it grants": after(
         ASKING,
         (110.0, START_VERIFIED, ASK_DIGEST),
-        (answered(GRANT), READ_VERIFIED),
+        (answered(GRANT), *READ_VERIFIED),
         DIGEST,
         (read_done(), COMPARE),
         EQUAL,
@@ -344,7 +344,7 @@ VERIFICATION: dict[str, Script] = {
         PREPARED,
         (110.0, START_VERIFIED),
         (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
-        (answered(GRANT), READ_VERIFIED),
+        (answered(GRANT), *READ_VERIFIED),
     ),
     "of what is denied no digest is asked for": after(
         GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
@@ -362,7 +362,7 @@ TWO_READING: Script = [
     *TWO_ASKED[:-1],
     (START_VERIFIED, *(Send(at(rank), digest_request()) for rank in (0, 1))),
     *[
-        (answered(GRANT, at(rank)), StartRead(PEER, Rank(rank), GRANT, START_VERIFIED))
+        (answered(GRANT, at(rank)), *(replace(one, rank=Rank(rank)) for one in READ_VERIFIED))
         for rank in (0, 1)
     ],
     LANDED_VERIFIED,
@@ -477,13 +477,13 @@ def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
     assert not machine.is_digest_wanted(COMPARE)
 
 
-def test_what_has_landed_is_digested_before_prefills_digest_is_here() -> None:
-    machine = loading([*VERIFIED, LANDED_VERIFIED])
+def test_a_digest_is_prepared_while_its_bytes_travel() -> None:
+    machine = loading(VERIFIED)
     assert machine.is_digest_wanted(TO_DIGEST)
 
 
-@each_of({"no load": [], "no peer": PREPARED, "data under way": READING})
-def test_before_its_data_is_here_no_comparison_is_of_use(script: Script) -> None:
+@each_of({"no load": [], "no peer": PREPARED, "no blocks": GRANTED})
+def test_before_its_read_no_comparison_is_of_use(script: Script) -> None:
     assert not loading(script).is_digest_wanted(COMPARE)
 
 

@@ -231,6 +231,63 @@ def test_what_has_landed_is_digested_before_there_is_something_to_compare(
     assert again.difference is not None
 
 
+def early(wanted: CompareDigest) -> CompareDigest:
+    """The same while the bytes travel."""
+    return msgspec.structs.replace(landing(wanted), has_landed=False)
+
+
+def test_a_digest_is_prepared_before_the_bytes_land(
+    digests: DigestQueue, cache: Cache, counts: defaultdict[str, float]
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    remote = Cache(2)
+    here = DigestQueue(remote.layout, SlowDigester(1), counts)
+    assert here.add(early(wanted)) is None
+    assert here.add(early(wanted)) is None
+    assert drained(here) == []
+    cache.copy_to(remote, DECODE_TABLES)
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+
+
+def test_a_digest_that_was_prepared_does_not_join_one_under_way(
+    digests: DigestQueue, cache: Cache
+) -> None:
+    """Its bytes have not landed, though the other digest is of the same blocks."""
+    wanted = comparison(digest_of(digests, order()))
+    remote = Cache(2)
+    here = queue_of(remote)
+    other = msgspec.structs.replace(wanted, rank=Rank(4))
+    assert here.add(other) is None
+    assert here.add(early(wanted)) is None
+    assert len(drained(here)) == 1
+    cache.copy_to(remote, DECODE_TABLES)
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert (ended.rank, ended.difference) == (wanted.rank, None)
+
+
+def test_a_digest_that_cannot_be_prepared_is_computed_when_the_bytes_land(
+    digests: DigestQueue, landed: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    with monkeypatch.context() as patched:
+        patched.setattr(digest, "numbers_of", fail_to_allocate)
+        here = queue_of(landed)
+        assert here.add(early(wanted)) is None
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+
+
+def fail_to_allocate(*args: object) -> None:
+    raise MemoryError(args)
+
+
 def test_a_comparison_waits_for_the_digest_that_is_being_made(
     digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
 ) -> None:
@@ -430,7 +487,7 @@ def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -
     def is_wanted(action: DigestAction) -> bool:
         return isinstance(action, MakeDigest) and action.digest_request.reader.rank == 1
 
-    ended = digests.poll(is_wanted)
+    ended = [*digests.poll(is_wanted), *digests.poll(is_wanted)]
     assert [one.refusal for one in ended] == [None, None]
 
 
