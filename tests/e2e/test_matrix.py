@@ -45,7 +45,7 @@ from harness.cluster.models import FAMILIES
 from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt
-from support.engines import EVENT_S, expect_free, without_connector
+from support.engines import EVENT_S, OFFER_TTL_S, expect_free, without_connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -173,7 +173,7 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
         role="decode" if side else "prefill",
         connector="nixl-kv",
         # The engines that all tests share have no key.
-        connector_config={**PATIENT, "insecure": True, **config},
+        connector_config={**PATIENT, "offer_ttl_s": OFFER_TTL_S, "insecure": True, **config},
         device=DEVICE,
         tensor_parallel=shape.tp,
         pipeline_parallel=shape.pp,

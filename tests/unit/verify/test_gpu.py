@@ -47,7 +47,7 @@ KINDS = (
     Sizes(layers=1, blocks=8, heads=1, parts=(1154,)),
     Sizes(layers=2, blocks=8, heads=2, parts=(127, 64)),
     Sizes(layers=2, blocks=130, heads=2, tokens=1, parts=(4, 12)),
-    Sizes(layers=2, blocks=3, heads=2, tokens=43, parts=(8192, 16388)),
+    Sizes(layers=1, blocks=3, heads=1, tokens=43, parts=(8192, 16388)),
 )
 
 

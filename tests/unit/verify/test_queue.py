@@ -27,6 +27,7 @@ from nixl_kv.protocol.events import (
     StartLoad,
 )
 from nixl_kv.protocol.messages import DigestRequest, KVSlice, Reader
+from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.queue import DigestQueue, open_digests
 from nixl_kv.verify.slices import LocalSlice, find_slices
