@@ -1,16 +1,48 @@
-"""A cell of `bench transfer`: how two engines shard and lay out their caches."""
+"""The models of the benchmarks, and how two engines shard and lay out their caches."""
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
+from harness.cluster.models.qwen3 import TinyModel
 from harness.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout, Memory
 
-ROLES: Final = ("prefill", "decode")
 VERIFIED: Final = ", verified"
 """Follows the name of a path whose loads are compared with prefill's digest."""
+
+REPO: Final = Path(__file__).resolve().parents[2]
+
+Row: TypeAlias = Mapping[str, Any]
+"""Text and figures by heading."""
+
+MODELS: Final[Mapping[str, TinyModel]] = {
+    "tiny": TinyModel(),
+    "64-layers": TinyModel(layers=64, kv_heads=2, head_dim=128, dtype="bfloat16"),
+    "qwen3-8b": TinyModel(  # 144 KiB of KV per token; the vocabulary is ours
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        hidden=4096,
+        intermediate=12288,
+        max_positions=40960,
+        dtype="bfloat16",
+    ),
+}
+"""Engines of vLLM load them with random weights."""
+
+ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+def kv_shape(name: str) -> ModelShape:
+    """The model's KV, for engines without vLLM."""
+    model = MODELS[name]
+    length = model.head_dim * ELEMENT_BYTES[model.dtype]
+    return ModelShape(model.layers, model.kv_heads, (length, length), model.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,7 +72,7 @@ class Cell:
     gpus: tuple[tuple[int, ...], tuple[int, ...]]
 
     def placed(self, side: int) -> dict[str, object]:
-        """One engine, as its processes are told. Older ones read `blocks`."""
+        """One engine for its processes. Those of older checkouts read `blocks`."""
         cut = self.cuts[side]
         blocks = {"size": cut.block_size, "kernel": cut.block_size}
         shape = {"tp": cut.tp, "order": cut.order, "block_size": cut.block_size, "blocks": blocks}
