@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.shapes import MODELS, Cut, Row, kv_shape, pair_of_numbers
+from benchmarks.shapes import MODELS, Row, Side, kv_shape, pair_of_numbers
 from benchmarks.transfer import share
 from harness.local.caches import layout_at
 from harness.local.model_layouts import ORDERS
@@ -88,7 +88,7 @@ def rows_of(order: str, blocks: tuple[int, int], options: argparse.Namespace) ->
     devices = [f"cuda:{gpu}" if options.device == "cuda" else "cpu" for gpu in gpus]
     caches = []
     for size, device, noise in zip(blocks, devices, (True, False), strict=True):
-        (layout,) = Cut(1, order, size).layouts(kv_shape(options.shape), options.tokens, "VRAM")
+        (layout,) = Side(1, order, size).layouts(kv_shape(options.shape), options.tokens, "VRAM")
         caches.append(Cache(layout, device, options.tokens // size, noise=noise))
     prefill, decode = caches
     launch, num_bytes = prepare(prefill, decode, options.tokens)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.shapes import VERIFIED, Cut
+from benchmarks.shapes import VERIFIED, Side
 from harness.local.caches import layout_at
 from harness.local.engine import HOST, LocalEngine, LocalRank
 from harness.local.model_layouts import ModelShape
@@ -76,20 +76,20 @@ class Process:
         self._memory: dict[int, torch.Tensor] = {}
         self._engines: dict[str, LocalEngine] = {}
         self._layouts: list[CacheLayout] = []
-        self._cut = Cut(1, "LBHNC", 16)
-        self._gpus: Sequence[int] = ()
+        self._side = Side(1, "LBHNC", 16)
         self._table: list[int] = []
         self._source = torch.empty(0)
         self._stream: socket.socket | None = None
+        torch.set_num_threads(1)  # for copies of host memory
 
     # --- loads
 
     def start(self, placed: Mapping[str, Any], paths: Sequence[str]) -> None:
         """Start an engine for each path; those of the last cell end."""
         self.stop()
-        self._cut, self._gpus = msgspec.convert(placed["cut"], Cut), placed["gpus"]
+        self._side = msgspec.convert({**placed["cut"], "gpus": placed["gpus"]}, Side)
         spec, kind = self._spec, self._kind
-        self._layouts = self._cut.layouts(spec.model, spec.tokens, kind)
+        self._layouts = self._side.layouts(spec.model, spec.tokens, kind)
         for rank in self._mine:
             memory = self._memory_of(rank)
             layout = layout_at(self._layouts[rank], memory.data_ptr())
@@ -115,7 +115,7 @@ class Process:
     def choose_blocks(self, tables: str) -> None:
         """Choose the prompt's blocks. Older checkouts can also choose others than random ones."""
         del tables
-        spec, count = self._spec, self._spec.tokens // self._cut.block_size
+        spec, count = self._spec, self._spec.tokens // self._side.block_size
         chooser = np.random.default_rng([spec.seed, len(spec.role)])
         self._table = chooser.permutation(np.arange(1, 1 + 2 * count))[:count].tolist()
 
@@ -241,17 +241,17 @@ class Process:
 
     @property
     def _mine(self) -> Sequence[int]:
-        ranks, chosen = range(self._cut.tp), self._spec.ranks
+        ranks, chosen = range(self._side.tp), self._spec.ranks
         return ranks if chosen is None else [rank for rank in ranks if rank in chosen]
 
     @property
     def _kind(self) -> Memory:
-        return "VRAM" if self._gpus else "DRAM"
+        return "VRAM" if self._side.gpus else "DRAM"
 
     def _memory_of(self, rank: int) -> torch.Tensor:
         """All cells have this rank on the same GPU."""
         if rank not in self._memory:
-            device = f"cuda:{self._gpus[rank]}" if self._gpus else "cpu"
+            device = f"cuda:{self._side.gpus[rank]}" if self._side.gpus else "cpu"
             length = self._spec.num_bytes[rank]
             self._memory[rank] = torch.zeros(length, dtype=torch.uint8, device=device)
         return self._memory[rank]

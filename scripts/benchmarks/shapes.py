@@ -46,12 +46,13 @@ def kv_shape(name: str) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One engine's shape."""
+class Side:
+    """One engine's shape, and the GPU of each rank; no GPUs if its cache is in host memory."""
 
     tp: int
     order: str
     block_size: int
+    gpus: tuple[int, ...] = ()
 
     def layouts(self, model: ModelShape, tokens: int, memory: Memory) -> list[CacheLayout]:
         """The layouts of all ranks, with room for twice as many tokens and one more block.
@@ -64,30 +65,19 @@ class Cut:
         return build_layouts(model, shape)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Both engines, and the GPU of each rank; no GPUs if the caches are in host memory."""
+Cell: TypeAlias = tuple[Side, Side]
+"""Prefill and decode."""
 
-    cuts: tuple[Cut, Cut]
-    gpus: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def placed(self, side: int) -> dict[str, object]:
-        """One engine for its processes. Those of older checkouts read `blocks`."""
-        cut = self.cuts[side]
-        blocks = {"size": cut.block_size, "kernel": cut.block_size}
-        shape = {"tp": cut.tp, "order": cut.order, "block_size": cut.block_size, "blocks": blocks}
-        return {"cut": shape, "gpus": self.gpus[side]}
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The cell in a row, by heading."""
-        prefill, decode = self.cuts
-        return {
-            "TP": f"{prefill.tp} to {decode.tp}",
-            "layout": prefill.order,
-            "blocks": f"{prefill.block_size} to {decode.block_size}",
-            "GPUs": " to ".join(", ".join(map(str, gpus)) for gpus in self.gpus if gpus) or "none",
-        }
+def names(cell: Cell) -> dict[str, str]:
+    """The cell in a row, by heading."""
+    prefill, decode = cell
+    return {
+        "TP": f"{prefill.tp} to {decode.tp}",
+        "layout": prefill.order,
+        "blocks": f"{prefill.block_size} to {decode.block_size}",
+        "GPUs": " to ".join(", ".join(map(str, s.gpus)) for s in cell if s.gpus) or "none",
+    }
 
 
 def pair_of_numbers(text: str) -> tuple[int, int]:

@@ -63,9 +63,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                 fault = pair.check()
                 stream = partial(pair.read_stream, hosts[0].wire_address)
                 ways = {PATH: partial(pair.load, PATH), STREAM: stream}
-                samples = transfer.rounds(ways, options.rounds, float("inf"))
+                samples = transfer.rounds(ways, options.rounds)
                 about = {"link": f"{gbit:g} Gbit/s, {round_trip_ms:g} ms"}
-                yield about | figures(samples) | {"layout": cell.cuts[0].order} | fault
+                yield about | figures(samples) | {"layout": cell[0].order} | fault
 
 
 def figures(samples: dict[str, list[transfer.Sample]]) -> dict[str, str | int | float]:

@@ -3,8 +3,8 @@
 Prefill is a process, and so is each rank of decode: real transfer engines, control plane and NIXL.
 "load" begins when decode starts a load that prefill has granted, and ends when all ranks have
 reported it. "read" is the longest read in it. "copy" is the link: each decode rank copies as many
-bytes with torch, in one piece, from prefill's GPU or within host memory. "read of copy" is the time
-of the copy divided by that of the read. Each cell's bytes are compared before it is timed.
+bytes with torch, in one piece, from prefill's GPU, or within host memory with one thread. "read of
+copy" is the copy's time divided by the read's. Each cell's bytes are compared before it is timed.
 
 With --verify each path also takes loads that are compared with prefill's digest; "verify adds" is
 the median of their extra time in a round. With --against, engines of another checkout take turns
@@ -22,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,10 @@ from benchmarks.shapes import (
     REPO,
     VERIFIED,
     Cell,
-    Cut,
     Row,
+    Side,
     kv_shape,
+    names,
     pair_of_numbers,
 )
 from harness.cluster.netns import WIRE, Namespace
@@ -54,9 +54,6 @@ PATHS: Final = ("auto", "gather", "direct", "staged")
 AGAINST: Final = "against"
 COPY: Final = "copy"
 WARM_UP: Final = 1
-FEWEST: Final = 3
-"""Rounds that have a median."""
-
 STOP_S: Final = 30.0
 
 Sample = dict[str, Any]
@@ -128,10 +125,13 @@ class Pair:
 
     def start(self, cell: Cell) -> None:
         """Start engines for each path, and write a prompt's KV into random blocks of prefill."""
-        self._decode = self._all_decode[: cell.cuts[1].tp]
-        for side, processes in enumerate(([self._prefill], self._decode)):
+        self._decode = self._all_decode[: cell[1].tp]
+        for side, processes in zip(cell, ([self._prefill], self._decode), strict=True):
+            # Older checkouts read `blocks`.
+            blocks = {"size": side.block_size, "kernel": side.block_size}
+            shape = msgspec.to_builtins(side) | {"blocks": blocks}
             for process in processes:
-                process.tell("start", placed=cell.placed(side), paths=self.paths)
+                process.tell("start", placed={"cut": shape, "gpus": side.gpus}, paths=self.paths)
         for process in (self._prefill, *self._decode):
             process.answer()
         ask([self._prefill, *self._decode], "choose_blocks", tables="random")
@@ -166,7 +166,7 @@ class Pair:
 
     def prepare_copy(self, cell: Cell) -> None:
         """Let each decode rank copy as many bytes as its last load had from prefill's GPU."""
-        gpus = itertools.cycle(cell.gpus[0] or (-1,))
+        gpus = itertools.cycle(cell[0].gpus or (-1,))
         for process, gpu, num_bytes in zip(self._decode, gpus, self.num_bytes, strict=False):
             process.tell("prepare_copy", gpu=gpu, num_bytes=num_bytes)
         for process in self._decode:
@@ -190,7 +190,12 @@ def _seconds(ranks: Sequence[Mapping[str, float]]) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The cells, the paths and the comparisons."""
-    add_place_options(parser, shape="qwen3-8b", tokens=16384)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    for role, first in zip(ROLES, ("first", "last"), strict=True):
+        described = f"rank n has the n-th of them, in turn; default: the {first} one"
+        parser.add_argument(f"--{role}-gpus", type=int, nargs="+", metavar="N", help=described)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["auto"], help="default: auto")
     for name, default in (("tp", "1-1 1-2 2-1"), ("blocks", "16-16 16-64 64-16")):
         pairs = [pair_of_numbers(text) for text in default.split()]
@@ -205,26 +210,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["BHLNC", "LBHNC", "LBNHC"])
     parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")
-    parser.add_argument(
-        "--row-seconds",
-        type=float,
-        default=4.0,
-        help=f"after them a row has no more than {FEWEST} rounds; default: 4",
-    )
     parser.add_argument("--verify", action="store_true", help="also with loads that are verified")
     parser.add_argument("--staging-mib", type=int, default=Config().staging_mib)
     parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of nixl_kv")
     parser.add_argument("--first-loads", type=int, metavar="N", help="see above; of N new pairs")
-
-
-def add_place_options(parser: argparse.ArgumentParser, *, shape: str, tokens: int) -> None:
-    """The model, and where its caches are."""
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", choices=list(MODELS), default=shape)
-    parser.add_argument("--tokens", type=int, default=tokens)
-    for role, default in zip(ROLES, ("first", "last"), strict=True):
-        described = f"rank n has the n-th of them, in turn; default: the {default} one"
-        parser.add_argument(f"--{role}-gpus", type=int, nargs="+", metavar="N", help=described)
 
 
 def program_of(checkout: Path) -> Path:
@@ -261,7 +250,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     cells = cells_of(options)
     if options.first_loads:
         for cell, path in itertools.product(cells, paths):
-            yield {"path": path, **cell.names, **first_loads(cell, path, options)}
+            yield {"path": path, **names(cell), **first_loads(cell, path, options)}
         return
     checkouts = {"": REPO} | ({AGAINST: options.against} if options.against else {})
     running = {name: running_pair(path, cells, paths, options) for name, path in checkouts.items()}
@@ -290,11 +279,11 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         ]
     cells = []
     for tp, order, blocks in itertools.product(options.tp, options.orders, options.blocks):
-        prefill, decode = (Cut(n, order, size) for n, size in zip(tp, blocks, strict=True))
-        gpus = [
-            tuple(itertools.islice(itertools.cycle(c), n)) for c, n in zip(chosen, tp, strict=True)
-        ]
-        cells.append(Cell((prefill, decode), (gpus[0], gpus[1])))
+        prefill, decode = (
+            Side(ranks, order, size, tuple(itertools.islice(itertools.cycle(gpus), ranks)))
+            for ranks, size, gpus in zip(tp, blocks, chosen, strict=True)
+        )
+        cells.append((prefill, decode))
     return cells
 
 
@@ -310,7 +299,7 @@ def running_pair(
     with contextlib.ExitStack() as stack:
         sides: list[list[Process]] = []
         for side, (role, host) in enumerate(zip(ROLES, hosts, strict=True)):
-            sizes = largest([cell.cuts[side] for cell in cells], options)
+            sizes = largest([cell[side] for cell in cells], options)
             spec = {
                 "role": role,
                 "model": kv_shape(options.shape),
@@ -331,12 +320,12 @@ def running_pair(
         yield Pair(prefill, decode, paths)
 
 
-def largest(cuts: Sequence[Cut], options: argparse.Namespace) -> list[int]:
+def largest(sides: Sequence[Side], options: argparse.Namespace) -> list[int]:
     """For each rank, bytes that are enough for its cache in all cells."""
-    every = [cut.layouts(kv_shape(options.shape), options.tokens, "DRAM") for cut in cuts]
+    every = [side.layouts(kv_shape(options.shape), options.tokens, "DRAM") for side in sides]
     spans = [layout.spans for layouts in every for layout in layouts]
     most = max(each[-1].address + each[-1].length - each[0].address for each in spans)
-    return [most] * max(cut.tp for cut in cuts)
+    return [most] * max(side.tp for side in sides)
 
 
 def first_loads(cell: Cell, path: str, options: argparse.Namespace) -> dict[str, float]:
@@ -366,22 +355,17 @@ def rows_of(pairs: Mapping[str, Pair], cell: Cell, options: argparse.Namespace) 
         for name, pair in pairs.items()
         for path in pair.paths
     }
-    samples = rounds(ways | {COPY: ours.copy}, options.repeat, options.row_seconds)
+    samples = rounds(ways | {COPY: ours.copy}, options.repeat)
     for name in ways:
         staging = {"staging MiB": options.staging_mib} if "staged" in name else {}
         fault = faults[AGAINST if name.startswith(AGAINST) else ""]
-        yield {"path": name, **cell.names, **staging, **figures(samples, name), **fault}
+        yield {"path": name, **names(cell), **staging, **figures(samples, name), **fault}
 
 
-def rounds(
-    ways: Mapping[str, Callable[[], Sample]], count: int, seconds: float
-) -> dict[str, list[Sample]]:
+def rounds(ways: Mapping[str, Callable[[], Sample]], count: int) -> dict[str, list[Sample]]:
     """Samples of each way in turn, whose order alternates. The first round does not count."""
     samples: dict[str, list[Sample]] = {way: [] for way in ways}
-    end = time.monotonic() + seconds
     for number in range(WARM_UP + count):
-        if number >= WARM_UP + FEWEST and time.monotonic() > end:
-            break
         for way in sorted(ways, reverse=bool(number % 2)):
             sample = ways[way]()
             if number >= WARM_UP:
