@@ -146,18 +146,10 @@ class Process:
         return engine.offer(request, [self._table], self._spec.tokens)
 
     def prepare_load(self, path: str, request: str, ticket: Mapping[str, Any], claim: str) -> None:
-        """Wait until prefill has granted the request, as if it had been queued.
-
-        Raises:
-            TimeoutError: without a grant.
-        """
-        engine = self._engines[path]
+        """Wait until prefill has granted the request, as if it had been queued."""
+        engine, name = self._engines[path], RequestId(request)
         engine.prepare_load(request, msgspec.convert(ticket, Ticket), Claim(claim))
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all(_is_granted(rank, RequestId(request)) for rank in engine.ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
-            time.sleep(NAP_S)
+        engine.wait(lambda: all(_is_granted(rank, name) for rank in engine.ranks), TIMEOUT_S)
 
     def load(self, path: str, request: str) -> dict[str, float]:
         """Load a request with a ticket.
