@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab import protocol_tables
+import protocol_tables
 from nixl_kv.config import Config
 
 REPO = Path(__file__).resolve().parent.parent

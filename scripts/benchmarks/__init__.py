@@ -1,0 +1,1 @@
+"""Benchmarks of transfers and of engines."""

@@ -1,1 +1,0 @@
-"""Benchmarks of transfers and of engines, and the page that shows their records."""
