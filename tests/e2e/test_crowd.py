@@ -95,8 +95,10 @@ def test_prefill_drains_while_decode_is_paused_with_claims(
         ThreadPoolExecutor(TALKERS + 2) as pool,
     ):
         tickets = [pair.to_prefill.ticket(question.prompt) for question in questions]
-        for number in range(TALKERS):
+        talk = [
             pool.submit(pair.to_decode.complete, random_prompt(WORDS, number), TALK)
+            for number in range(TALKERS)
+        ]
         counters, expect = pair.to_decode.counters, partial(wait_or_fail, interval_s=0.05)
         expect(lambda: counters()[USAGE] > 0.9, EVENT_S, "decode is not full")
         since = CountersSince(pair.to_decode)
@@ -109,6 +111,7 @@ def test_prefill_drains_while_decode_is_paused_with_claims(
         prefill.signal_leader(signal.SIGTERM)
         expect(lambda: not prefill.is_running(), DRAIN_S, "prefill did not drain")
         call(decode, "/resume")
+        assert all(len(one.result().tokens) == TALK for one in talk)
         assert kinds((one, future.result()) for one, future in asked) == {"right": len(asked)}
         assert loads_and_failures(since) >= len(asked)
 

@@ -18,7 +18,7 @@ import pytest
 
 from harness.cluster.client import Answer, Client, NoTicketError
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import HOST, PATIENT, Engine, EngineSpec, python_path
+from harness.cluster.engines import HOST, PATIENT, Engine, python_path
 from harness.cluster.metrics import LOADS
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.processes import nixl_kv_command
@@ -68,8 +68,10 @@ def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
     tmp_path: Path, *, crosses: bool
 ) -> None:
     env = {"PYTHONPATH": python_path(copy_package(tmp_path)), "PYTHONSAFEPATH": "1"}
+    pair = pair_specs(ensure_tiny_model(), connector_config=PATIENT, kv_cache_bytes=96 << 20)
+    specs = [replace(spec, name=f"{spec.name}-{number}") for spec in pair for number in (1, 2)]
     with Cluster(tmp_path / "logs") as cluster:
-        engines = cluster.start(*specs("prefill"), *specs("decode"))
+        engines = cluster.start(*specs)
         prefill, decode = Rotation(engines[:2]), Rotation(engines[2:])
 
         def complete(prompt: str, num_tokens: int) -> Answer:
@@ -99,12 +101,6 @@ def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
     print(f"{len(load.ended)} requests, {loads:g} loads")
     assert ended == {"right": len(load.ended)}
     assert 0 < loads < len(load.ended) if crosses else loads == len(load.ended)
-
-
-def specs(role: str) -> list[EngineSpec]:
-    both = pair_specs(ensure_tiny_model(), connector_config=PATIENT, kv_cache_bytes=96 << 20)
-    (spec,) = (one for one in both if one.role == role)
-    return [replace(spec, name=f"{spec.name}-{number}") for number in (1, 2)]
 
 
 def take_out(engine: Engine, rotation: Rotation) -> None:
