@@ -155,6 +155,7 @@ def test_a_prompt_of_token_ids(pair: Pair, single: Client, accounts: Accounts) -
     accounts.expect_offers(1, read=1)
 
 
+@pytest.mark.usefixtures("accounts")
 def test_beams_of_a_prompt(pair: Pair, single: Client) -> None:
     """One request becomes several, all with the same ticket."""
     prompt = random_prompt(150, seed=309)
