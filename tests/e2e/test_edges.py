@@ -4,7 +4,7 @@ Beside each answer stands what it cost: what decode read, what came of prefill's
 neither engine holds a block afterwards. Prompts of single lengths are in test_answers.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -46,23 +46,29 @@ IDS = {word: number for number, word in enumerate([*SPECIALS, *words()])}
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "asked"),
+    ("length", "max_tokens", "asked"),
     [
-        pytest.param(ANSWER, {}, id="plain"),
-        pytest.param(1, {}, id="one token"),
-        pytest.param(ANSWER, {"logprobs": LIKELY}, id="log probabilities"),
-        pytest.param(ANSWER, {"logprobs": None}, id="no log probabilities"),
-        pytest.param(ANSWER, {"logprobs": None, "echo": True}, id="echo"),
-        pytest.param(ANSWER, SAMPLED, id="sampled"),
+        pytest.param(201, ANSWER, {}, id="plain"),
+        pytest.param(202, 1, {}, id="one token"),
+        pytest.param(203, ANSWER, {"logprobs": LIKELY}, id="log probabilities"),
+        pytest.param(204, ANSWER, {"logprobs": None}, id="no log probabilities"),
+        pytest.param(205, ANSWER, {"logprobs": None, "echo": True}, id="echo"),
+        pytest.param(206, ANSWER, SAMPLED, id="sampled"),
+        pytest.param(LIMIT - 1, 1, {}, id="as long as possible"),
     ],
 )
 def test_ways_to_ask(
-    pair: Pair, single: Client, accounts: Accounts, max_tokens: int, asked: Mapping[str, Any]
+    pair: Pair,
+    single: Client,
+    accounts: Accounts,
+    length: int,
+    max_tokens: int,
+    asked: Mapping[str, Any],
 ) -> None:
-    prompt = random_prompt(200 + len(str(asked)) + max_tokens, seed=300)
+    prompt = random_prompt(length, seed=300)
     got = pair.to_router.answers(prompt, max_tokens, **asked)
     expect_same(got, single.answers(prompt, max_tokens, **asked))
-    accounts.expect_loaded(len(prompt.split()) - 1)
+    accounts.expect_loaded(length - 1)
     accounts.expect_offers(1, read=1)
 
 
@@ -89,14 +95,21 @@ def test_stop_strings(
     accounts.expect_offers(1, read=1)
 
 
-def test_a_stream_joins_to_the_same_answer(pair: Pair, single: Client, accounts: Accounts) -> None:
-    prompt = random_prompt(320, seed=302)
-    expected, got = single.complete(prompt, 64), pair.to_router.stream(prompt, 64)
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_a_stream_joins_to_the_same_answer(
+    pair: Pair, single: Client, accounts: Accounts, *, is_chat: bool
+) -> None:
+    prompt = random_prompt(320, seed=302 + is_chat)
+    if is_chat:
+        messages = [{"role": "user", "content": prompt}]
+        expected, got = single.chat(messages, 64), pair.to_router.stream_chat(messages, 64)
+    else:
+        expected, got = single.complete(prompt, 64), pair.to_router.stream(prompt, 64)
     assert got.tokens == expected.tokens
     assert "".join(got.pieces) == expected.text
     assert len(got.pieces) > 1
     assert got.finish_reason == "length"
-    accounts.expect_loaded(319)
+    accounts.expect_loaded(expected.prompt_tokens - 1)
     accounts.expect_offers(1, read=1)
 
 
@@ -116,17 +129,6 @@ def test_a_chat_of_three_turns_reads_only_what_is_new(
         messages += [{"role": "assistant", "content": got.text}]
     accounts.expect_loaded(*read)
     accounts.expect_offers(3, read=3)
-
-
-def test_a_streamed_chat(pair: Pair, single: Client, accounts: Accounts) -> None:
-    messages = [{"role": "user", "content": random_prompt(330, seed=306)}]
-    expected, got = single.chat(messages, 64), pair.to_router.stream_chat(messages, 64)
-    assert got.tokens == expected.tokens
-    assert "".join(got.pieces) == expected.text
-    assert len(got.pieces) > 1
-    assert got.finish_reason == "length"
-    accounts.expect_loaded(expected.prompt_tokens - 1)
-    accounts.expect_offers(1, read=1)
 
 
 def test_two_answers_to_a_prompt(pair: Pair, single: Client, accounts: Accounts) -> None:
@@ -153,6 +155,16 @@ def test_a_prompt_of_token_ids(pair: Pair, single: Client, accounts: Accounts) -
     accounts.expect_offers(1, read=1)
 
 
+@pytest.mark.usefixtures("accounts")
+def test_beams_of_a_prompt(pair: Pair, single: Client) -> None:
+    """One request becomes several, all with the same ticket."""
+    prompt = random_prompt(150, seed=309)
+    beams: Mapping[str, Any] = {"n": 3, "use_beam_search": True, "logprobs": None}
+    ticket = pair.to_prefill.ticket(prompt)
+    got = pair.to_decode.answers(prompt, kv_transfer_params=ticket, **beams)
+    assert [one.text for one in got] == [one.text for one in single.answers(prompt, **beams)]
+
+
 def test_a_list_of_prompts(pair: Pair, single: Client, accounts: Accounts) -> None:
     """The router hands over the first one's ticket for all: the others are computed on decode."""
     texts = [random_prompt(length, seed=310) for length in (360, 5, 130)]
@@ -175,13 +187,6 @@ def test_a_prompt_of_one_token_has_nothing_to_read(
     expect_same([pair.to_router.complete("zo")], [single.complete("zo")])
     accounts.expect_loaded()
     accounts.expect_offers(1, read=0, aborted=1)
-
-
-def test_a_prompt_at_the_limit(pair: Pair, single: Client, accounts: Accounts) -> None:
-    prompt = random_prompt(LIMIT - 1, seed=311)
-    expect_same([pair.to_router.complete(prompt, 1)], [single.complete(prompt, 1)])
-    accounts.expect_loaded(LIMIT - 2)
-    accounts.expect_offers(1, read=1)
 
 
 @pytest.mark.parametrize(
@@ -274,38 +279,25 @@ def test_sixty_four_at_once(pair: Pair, single: Client, accounts: Accounts) -> N
         accounts.expect_offers(64, read=64)
 
 
-@pytest.fixture(scope="module")
-def crowded_engine(
+def test_what_preempted_requests_have_read_is_computed_again(
     cluster: Cluster,
     base_specs: tuple[EngineSpec, EngineSpec],
     base_engines: tuple[Engine, Engine, Engine],
-) -> Iterator[Engine]:
-    """A decode engine with a small cache, beside the others."""
-    spec = replace(base_specs[1], name="crowded", num_blocks=FEW_BLOCKS)
-    with started(cluster, spec) as (engine,):
-        connect(base_engines[0], engine)
-        yield engine
-
-
-@pytest.fixture
-def crowded(
-    cluster: Cluster, base_engines: tuple[Engine, Engine, Engine], crowded_engine: Engine
-) -> Iterator[Pair]:
-    """A pair of the shared prefill engine and the small decode engine."""
-    prefill = base_engines[0]
-    with Pair(prefill, crowded_engine, cluster.route([prefill], [crowded_engine])) as pair:
-        yield pair
-
-
-def test_what_preempted_requests_have_read_is_computed_again(crowded: Pair, single: Client) -> None:
+    single: Client,
+) -> None:
     """What a preempted request has read is gone with its ticket: it is computed on decode."""
-    accounts = Accounts(crowded)
-    accounts.expect_free()  # of what came before
+    prefill = base_engines[0]
+    spec = replace(base_specs[1], name="crowded", num_blocks=FEW_BLOCKS)
     prompts = [random_prompt(250, seed=316 + number) for number in range(TALKERS)]
-    assert ask_both(crowded.to_router, single, prompts, num_tokens=TALK).count("other") == 0
-    assert accounts.expect_loaded(*[249] * TALKERS)[PREEMPTIONS] > 0
-    accounts.expect_offers(TALKERS, read=TALKERS)
-    accounts.expect_free()
+    with started(cluster, spec) as (decode,):
+        connect(prefill, decode)
+        with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+            accounts = Accounts(pair)
+            accounts.expect_free()  # of what came before
+            assert ask_both(pair.to_router, single, prompts, num_tokens=TALK).count("other") == 0
+            assert accounts.expect_loaded(*[249] * TALKERS)[PREEMPTIONS] > 0
+            accounts.expect_offers(TALKERS, read=TALKERS)
+            accounts.expect_free()
 
 
 def ask_both(router: Client, single: Client, prompts: list[str], *, num_tokens: int) -> list[str]:

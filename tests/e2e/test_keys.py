@@ -6,15 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from nixl_kv.cli.client import describe
-from nixl_kv.errors import TransportError
-from nixl_kv.ids import endpoint_at
-from nixl_kv.keys import read_key_file, write_key_file
-from nixl_kv.protocol.ticket import FIELD
-from support.engines import EVENT_S, PATIENT, Accounts, connect, started
-
-pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
-
 from harness.cluster.client import Ticket
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import HOST, Engine
@@ -23,6 +14,12 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.tickets import changed
+from nixl_kv.cli.client import describe
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import endpoint_at
+from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.protocol.ticket import FIELD
+from support.engines import EVENT_S, PATIENT, Accounts, connect, started
 
 pytestmark = pytest.mark.e2e
 

@@ -1,26 +1,219 @@
-"""Engines on several hosts, which are network namespaces: all of suites.nodes."""
+"""Engines on several hosts find each other, move KV between them, and survive a cut link.
 
+Four hosts, which are network namespaces behind one switch: prefill on two of them, decode on the
+third, the router on the fourth. All engines have a key.
+"""
+
+import contextlib
+import itertools
+import json
 import os
 import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from harness.cluster.answers import questions_of
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster
-from lab.results import Results
-from suites.nodes import NUM_SCENES, run_all
+from harness.cluster.engines import PATIENT, EngineSpec
+from harness.cluster.metrics import FAILURES, LOADS, CountersSince
+from harness.cluster.models.files import ensure_tiny_model
+from harness.cluster.netns import WIRE, Namespace, Switch
+from harness.cluster.pair import Pair
+from harness.cluster.processes import Ports, nixl_kv_command
+from harness.cluster.prompts import random_prompt
+from harness.cluster.waiting import wait_until
+from support.asking import ask, kinds
+from support.engines import EVENT_S, started
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.nodes,
     pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None,
-        reason="network namespaces need root, and `ip` of iproute2",
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and `ip` of iproute2"
     ),
 ]
 
+KEY = "5e" * 32
+KEY_VARIABLE = {"NIXL_KV_KEY": KEY}
+REQUESTS = 8
+WORDS = 300  # of a prompt: three blocks of 128 tokens
+SEEDS = itertools.count(13_000)
+CONFIG: Mapping[str, object] = {**PATIENT, "peer_timeout_s": 10, "request_timeout_s": 60}
+"""A cut link has to be noticed."""
+MASTER = Ports()
 
-def test_kv_moves_between_hosts_unless_a_link_is_cut(cluster: Cluster, single: Client) -> None:
-    results = Results("", "scenes are as they should be")
-    run_all(cluster, single, results)
-    assert [str(outcome.verdict) for outcome in results.all] == ["ok"] * NUM_SCENES
+
+@dataclass(frozen=True)
+class Hosts:
+    first: Namespace
+    second: Namespace
+    decode: Namespace
+    router: Namespace
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with contextlib.ExitStack() as stack:
+        names = ("prefill-1", "prefill-2", "decode", "router")
+        yield Hosts(
+            *(
+                stack.enter_context(Namespace(f"kv-{name}", number))
+                for number, name in enumerate(names, start=1)
+            )
+        )
+
+
+@pytest.fixture(params=[False])
+def switch(hosts: Hosts, request: pytest.FixtureRequest) -> Iterator[Switch]:
+    """The parameter says whether it is for IPv6."""
+    with Switch(*vars(hosts).values(), ipv6=request.param) as switch:
+        yield switch
+
+
+def spec_at(host: Namespace, name: str, config: Mapping[str, object], **fields: Any) -> EngineSpec:
+    return EngineSpec(
+        name,
+        ensure_tiny_model(),
+        connector="nixl-kv",
+        connector_config={**CONFIG, **config},
+        kv_cache_bytes=128 << 20,
+        host=host,
+        extra_env={} if "key_file" in config else KEY_VARIABLE,
+        **{"role": "prefill", **fields},
+    )
+
+
+def on_two_hosts(
+    hosts: Hosts, first: tuple[str, ...], second: tuple[str, ...], **fields: Any
+) -> Any:
+    """The two parts of a prefill engine, by their own arguments."""
+    spec = spec_at(hosts.first, extra_args=first, **fields)
+    other = replace(
+        spec, name=f"{spec.name}-2", host=hosts.second, headless=True, extra_args=second
+    )
+    return spec, other
+
+
+def tensor_parallel(hosts: Hosts, **fields: Any) -> Any:
+    """One engine with a rank on each of prefill's hosts."""
+    port = str(MASTER.next_free())
+    args = ("--nnodes", "2", "--master-addr", hosts.first.wire_address, "--master-port", port)
+    parts = (*args, "--node-rank", "0"), (*args, "--node-rank", "1")
+    return on_two_hosts(hosts, *parts, tensor_parallel=2, **fields)
+
+
+def data_parallel(hosts: Hosts, **fields: Any) -> Any:
+    """An engine on each of prefill's hosts, and one API server before both."""
+    args = (
+        *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
+        *("--data-parallel-address", hosts.first.wire_address),
+        *("--data-parallel-rpc-port", str(MASTER.next_free())),
+    )
+    return on_two_hosts(hosts, args, (*args, "--data-parallel-start-rank", "1"), **fields)
+
+
+@contextlib.contextmanager
+def running(cluster: Cluster, router: Namespace, *specs: EngineSpec) -> Iterator[Pair]:
+    """The parts of prefill, decode, and a router before them."""
+    with started(cluster, *specs) as (first, _, decode):
+        route = cluster.route([first], [decode], router)
+        try:
+            with Pair(first, decode, route) as pair:
+                expect_load(pair)  # engines load code at their first request
+                yield pair
+        finally:
+            route.stop()
+
+
+def expect_load(pair: Pair) -> None:
+    """KV is read, now or soon."""
+    since = CountersSince(pair.to_decode)
+
+    def has_read() -> bool:
+        pair.to_router.complete(random_prompt(WORDS, next(SEEDS)), 1)
+        return since.wait_for(LOADS, timeout_s=1.0)[LOADS] > 0
+
+    assert wait_until(has_read, EVENT_S)
+
+
+def expect_right(single: Client, pair: Pair, *, loads: int = REQUESTS) -> None:
+    """Requests through the router are answered as by a single engine; decode read some's KV."""
+    prompts = [random_prompt(WORDS, next(SEEDS)) for _ in range(REQUESTS)]
+    questions = questions_of(single, prompts, 16)
+    since = CountersSince(pair.to_decode)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [partial(pair.to_router.complete, one.prompt, 16) for one in questions]
+        ended = list(pool.map(ask, calls))
+    assert kinds(zip(questions, ended, strict=True)) == {"right": REQUESTS}
+    counted = since.wait(lambda now: now[LOADS] + now[FAILURES] >= REQUESTS, EVENT_S, step=True)
+    assert counted[LOADS] == loads
+
+
+def ranks_of(router: Namespace, host: Namespace, port: int) -> list[str]:
+    """Where the ranks listen that tell `nixl-kv status`, on the router's host, how they are."""
+    address = f"[{host.wire_address}]" if ":" in host.wire_address else host.wire_address
+    command = nixl_kv_command("status", "--at", f"{address}:{port}", "--json")
+    env = os.environ | KEY_VARIABLE
+    done = subprocess.run(router.inside(command), env=env, capture_output=True, check=True)
+    endpoints = [one["endpoint"] for one in json.loads(done.stdout)["ranks"] if "error" not in one]
+    return [str(urlsplit(endpoint).hostname) for endpoint in endpoints]
+
+
+def test_tensor_parallel_ranks_on_two_hosts_one_of_which_is_cut_off(
+    cluster: Cluster, single: Client, hosts: Hosts, switch: Switch
+) -> None:
+    """Addresses are found by the default route."""
+    decode = spec_at(hosts.decode, "decode-tp", {"host": "auto"}, role="decode")
+    prefill = tensor_parallel(hosts, name="prefill-tp", config={"host": "auto"})
+    with running(cluster, hosts.router, *prefill, decode) as pair:
+        expect_right(single, pair)
+        ranks = ranks_of(hosts.router, hosts.first, pair.prefill.side_port)
+        assert ranks == [hosts.first.wire_address, hosts.second.wire_address]
+        switch.cut(hosts.second, hosts.decode)
+        expect_right(single, pair, loads=0)
+        switch.heal()
+        expect_load(pair)
+        expect_right(single, pair)
+
+
+@pytest.mark.usefixtures("switch")
+def test_data_parallel_engines_on_two_hosts(cluster: Cluster, single: Client, hosts: Hosts) -> None:
+    """Addresses are found by the name of an interface."""
+    decode = spec_at(hosts.decode, "decode-dp", {"host": WIRE}, role="decode")
+    prefill = data_parallel(hosts, name="prefill-dp", config={"host": WIRE})
+    with running(cluster, hosts.router, *prefill, decode) as pair:
+        expect_right(single, pair)
+        second = next(one for one in cluster.engines if one.spec == prefill[1])
+        ports = {hosts.first: pair.prefill.side_port, hosts.second: second.side_port + 1}
+        for host, port in ports.items():
+            assert ranks_of(hosts.router, host, port) == [host.wire_address]
+
+
+@pytest.mark.parametrize("switch", [True], ids=["IPv6"], indirect=True)
+@pytest.mark.usefixtures("switch")
+def test_tensor_parallel_ranks_on_two_hosts_over_ipv6(
+    cluster: Cluster, single: Client, hosts: Hosts, tmp_path: Path
+) -> None:
+    """Addresses are configured: both hosts of prefill have the first one's."""
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{KEY}\n", encoding="utf-8")
+    key_file.chmod(0o600)
+    key = {"key_file": str(key_file)}
+    at_decode = {"host": hosts.decode.wire_address, **key}
+    decode = spec_at(hosts.decode, "decode-ipv6", at_decode, role="decode")
+    at_first = {"host": hosts.first.wire_address, **key}
+    prefill = tensor_parallel(hosts, name="prefill-ipv6", config=at_first)
+    with running(cluster, hosts.router, *prefill, decode) as pair:
+        expect_right(single, pair)
+        ranks = ranks_of(hosts.router, hosts.first, pair.prefill.side_port)
+        assert ranks == [hosts.first.wire_address, hosts.second.wire_address]

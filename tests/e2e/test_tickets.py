@@ -2,14 +2,14 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.cluster.client import Client, RefusedError, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import SPECIALS, ensure_tiny_model, words
 from harness.cluster.models.qwen3 import TinyModel
@@ -24,30 +24,17 @@ from support.engines import EVENT_S, PATIENT, Accounts, started
 pytestmark = pytest.mark.e2e
 
 REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
-
-
 PARAMETERS = (
     *("remote_engine_id", "remote_request_id", "remote_host", "remote_port"),
     *("remote_block_ids", "tp_size"),
 )
 """What is beside the ticket."""
-
 ROUTED = itertools.count(270)
 """Seeds: no prompt is in decode's cache before."""
 
 
-class DecodeLog:
-    """What decode has written into its log since this was built."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._start = engine.log_size()
-
-    def lines_with(self, words: str) -> list[str]:
-        return [line for line in self.text().splitlines() if words in line]
-
-    def text(self) -> str:
-        return self._engine.log_text(self._start)
+def lines_with(words: str, log: str) -> list[str]:
+    return [line for line in log.splitlines() if words in line]
 
 
 def beside(*missing: str, **fields: object) -> Callable[[Ticket], Ticket]:
@@ -98,7 +85,7 @@ def test_what_a_router_does_beside_the_ticket_does_not_matter(
         pytest.param(having(port=-1), "$.port", id="negative port"),
         pytest.param(having(host="example.org"), "example.org", id="host name"),
         pytest.param(having(num_tokens=10**9), "num_tokens", id="too many tokens"),
-        pytest.param(having(context="0" * 32), "context", id="another prompt"),
+        pytest.param(having(context="0" * 32), "context", id="another prompt's"),
         pytest.param(having(engine={"a": [1]}), "$.engine", id="nested"),
     ],
 )
@@ -110,12 +97,12 @@ def test_a_malformed_ticket_is_computed_locally(
 ) -> None:
     prompt = random_prompt(150, seed=200)
     ticket = pair.to_prefill.ticket(prompt)
-    since, log = CountersSince(pair.to_decode), DecodeLog(pair.decode)
+    since, start = CountersSince(pair.to_decode), pair.decode.log_size()
     answer = pair.decode_with(spoil(ticket), prompt)
     assert answer.tokens == single.complete(prompt).tokens
     counted = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
     assert (counted[TICKETS_REFUSED], counted[LOADS]) == (1, 0)
-    (line,) = log.lines_with("is computed here")
+    (line,) = lines_with("is computed here", pair.decode.log_text(start))
     assert named in line
 
 
@@ -138,23 +125,24 @@ def test_a_ticket_of_nobody_is_computed_locally(
     prompt = random_prompt(160 + len(named), seed=201)
     ticket = pair.to_prefill.ticket(prompt)
     spoilt = with_context(spoil(ticket), ticket, prompt)
-    since, log = CountersSince(pair.to_decode), DecodeLog(pair.decode)
+    since, start = CountersSince(pair.to_decode), pair.decode.log_size()
     answer = pair.decode_with(spoilt, prompt)
     assert answer.tokens == single.complete(prompt).tokens
     assert answer.seconds < REQUEST_TIMEOUT_S
     assert since.wait_for(FAILURES, timeout_s=EVENT_S)[FAILURES] == 1
-    (line,) = log.lines_with("KV not loaded")
+    (line,) = lines_with("KV not loaded", pair.decode.log_text(start))
     assert named in line
 
 
-def test_a_used_ticket_is_computed_locally(pair: Pair, single: Client) -> None:
-    prompt = random_prompt(170, seed=202)
+def test_a_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:
+    """It comes with another prompt of the same length, with its own, and then with both again."""
+    prompt, other, third = (random_prompt(170, seed=seed) for seed in (202, 207, 208))
     ticket = pair.to_prefill.ticket(prompt)
     since = CountersSince(pair.to_decode)
-    expected = single.complete(prompt).tokens
-    assert pair.decode_with(ticket, prompt).tokens == expected
-    assert pair.decode_with(ticket, prompt).tokens == expected
-    assert since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)[TICKETS_REFUSED] == 1
+    for asked in (other, prompt, prompt, third):
+        assert pair.decode_with(ticket, asked).tokens == single.complete(asked).tokens
+    counted = since.wait_for(TICKETS_REFUSED, 3, timeout_s=EVENT_S)
+    assert (counted[TICKETS_REFUSED], counted[LOADS]) == (3, 1)
 
 
 def test_a_request_without_a_ticket_is_counted(pair: Pair, single: Client) -> None:
@@ -171,40 +159,30 @@ def test_parameters_that_are_no_object_are_refused_by_the_frontend(pair: Pair) -
     assert raised.value.status == 400
 
 
-@pytest.fixture(
-    params=["forked", pytest.param("command line", marks=pytest.mark.slow)],
-)
-def stranger(
-    cluster: Cluster, pair: Pair, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Engine]:
-    """A decode engine with another model, in both roles, and our connector by name alone.
+@pytest.mark.parametrize("is_warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_peer_of_another_model_is_refused_in_words(
+    cluster: Cluster, pair: Pair, tmp_path: Path, *, is_warm: bool
+) -> None:
+    """Decode has another model, both roles, and our connector by name alone.
 
     Like the other engines it is forked from a process that has imported vLLM, or it is started as
-    an operator starts one.
+    an operator starts one. Its vocabulary is the same, so that the prompt and its context are too.
     """
-    del pair  # after these: two cores start no more at a time
-    model = ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128))
     spec = EngineSpec(
         "stranger",
-        model,
+        ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128)),
         "both",
         "nixl-kv",
         by_name=True,
         kv_cache_bytes=64 << 20,
         connector_config={"insecure": True},
     )
-    with contextlib.ExitStack() as stack:
-        if request.param == "command line":
-            cluster = stack.enter_context(Cluster(tmp_path, warm=False))
-        (engine,) = stack.enter_context(started(cluster, spec))
-        yield engine
-
-
-def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engine) -> None:
-    """The stranger's vocabulary is the same, so that the prompt and its context are too."""
     prompt, seeds = random_prompt(200, seed=205), itertools.count(205)
-    log = DecodeLog(stranger)
-    with Client(stranger.url) as client:
+    with contextlib.ExitStack() as stack:
+        if not is_warm:
+            cluster = stack.enter_context(Cluster(tmp_path, warm=False))
+        (stranger,) = stack.enter_context(started(cluster, spec))
+        client = stack.enter_context(Client(stranger.url))
         expected = client.complete(prompt).tokens
         since = CountersSince(client)
 
@@ -213,14 +191,14 @@ def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engin
             other = random_prompt(201, seed=next(seeds))
             answer = client.complete(other, kv_transfer_params=pair.to_prefill.ticket(other))
             assert len(answer.tokens) == len(expected)
-            return "num_hidden_layers is '2' here and '4' there" in log.text()
+            return "num_hidden_layers is '2' here and '4' there" in stranger.log_text()
 
         assert wait_until(is_refused, EVENT_S)
         asked = next(seeds) - 205
         counted = since.wait_for(FAILURES, asked, timeout_s=EVENT_S)
         assert client.complete(prompt).tokens == expected
-    assert (counted[FAILURES], counted[LOADS]) == (asked, 0)
-    assert "num_key_value_heads is '2' here and '4' there" in log.text()
+        assert (counted[FAILURES], counted[LOADS]) == (asked, 0)
+        assert "num_key_value_heads is '2' here and '4' there" in stranger.log_text()
 
 
 @pytest.mark.slow

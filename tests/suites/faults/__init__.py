@@ -1,1 +1,0 @@
-"""What happens to requests when engines are killed, stopped, cut off and crowded out."""

@@ -1,1 +1,0 @@
-"""What strangers and clients may send to engines that run."""

@@ -1,0 +1,105 @@
+"""Requests while engines are treated badly: how each ended, and many clients at once."""
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+from typing_extensions import Self
+
+from harness.cluster.answers import AT_A_TIME, Question
+from harness.cluster.client import Answer, Client
+from harness.cluster.prompts import random_prompt
+from harness.cluster.waiting import wait_or_fail
+
+_SEEDS = itertools.count(700_000)
+LONGEST_ERROR = 200
+STUCK_S = 120.0
+AFTER_AN_ERROR_S = 2.0
+"""A client that got an error pauses before its next request."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a request ended: with an answer, with an error, or with neither if its client left."""
+
+    seconds: float
+    answer: Answer | None = None
+    error: str = ""
+
+    def kind(self, question: Question) -> str:
+        """`right`, `wrong` with the answer, or the error."""
+        if self.answer is None:
+            return self.error or "left"
+        is_right = question.compare(self.answer) != "other"
+        return "right" if is_right else f"wrong: {self.answer.text[:LONGEST_ERROR]!r}"
+
+
+def ask(complete: Callable[[], Answer | None]) -> Ended:
+    """Make one request. An error is noted and not raised."""
+    begin = time.monotonic()
+    answer, error = None, ""
+    try:
+        answer = complete()
+    except (RuntimeError, httpx.HTTPError) as raised:
+        error = f"{type(raised).__name__}: {raised}"[:LONGEST_ERROR]
+    if answer is not None and answer.finish_reason == "abort":
+        answer, error = None, "finish_reason: abort"
+    return Ended(time.monotonic() - begin, answer, error)
+
+
+def request_of(seed: int) -> tuple[str, int]:
+    """A prompt and the number of tokens to generate."""
+    chooser = random.Random(f"request {seed}")  # noqa: S311 - the same each time
+    return random_prompt(chooser.randrange(20, 600), seed), chooser.randrange(1, 24)
+
+
+class Load:
+    """Clients in threads. Each makes one request after the other until the block ends."""
+
+    def __init__(self, complete: Callable[[str, int], Answer | None], clients: int) -> None:
+        self.ended: dict[int, Ended] = {}
+        """By the seed of the request."""
+        self._complete = complete
+        self._is_over = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self._clients = [self._pool.submit(self._run) for _ in range(clients)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._pool.shutdown()
+        for client in self._clients:
+            client.result()
+
+    def wait(self, num_more: int) -> None:
+        """Until that many more requests have ended."""
+        wanted = len(self.ended) + num_more
+        wait_or_fail(lambda: len(self.ended) >= wanted, STUCK_S, "no request ends")
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            seed = next(_SEEDS)
+            ended = self.ended[seed] = ask(partial(self._complete, *request_of(seed)))
+            if ended.error:
+                self._is_over.wait(AFTER_AN_ERROR_S)
+
+
+def judge(single: Client, requests: Mapping[int, Ended]) -> list[tuple[Question, Ended]]:
+    """What a single engine answers to each request of a load, beside how it ended."""
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        questions = pool.map(lambda seed: Question.of(single, *request_of(seed)), requests)
+        return list(zip(questions, requests.values(), strict=True))
+
+
+def kinds(requests: Iterable[tuple[Question, Ended]]) -> Counter[str]:
+    """How many ended right, in which wrong answers, and in which errors."""
+    return Counter(ended.kind(question) for question, ended in requests)
