@@ -1,11 +1,9 @@
-"""Whoever ends a matrix or a run, and however impatiently: nothing stays behind."""
+"""Whoever ends a program, and however impatiently: nothing stays behind."""
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,19 +19,7 @@ from harness.cluster.processes import (
 )
 from harness.cluster.waiting import wait_until
 
-REPO = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120
-INTERRUPTED = 128 + signal.SIGINT
-MATRIX = """\
-import signal, sys
-from pathlib import Path
-from suites.matrix import accuracy
-from suites.matrix.__main__ import main
-if sys.argv[1] == "terminal":  # also where these tests run below nohup
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-accuracy.LAUNCHER, accuracy.GRACE_S = Path(sys.argv[2]), float(sys.argv[3])
-sys.exit(main(sys.argv[4:]))
-"""
 # An engine leads a session, as those of the launcher do.
 BEGIN = """\
 cd "{folder}"
@@ -44,7 +30,6 @@ echo $engine $$ > begun.new
 mv begun.new begun
 while :; do sleep 0.05; done
 """
-ORDERLY = "touch ending; sleep 1; kill $engine; touch ended; exit 143"
 STUBBORN = "touch ending"
 
 
@@ -61,50 +46,6 @@ def launcher_of(folder: Path, on_term: str) -> Path:
     return path
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Path:
-    """In the place of torch, which takes seconds: a machine without a GPU."""
-    folder = tmp_path / "stubs"
-    folder.mkdir()
-    text = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
-    (folder / "torch.py").write_text(text, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture
-def matrix(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts the matrix with one cell, and a launcher that ends in its own way."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(on_term: str, *before: str, grace_s: float = 60.0) -> subprocess.Popen[bytes]:
-        launcher, where = launcher_of(tmp_path, on_term), "nohup" if before else "terminal"
-        script = [sys.executable, "-c", MATRIX, where, str(launcher), str(grace_s)]
-        arguments = ["--judge", "accuracy", "--only", "same", "--log-dir", str(tmp_path / "logs")]
-        path = os.pathsep.join([str(stubs), str(REPO / "scripts"), str(REPO / "tests")])
-        with (tmp_path / "said").open("wb") as said:
-            started.append(
-                subprocess.Popen(
-                    [*before, *script, *arguments],
-                    env=os.environ | {"PYTHONPATH": path},
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-        assert wait_until(
-            lambda: (tmp_path / "begun").exists() or started[-1].poll() is not None, PATIENCE_S
-        )
-        assert started[-1].poll() is None, (tmp_path / "said").read_text("utf-8")
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-    end_begun(tmp_path)
-
-
 def engine_in(folder: Path) -> int:
     return int((folder / "begun").read_text("utf-8").split()[0])
 
@@ -116,53 +57,6 @@ def end_begun(folder: Path) -> None:
             process = psutil.Process(pid)
             if process.cwd() == str(folder):
                 process.kill()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_impatient_second_signal_leaves_no_engine_behind(
-    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]], number: signal.Signals
-) -> None:
-    process = matrix(ORDERLY)
-    process.send_signal(signal.SIGINT)
-    assert wait_until((tmp_path / "ending").exists, PATIENCE_S, interval_s=0.02)
-    process.send_signal(number)
-    assert process.wait(PATIENCE_S) == 128 + number
-    assert (tmp_path / "ended").exists()  # in its own time
-    assert not is_running(engine_in(tmp_path))
-
-
-def test_a_launcher_that_does_not_end_is_ended_with_its_engines(
-    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    process = matrix(STUBBORN, grace_s=0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == INTERRUPTED
-    assert (tmp_path / "ending").exists()
-    assert not is_running(engine_in(tmp_path))
-
-
-def test_a_matrix_below_nohup_outlives_its_terminal(
-    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    process = matrix(ORDERLY, "nohup")
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == INTERRUPTED
-    assert not is_running(engine_in(tmp_path))
-
-
-def test_a_case_has_nothing_of_an_earlier_matrix(
-    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    for name in ("same.json", "same.log"):
-        (logs / name).write_text("[]", encoding="utf-8")
-    process = matrix(ORDERLY)
-    assert not (logs / "same.json").exists()
-    assert (logs / "same.log").read_text("utf-8") == ""
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == INTERRUPTED
 
 
 @pytest.fixture
@@ -206,3 +100,12 @@ def test_what_ends_in_time_keeps_its_children(tmp_path: Path) -> None:
     assert process.exit_code() == 0
     assert is_running(engine_in(tmp_path))
     end_begun(tmp_path)
+
+
+def test_what_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:
+    process = ManagedProcess("p", launcher_of(tmp_path, STUBBORN).with_suffix(".log"))
+    process.launch(["bash", str(tmp_path / "launcher.sh")], os.environ)
+    assert wait_until((tmp_path / "begun").exists, PATIENCE_S)
+    stop_all([process], grace_s=0.5)
+    assert (tmp_path / "ending").exists()
+    assert wait_until(lambda: not is_running(engine_in(tmp_path)), PATIENCE_S)

@@ -1,6 +1,5 @@
 """The matrix's file, what becomes of its cells, and what a judge calls good."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,36 +8,10 @@ import pytest
 
 from harness.cluster.client import Counters
 from harness.cluster.metrics import ACCEPTED, DRAFTED, Loaded, accepted_share
-from lab.accuracy.machine import Machine
-from lab.accuracy.settings import SettingError, parse
-from lab.results import Results, Verdict
-from suites.matrix import accuracy, answers
+from suites.matrix import answers
 from suites.matrix.cells import Cell, MatrixError, Shape, load
 
-CPU = Machine()
-GPUS = Machine("cuda", ("0", "1"), ("FLASH_ATTN", "FLASHINFER"))
 MATRIX = load()
-ACCURACY_CELLS = MATRIX.of("accuracy")
-
-
-@pytest.mark.parametrize("cell", ACCURACY_CELLS, ids=lambda cell: cell.name)
-def test_the_launcher_accepts_every_cell_where_it_can_run(cell: Cell) -> None:
-    able = [machine for machine in (CPU, GPUS) if not accuracy.missing(cell, machine)]
-    assert able
-    for machine in able:
-        settings = parse([], accuracy.environment(cell, {}), machine)
-        shapes = (settings.prefill, cell.prefill), (settings.decode, cell.decode)
-        for side, shape in shapes:
-            assert (side.tensor_parallel, side.instances) == (shape.tp, shape.instances)
-            assert side.block_size == (shape.block or 128)
-            assert side.layout == shape.layout
-        assert settings.attention_backend == cell.prefill.backend
-
-
-def test_accuracy_cells_have_shapes_of_their_own() -> None:
-    assert len({(cell.prefill, cell.decode) for cell in ACCURACY_CELLS}) == len(ACCURACY_CELLS)
-    names = {cell.name for cell in ACCURACY_CELLS}
-    assert names >= {"same", "tp-1-2", "tp-2-1", "2p1d", "1p2d", "flash-attn", "flashinfer"}
 
 
 @pytest.mark.parametrize(
@@ -61,16 +34,6 @@ def test_a_machine_that_lacks_something_says_what(
     cell: Cell, device: Any, num_gpus: int, words: str
 ) -> None:
     assert cell.missing("accuracy", device, num_gpus) == words
-
-
-def test_a_cell_means_the_same_in_every_environment() -> None:
-    cell = Cell("a", decode=Shape(tp=2))
-    around = {"PREFILLER_TP_SIZE": "2", "VERIFY": "off", "PATH": "/bin"}
-    assert accuracy.environment(cell, around) == {
-        "DECODER_TP_SIZE": "2",
-        "VERIFY": "off",
-        "PATH": "/bin",
-    }
 
 
 MODELS = "models: {m: {family: qwen3}}\n"
@@ -118,12 +81,6 @@ def test_what_is_not_allowed_is_named(tmp_path: Path, text: str, words: str) -> 
     with pytest.raises(MatrixError) as raised:
         load(path)
     assert words in str(raised.value)
-
-
-def test_what_the_launcher_would_refuse_is_refused_at_once() -> None:
-    accuracy.check_cells(ACCURACY_CELLS, CPU, ["--single", "--limit", "1"])
-    with pytest.raises(SettingError, match=r"same: --limit=0: allowed is a whole number from 1"):
-        accuracy.check_cells(ACCURACY_CELLS, CPU, ["--limit", "0"])
 
 
 def test_some_cells_are_chosen_by_name() -> None:
@@ -260,52 +217,3 @@ def test_verdict_on_answers(outcome: answers.Outcome, verdict: str) -> None:
 def test_reasons_are_the_first_lines_of_failed_loads() -> None:
     log = "request a: KV not loaded: late\n    0.1 s asked\nrequest b: KV not loaded: late\nx\n"
     assert answers.reasons_in(log) == ("late",)
-
-
-def result(verdict: str) -> dict[str, object]:
-    counters = {"loads_total": 20.0, "tokens_loaded_total": 300.0, "bytes_read_total": 2.5e9}
-    return {
-        "accuracy": 0.95,
-        "expected": 0.96,
-        "single": None,
-        "tolerance": 0.02,
-        "counters": counters,
-        "seconds": 61.0,
-        "verdict": verdict,
-    }
-
-
-@pytest.mark.parametrize(
-    ("results", "code", "verdicts"),
-    [
-        pytest.param([result("ok")], 0, ["ok"], id="good"),
-        pytest.param([result("ok"), result("bad")], 1, ["ok", "bad"], id="one model is bad"),
-        pytest.param(
-            [result("ok")], 1, ["ok", "the launcher ended with status 1"], id="ended badly"
-        ),
-        pytest.param(None, 2, ["the launcher ended with status 2"], id="no result"),
-        pytest.param(None, 0, ["the launcher ended with status 0"], id="no result, no error"),
-    ],
-)
-def test_the_launchers_status_has_the_last_word(
-    tmp_path: Path, results: object, code: int, verdicts: list[str]
-) -> None:
-    path = tmp_path / "case.json"
-    if results is not None:
-        path.write_text(json.dumps(results), encoding="utf-8")
-    outcomes = list(accuracy.outcomes_of(Cell("a"), path, exit_code=code, seconds=70.0))
-    assert [str(outcome.verdict) for outcome in outcomes] == verdicts
-    all_good = all(outcome.verdict == Verdict("good", "ok") for outcome in outcomes)
-    assert all_good is (verdicts == ["ok"])
-
-
-def test_the_table_of_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
-    results = Results("accuracy", "results are good")
-    results.add(accuracy.Outcome("same", seconds=61.0, result=result("ok")))
-    results.add(accuracy.Outcome("flashinfer", lacking="needs cuda, this is cpu"))
-    assert results.print(2) == 0
-    table = capsys.readouterr().out
-    for words in ("0.9500", "0.9600", "0.02", " 20 ", " 300 ", "2.500", " 61 "):
-        assert words in table
-    assert "skipped: needs cuda, this is cpu" in table
-    assert "1/1 results are good, 1 skipped" in table

@@ -1,8 +1,7 @@
 """Does KV move between engines of any shape? Each cell of configs/matrix.yaml is a pair of shapes.
 
-`--judge answers` compares answers of tiny models with a single engine's, token by token; `--judge
-accuracy` runs the accuracy launcher. The exit status is 0 only if something ran, and all of it is
-good.
+Compares answers of tiny models with a single engine's, token by token. The exit status is 0 only
+if something ran, and all of it is good.
 """
 
 import argparse
@@ -18,10 +17,7 @@ from harness.cluster.answers import TIES
 from harness.cluster.processes import end_on_signals, kill_descendants
 from lab.results import Results, say_on_stderr
 from suites.matrix import cells
-from suites.matrix.accuracy import AccuracyJudge
 from suites.matrix.answers import AnswersJudge, Place
-
-Judge = AnswersJudge | AccuracyJudge
 
 BAD_SETTING: Final = 2
 
@@ -31,40 +27,24 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--judge", choices=["answers", "accuracy"], default="answers")
     parser.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="some cells; for answers also a model, or model/cell; --list shows them",
+        help="some cells, models, or model/cell; --list shows them",
     )
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     parser.add_argument("--config", type=Path, default=cells.CONFIG, help="of the cells")
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
-    answers = parser.add_argument_group("--judge answers")
-    answers.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    answers.add_argument("--dtype", choices=list(TIES), help="default: float32 on CPU")
-    answers.add_argument("--gpus", type=int, default=1, help="how many there are; default 1")
-    answers.add_argument("--ranks", type=int, help="how many run at a time, at most")
-    accuracy = parser.add_argument_group("--judge accuracy")
-    accuracy.add_argument("--single", action="store_true", help="also one engine without connector")
-    accuracy.add_argument("--limit", type=int, metavar="N", help="only the first N items")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=list(TIES), help="default: float32 on CPU")
+    parser.add_argument("--gpus", type=int, default=1, help="how many there are; default 1")
+    parser.add_argument("--ranks", type=int, help="how many run at a time, at most")
     return parser.parse_args(arguments)
 
 
-def make_judge(options: argparse.Namespace, log_dir: Path) -> Judge:
-    """The judge that was asked for."""
-    matrix = cells.load(options.config)
-    if options.judge == "answers":
-        place = Place(options.device, options.dtype, options.gpus, options.ranks)
-        return AnswersJudge(matrix, place, options.only, log_dir)
-    limit = [] if options.limit is None else ["--limit", str(options.limit)]
-    flags = [*(["--single"] if options.single else []), *limit]
-    return AccuracyJudge(matrix, options.only, flags, log_dir)
-
-
-def run(judge: Judge, log_dir: Path) -> int:
+def run(judge: AnswersJudge, log_dir: Path) -> int:
     """Run all cells and print what came of them, also if a signal ends it; the exit status."""
     say_on_stderr(f"logs in {log_dir}")
     results = Results(judge.title, judge.what, log_dir / "results.json")
@@ -84,9 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     log_dir = (options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-matrix-"))).resolve()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        judge = make_judge(options, log_dir)
-        if isinstance(judge, AccuracyJudge) and not options.list:
-            judge.check()
+        place = Place(options.device, options.dtype, options.gpus, options.ranks)
+        judge = AnswersJudge(cells.load(options.config), place, options.only, log_dir)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return BAD_SETTING
