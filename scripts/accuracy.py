@@ -43,7 +43,7 @@ HELDOUT: Final = "heldout.jsonl"
 HUB: Final = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 OFFLINE: Final = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 START_TIMEOUT_S: Final = 1200.0
-"""As long as vLLM's own launcher waits: the engine may have to download weights."""
+"""vLLM's own launcher waits this long too: the engine may have to download weights."""
 METRICS: Final = {"gsm8k": "exact_match,strict-match", "recall": "exact_match,none"}
 TOLERANCES: Final = {"gsm8k": 0.03, "recall": 0.02}
 ROUNDING: Final = 1e-9
@@ -77,7 +77,7 @@ def say(line: object) -> None:
 class Machine(NamedTuple):
     device: Device = "cpu"
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The names in CUDA_VISIBLE_DEVICES, or numbers."""
 
 
 class Settings(NamedTuple):
@@ -371,7 +371,7 @@ class Score(NamedTuple):
     accuracy: float
     items: int
     answers: Mapping[str, str]
-    """By the item's number and its filter."""
+    """The key has the item's number and lm-eval's filter."""
     errors: int
     """Requests that failed and were sent again."""
 
@@ -522,7 +522,7 @@ def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cl
 
 
 def settled_counters(urls: Sequence[str], loads: int) -> Counter[str]:
-    """The engines' counters, added up. Waits a moment until so many loads have ended."""
+    """The engines' counters, added up. Waits a moment until that many loads have ended."""
     total: Counter[str] = Counter()
 
     def have_ended() -> bool:

@@ -58,7 +58,7 @@ def draw(generator: torch.Generator, rows: int, links: int, asked: int) -> tuple
     sizes = torch.randint(SHORTEST, LONGEST + 1, (rows, links // SHORTEST + 1), **options)
     marked = torch.zeros(rows, links + 1, dtype=torch.bool, device=generator.device)
     marked.scatter_(1, (sizes.cumsum(dim=1) - 1).clamp(max=links), value=True)
-    last = marked[:, :links]  # of a chain; the column that is left out takes what is too long
+    last = marked[:, :links]  # word of a chain; the column beyond takes the ends of longer ones
     last[:, -1] = True
     follows = words.roll(-1, dims=1).masked_fill(last, END)
     together = torch.stack([words, follows, torch.full_like(words, COMMA)], dim=2)
