@@ -31,7 +31,7 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import PATIENT, Device, EngineSpec, Role, halves
+from harness.cluster.engines import PATIENT, EngineSpec, Role, halves
 from harness.cluster.metrics import CACHED_TOKENS, FAILURES, LOADS, PREFIX, PROMPT_TOKENS
 from harness.cluster.processes import end_on_signals, kill_descendants, stop_all
 from harness.cluster.router import past_proxies
@@ -59,10 +59,8 @@ SIDES: Final[Sequence[tuple[Role, str, str]]] = (
     ("decode", "DECODE", "DECODER"),
 )
 """vLLM's launcher has NUM_DECODE_INSTANCES and DECODE_BLOCK_SIZE, but DECODER_TP_SIZE."""
-LAYOUTS: Final[Mapping[Device, Sequence[str]]] = {
-    "cpu": ("HND", "LBHNC"),
-    "cuda": ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
-}
+CPU_LAYOUTS: Final = ("HND", "LBHNC")
+CUDA_LAYOUTS: Final = ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 OTHER_DEVICES: Final = ("ROCM_", "XPU_", "NO_ATTENTION", "CUSTOM", "TORCH_SDPA")
 
@@ -74,41 +72,34 @@ def say(line: object) -> None:
 # --- Knobs and flags
 
 
-class Machine(NamedTuple):
-    device: Device = "cpu"
-    gpus: tuple[str, ...] = ()
-    """The names in CUDA_VISIBLE_DEVICES, or numbers."""
-
-
 class Settings(NamedTuple):
-    machine: Machine
+    gpus: Sequence[str]
     knobs: Mapping[str, Any]
     """Values by the name of their variable or flag; None if it is not set."""
 
 
-def detect_machine() -> Machine:
+def detect_gpus() -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES, or numbers; empty if the engines run on CPU."""
     import torch  # noqa: PLC0415 - takes seconds, and --help does without
 
-    if not torch.cuda.is_available():
-        return Machine()
     count = torch.cuda.device_count()
     visible = re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return Machine("cuda", tuple(visible or map(str, range(count)))[:count])
+    return [*(visible or map(str, range(count)))][:count]
 
 
 def one_of(*allowed: str) -> Any:
     return Annotated[Literal[allowed], BeforeValidator(str.upper)] | None
 
 
-def check_backend(device: Device, text: str) -> str:
+def check_backend(gpus: Sequence[str], text: str) -> str:
     allowed: Sequence[str] = CPU_BACKENDS
-    if device == "cuda":  # this import takes seconds
+    if gpus:  # this import takes seconds
         registry = importlib.import_module("vllm.v1.attention.backends.registry")
         names = [backend.name for backend in registry.AttentionBackendEnum]
         others = (*CPU_BACKENDS, *OTHER_DEVICES)
         allowed = [name for name in names if not name.startswith(others)]
     if text.upper() not in allowed:
-        raise ValueError(f"on {device}, input should be one of {', '.join(allowed)}")
+        raise ValueError(f"Input should be one of {', '.join(allowed)}")
     return text.upper()
 
 
@@ -119,14 +110,14 @@ def separated_by(separator: str) -> Any:
     return Annotated[tuple[str, ...], BeforeValidator(split)]
 
 
-def types(machine: Machine) -> dict[str, Any]:
+def types(gpus: Sequence[str]) -> dict[str, Any]:
     """Type and default of each knob, and of each flag that takes a value."""
-    step, concurrent = (32, 4) if machine.device == "cpu" else (16, 100)
+    step, concurrent = (16, 100) if gpus else (32, 4)
     instances = Annotated[int, Field(ge=1, le=64)]
-    ranks = Annotated[int, Field(ge=1, le=len(machine.gpus) or 64)]
+    ranks = Annotated[int, Field(ge=1, le=len(gpus) or 64)]
     block_size = Annotated[int, Field(ge=step, le=1024, multiple_of=step)]
-    layout = one_of(*LAYOUTS[machine.device])
-    backend = Annotated[str, BeforeValidator(partial(check_backend, machine.device))] | None
+    layout = one_of(*(CUDA_LAYOUTS if gpus else CPU_LAYOUTS))
+    backend = Annotated[str, BeforeValidator(partial(check_backend, gpus))] | None
     share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
     verify = Annotated[str, Field(pattern=r"^(off|all|sample:(0?\.\d+|1(\.0+)?|0))$")]
     return {
@@ -152,7 +143,7 @@ def types(machine: Machine) -> dict[str, Any]:
         "CROSS_LAYERS_BLOCKS": (one_of("FALSE", "0"), None),
         "DP_EP": (None, None),
         "ENFORCE_EAGER": (one_of("TRUE", "1"), None),
-        "--kv_buffer_device": (one_of(machine.device.upper()), None),
+        "--kv_buffer_device": (one_of("CUDA" if gpus else "CPU"), None),
         "--attention-backend": (backend, None),
         "--limit": (Annotated[int, Field(ge=1)] | None, None),
         "--single": (bool, False),
@@ -160,14 +151,14 @@ def types(machine: Machine) -> dict[str, Any]:
 
 
 def read_settings(
-    machine: Machine, env: Mapping[str, str], flags: Mapping[str, object]
+    gpus: Sequence[str], env: Mapping[str, str], flags: Mapping[str, object]
 ) -> Settings:
     """Check all knobs and flags; an empty one counts as not set.
 
     Raises:
         ValueError: for the first one with a value that is not allowed.
     """
-    fields = types(machine)
+    fields = types(gpus)
     given = {"VERIFY": "all", **env, **flags}
     texts = {name: str(given[name]).strip() for name in fields if given.get(name)}
     texts = {name: text for name, text in texts.items() if text}
@@ -182,13 +173,13 @@ def read_settings(
     ranks = sum(
         knobs[f"NUM_{side}_INSTANCES"] * knobs[f"{agent}_TP_SIZE"] for _, side, agent in SIDES
     )
-    sharing = math.ceil(ranks / (len(machine.gpus) or ranks))
+    sharing = math.ceil(ranks / (len(gpus) or ranks))
     if sharing * knobs["GPU_MEMORY_UTILIZATION"] > 1:
         raise ValueError(
             f"GPU_MEMORY_UTILIZATION={knobs['GPU_MEMORY_UTILIZATION']:g}: {sharing} engines share "
             f"a GPU, input should be at most {math.floor(1000 / sharing) / 1000:g}"
         )
-    return Settings(machine, knobs)
+    return Settings(gpus, knobs)
 
 
 # --- Models and tasks
@@ -315,9 +306,9 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
 
     On CPU each side has a half of the cores: a waiting engine spins and would starve the other.
     """
-    (device, gpus), knobs = settings
+    gpus, knobs = settings
     turn, specs = cycle(gpus), list[EngineSpec]()
-    config = {**(PATIENT if device == "cpu" else {}), "verify": knobs["VERIFY"]}
+    config = {**({} if gpus else PATIENT), "verify": knobs["VERIFY"]}
     for (role, side, agent), cores in zip(SIDES, halves(os.sched_getaffinity(0)), strict=True):
         ranks = knobs[f"{agent}_TP_SIZE"]
         layout = knobs[f"{agent}_KV_LAYOUT"] or knobs["VLLM_KV_CACHE_LAYOUT"]
@@ -330,7 +321,7 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
                 connector_config=config,
                 tensor_parallel=ranks,
                 block_size=knobs[f"{side}_BLOCK_SIZE"],
-                cores=cores if device == "cpu" else frozenset(),
+                cores=frozenset() if gpus else cores,
                 extra_env={
                     **spec.extra_env,
                     **({"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}),
@@ -357,7 +348,7 @@ def engine_spec(name: str, subject: Subject, settings: Settings, gpus: Sequence[
     return EngineSpec(
         name,
         Path(subject.path),
-        device=settings.machine.device,
+        device="cuda" if gpus else "cpu",
         block_size=knobs["PREFILL_BLOCK_SIZE"],
         gpu_memory_utilization=knobs["GPU_MEMORY_UTILIZATION"],
         extra_args=tuple(arguments),
@@ -481,7 +472,7 @@ def run(subject: Subject, settings: Settings, log_dir: Path) -> Outcome:
         with Cluster(log_dir, start_timeout_s=START_TIMEOUT_S) as cluster:
             pair = run_pair(outcome, subject, settings, cluster)
             if settings.knobs["--single"]:
-                spec = engine_spec("single", subject, settings, settings.machine.gpus[:1])
+                spec = engine_spec("single", subject, settings, settings.gpus[:1])
                 (engine,) = cluster.start(spec)
                 single = evaluate(subject, engine.url, settings, log_dir / "samples-single.json")
                 outcome.single = single.accuracy
@@ -543,7 +534,7 @@ def run_all(
     lines: list[dict[str, Any]] = []
     for number, subject in enumerate(subjects):
         given = " ".join(f"{name}={value}" for name, value in settings.knobs.items() if value)
-        say(f"== {subject.model} ({subject.task}) on {settings.machine.device}: {given}")
+        say(f"== {subject.model} ({subject.task}): {given}")
         folder = log_dir / f"{number}-{subject.model.replace('/', '--')}"
         outcome = run(subject, settings, folder)
         lines.append(asdict(subject) | asdict(outcome))
@@ -586,7 +577,7 @@ def main(arguments: Sequence[str]) -> int:
     end_on_signals()
     log_dir: Path | None = None
     try:
-        settings = read_settings(detect_machine(), os.environ, vars(flags))
+        settings = read_settings(detect_gpus(), os.environ, vars(flags))
         subjects = find_subjects(settings)
         log_dir = (flags.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-accuracy-"))).resolve()
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def test_prefill_and_decode_apart_answer_right(
     monkeypatch.setenv("RECALL_HELDOUT", "")
     for name in accuracy.OFFLINE:
         monkeypatch.setenv(name, "1")
-    settings = accuracy.read_settings(accuracy.Machine(), {}, {"--limit": "8"})
+    settings = accuracy.read_settings((), {}, {"--limit": "8"})
     subject, outcome = accuracy.recall(accuracy.BUNDLED), accuracy.Outcome()
     accuracy.run_pair(outcome, subject, settings, cluster)
     assert [*accuracy.faults(outcome, subject, settings.knobs)] == []

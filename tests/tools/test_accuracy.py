@@ -16,14 +16,14 @@ import pytest
 import safetensors
 
 import accuracy
-from accuracy import KNOWN, Machine, Outcome, Settings, find_subjects, pair_specs, recall
+from accuracy import KNOWN, Outcome, Settings, find_subjects, pair_specs, recall
 from harness.cluster.engines import PATIENT
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCHER = REPO / "scripts/run_accuracy_test.sh"
-CPU = Machine()
-GPU = Machine("cuda", ("0",))
-GPUS = Machine("cuda", ("0", "1"))
+CPU: tuple[str, ...] = ()
+GPU = ("0",)
+GPUS = ("0", "1")
 QWEN = "Qwen/Qwen3-0.6B"
 BUNDLED = recall(accuracy.BUNDLED)
 GSM8K = accuracy.Subject("m", "/models/m", "gsm8k", None, 0.03)
@@ -35,8 +35,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "is_reachable", lambda _: False)
 
 
-def settings(machine: Machine = CPU, /, flags: Any = (), **env: str) -> Settings:
-    return accuracy.read_settings(machine, env, dict(flags))
+def settings(gpus: tuple[str, ...] = CPU, /, flags: Any = (), **env: str) -> Settings:
+    return accuracy.read_settings(gpus, env, dict(flags))
 
 
 def test_the_document_has_all_knobs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_values_are_read_and_empty_ones_count_as_not_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "name", "value", "message"),
+    ("gpus", "name", "value", "message"),
     [
         (CPU, "NUM_PREFILL_INSTANCES", "0", "greater than or equal to 1"),
         (CPU, "NUM_DECODE_INSTANCES", "two", "valid integer"),
@@ -94,9 +94,9 @@ def test_values_are_read_and_empty_ones_count_as_not_set() -> None:
         (CPU, "--limit", "0", "greater than or equal to 1"),
     ],
 )
-def test_a_bad_value_is_named(machine: Machine, name: str, value: str, message: str) -> None:
+def test_a_bad_value_is_named(gpus: tuple[str, ...], name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: .*{message}"):
-        accuracy.read_settings(machine, {}, {name: value})
+        accuracy.read_settings(gpus, {}, {name: value})
 
 
 def test_the_flag_precedes_the_variable_and_its_older_name() -> None:
@@ -106,6 +106,19 @@ def test_the_flag_precedes_the_variable_and_its_older_name() -> None:
     assert settings(**env).knobs["ATTENTION_BACKEND"] == "CPU_MLA"
     flags = {"--attention-backend": "AMX_MLA"}
     assert settings(CPU, flags, **env).knobs["ATTENTION_BACKEND"] == "AMX_MLA"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "names"),
+    [("", 2, ["0", "1"]), ("5, 3", 2, ["5", "3"]), ("5", 0, [])],
+)
+def test_gpus_have_the_names_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int, names: list[str]
+) -> None:
+    cuda = SimpleNamespace(device_count=lambda: count)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert accuracy.detect_gpus() == names
 
 
 # --- Models and engines
