@@ -286,10 +286,12 @@ def is_reachable(url: str) -> bool:
 
 
 def is_cached(name: str) -> bool:
-    """Raises a ValueError that names it if no hub can have such a name."""
     import huggingface_hub  # noqa: PLC0415 - reads HF_HUB_OFFLINE when it is imported
 
-    return isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
+    try:
+        return isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
+    except ValueError as error:  # no model can have this name
+        raise ValueError(f"MODEL_NAMES={name}: {error}") from error
 
 
 def has_data_set() -> bool:
