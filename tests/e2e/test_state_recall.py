@@ -1,5 +1,6 @@
 """A trained model whose answers come through recurrent state alone: with it, and without."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,24 +10,24 @@ from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import python_path
 from harness.cluster.models.files import REPO
 from harness.cluster.pair import Pair
-from lab.accuracy.recall.heldout import read
 from support.engines import PATIENT, Accounts, connect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TESTS = Path(__file__).resolve().parents[1]
 FOLDER = REPO / "configs" / "recall-state"
-ITEMS = read(FOLDER / "heldout.jsonl")[::6]
+LINES = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[::6]
+ITEMS = [json.loads(line) for line in LINES]
 ANSWER = 16
 
 
 def count_right(pair: Pair) -> int:
     """Answers that are right to their end."""
     accounts = Accounts(pair)
-    answers = [pair.complete(item.prompt, ANSWER, ignore_eos=False).text for item in ITEMS]
-    accounts.expect_loaded(*(len(item.prompt.split()) - 1 for item in ITEMS))
+    answers = [pair.complete(item["prompt"], ANSWER, ignore_eos=False).text for item in ITEMS]
+    accounts.expect_loaded(*(len(item["prompt"].split()) - 1 for item in ITEMS))
     return sum(
-        text.split() == item.answer.split() for text, item in zip(answers, ITEMS, strict=True)
+        text.split() == item["answer"].split() for text, item in zip(answers, ITEMS, strict=True)
     )
 
 

@@ -1,1 +1,0 @@
-"""Are the answers right when prefill and decode are apart? lm-eval against a router says."""

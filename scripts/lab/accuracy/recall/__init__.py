@@ -1,1 +1,0 @@
-"""A small model that knows something: it follows links through a long prompt."""

@@ -1,1 +1,0 @@
-"""A recall model whose answers can come through recurrent state alone."""
