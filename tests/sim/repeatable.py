@@ -41,7 +41,7 @@ class Clock:
         return self.now
 
 
-class _SeededSecrets:
+class SeededSecrets:
     """In place of the module `secrets`: a schedule's random names are the same each time."""
 
     def __init__(self, seed: int) -> None:
@@ -61,7 +61,7 @@ def repeatable(seed: int = 0) -> Iterator[None]:
     A digest takes a step for each block, so that much happens while it is made.
     """
     with (
-        patch.object(ids, "secrets", _SeededSecrets(seed)),
+        patch.object(ids, "secrets", SeededSecrets(seed)),
         patch.object(digest, "STEP_BYTES", 1),
         patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
