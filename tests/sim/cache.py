@@ -17,8 +17,6 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Heads:
-    """Which KV heads of the model a rank holds."""
-
     first: int
     count: int
 
@@ -33,14 +31,12 @@ class KnownPrompt:
     kv: Bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute it."""
         rng = np.random.default_rng(self.number)
         shape = (self.heads, self.length, CONTENT)
         object.__setattr__(self, "kv", rng.integers(0, 256, shape, dtype=np.uint8))
 
     @property
     def token_ids(self) -> list[int]:
-        """What a request for it brings."""
         return [self.number * 1000 + n for n in range(self.length)]
 
 
@@ -48,7 +44,6 @@ class RankCache:
     """The cache of one rank, at the same address in all of its lives."""
 
     def __init__(self, num_blocks: int, heads: Heads) -> None:
-        """Allocate memory of that many blocks."""
         self.heads = heads
         self.num_blocks = num_blocks
         self.view: Bytes = np.zeros((num_blocks, heads.count, BLOCK_TOKENS, CONTENT), np.uint8)
@@ -56,7 +51,6 @@ class RankCache:
         self._junk = np.random.default_rng(num_blocks)
 
     def layout(self, window: int) -> CacheLayout:
-        """For peers."""
         view, half = self.view, CONTENT // 2
         region = Region(
             layer="layer.0",
@@ -72,12 +66,10 @@ class RankCache:
         return CacheLayout((group,), "DRAM", 0, (Span(self.begin, view.nbytes),))
 
     def block_at(self, address: int) -> int | None:
-        """The block that an address lies in, if it is in this cache."""
         within = address - self.begin
         return within // self.view.strides[0] if 0 <= within < self.view.nbytes else None
 
     def write(self, prompt: KnownPrompt, table: Sequence[int], tokens: range) -> None:
-        """A forward computes these tokens."""
         for token in tokens:
             block = table[token // BLOCK_TOKENS]
             if block != NULL_BLOCK:

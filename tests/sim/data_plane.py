@@ -28,16 +28,12 @@ Piece = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(eq=False)
 class Process:
-    """One engine's process, through all of its lives."""
-
     name: str
     is_up: bool = True
 
 
 @dataclass(eq=False)
 class Read:
-    """A read under way: what has not landed yet."""
-
     number: int
     transport: "SimTransport"
     peer: str
@@ -53,11 +49,9 @@ class Read:
 
     @property
     def can_write(self) -> bool:
-        """Whether more of it may land."""
         return bool(self.pieces) and not self.is_broken and not self.transport.is_closed
 
     def land(self, pick: int) -> None:
-        """One more piece arrives."""
         if not self.can_write or not self.source.is_up or self.hangs:
             return
         (address, length), (source, _) = self.pieces.pop(pick % len(self.pieces))
@@ -67,7 +61,6 @@ class Read:
             self.is_damaged = False
 
     def land_all(self) -> None:
-        """The rest arrives."""
         for _ in range(len(self.pieces)):
             self.land(0)
 
@@ -114,7 +107,6 @@ class SimFabric(Fabric):
         self._unspent: dict[tuple[Process, Process], float] = {}  # bytes, of each link
 
     def start(self, transport: "SimTransport", pieces: list[Piece], peer: str) -> Read:
-        """Add a read."""
         self._count += 1
         addresses = tuple(address for (address, _), _ in pieces)
         source = self.processes[peer]
@@ -146,7 +138,6 @@ class SimFabric(Fabric):
                 self._unspent[link] = allowed
 
     def leave(self, process: Process) -> None:
-        """A process has died, and its reads with it."""
         for name, transport in list(self.transports.items()):
             if self.processes[name] is process:
                 transport.close()
@@ -161,7 +152,6 @@ class SimTransport(MemoryTransport):
     """A transport of one life of a rank."""
 
     def __init__(self, fabric: SimFabric, process: Process, faults: Faults) -> None:
-        """Join the fabric."""
         super().__init__(fabric)
         self.process = process
         self.is_closed = False
@@ -172,7 +162,6 @@ class SimTransport(MemoryTransport):
         fabric.processes[self.name] = process
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Find a peer on the fabric, unless the schedule refuses it."""
         self._reads.clock.now += self._reads.costs.join
         if self._faults.refuses_peer:
             self._faults.refuses_peer = False
@@ -189,11 +178,7 @@ class SimTransport(MemoryTransport):
                 read.is_forgotten = True
 
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
-        """Start a read that the schedule lands.
-
-        Raises:
-            TransportError: if the peer was dropped.
-        """
+        """Start a read that the schedule lands."""
         self._faults.touch()
         costs = self._reads.costs
         self._reads.clock.now += costs.post + costs.run * len(indices[0])
@@ -203,12 +188,7 @@ class SimTransport(MemoryTransport):
         return self._reads.start(self, list(read.pairs), read.peer)
 
     def poll(self, read: Any) -> bool:
-        """Whether all of it has landed.
-
-        Raises:
-            PeerLost: if it has failed.
-            TransportError: if nothing is known of it.
-        """
+        """Whether all of it has landed."""
         self._faults.touch()
         if read.is_forgotten:
             raise TransportError("no such read")
@@ -217,11 +197,9 @@ class SimTransport(MemoryTransport):
         return not read.pieces
 
     def progress(self) -> None:
-        """Take part in reads of this side's memory."""
         self.served += 1
 
     def close(self) -> None:
-        """Leave: nothing lands any more."""
         super().close()
         self.is_closed = True
 
@@ -230,21 +208,14 @@ class SimSlots(SlotPage):
     """A rank's page of slots, at the same address in all of its lives."""
 
     def __init__(self, count: int) -> None:
-        """All are clear."""
         super().__init__(count)
         self.faults = Faults()
 
     def start_life(self, faults: Faults) -> None:
-        """A new process has fresh memory."""
         self.faults = faults
         ctypes.memset(self.address, 0, self.span.length)
 
     def write(self, slot: int, fence_token: FenceToken) -> None:
-        """Write a slot; the thread may die of it.
-
-        Raises:
-            Violation: if a slot is granted twice, or cleared although it is clear.
-        """
         self.faults.touch()
         if (self.read(slot) == EMPTY) == (fence_token == EMPTY):
             action = "cleared" if fence_token == EMPTY else "granted"
@@ -252,13 +223,11 @@ class SimSlots(SlotPage):
         super().write(slot, fence_token)
 
     def clear_all(self) -> None:
-        """Make every grant invalid; the thread may die of it."""
         self.faults.touch()
         super().clear_all()
 
     @property
     def any_valid(self) -> bool:
-        """Whether a grant is valid."""
         return any(self.read(slot) != EMPTY for slot in range(self.count))
 
 
@@ -274,11 +243,9 @@ class Background(Executor):
     """Makes and destroys agents, and prepares peers, when the schedule says so."""
 
     def __init__(self) -> None:
-        """Start with nothing to do."""
         self.waiting: list[Work] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Add a call."""
         future: Future[Any] = Future()
         self.waiting.append(Work(future, lambda: fn(*args, **kwargs)))
         return future

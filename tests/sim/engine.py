@@ -7,13 +7,14 @@ each rank computes and hands over its report; the scheduler handles what all ran
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from harness.local.memory_control import MemoryControl
 from nixl_kv.connector.prefill import Address
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
-from sim.network import HOST, VersionedControl
+from sim.network import HOST
 from sim.rank import MODEL, Environment, RankLife, Seat
 from sim.schedulers import EngineScheduler
 from sim.vllm import Aggregator, BlockManager, BlockPool, Forward
@@ -25,10 +26,7 @@ Piece = tuple[RankLife | None, Callable[[], None]]
 
 
 class Engine:
-    """See the module's head."""
-
     def __init__(self, seats: Sequence[Seat], environment: Environment) -> None:
-        """Start a life: all memory has other contents."""
         self._seats = seats
         self._environment = environment
         self._overwrite(list(range(seats[0].cache.num_blocks)))
@@ -36,9 +34,7 @@ class Engine:
         self.is_draining = False  # it takes no new request
         self.is_asleep = False
         self.is_going_to_sleep = False  # as soon as nothing is held
-        self.directory_control = VersionedControl(
-            f"{self.name}.directory", environment.network, is_newer=seats[0].is_newer
-        )
+        self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
         self._directory: DirectoryServer | None = None
         if self.is_prefill:
             port = seats[0].port + DIRECTORY_PORT
@@ -50,37 +46,30 @@ class Engine:
         self._start_life()
 
     def __repr__(self) -> str:
-        """Its requests and their states."""
         return f"<{self.name}: {self.scheduler!r}>"
 
     @property
     def name(self) -> str:
-        """As schedules write it."""
         return self._seats[0].process.name
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it prefills for others."""
         return self._seats[0].is_prefill
 
     @property
     def is_decode(self) -> bool:
-        """Whether it decodes what others have prefilled."""
         return self._seats[0].is_decode
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it accepts new ones."""
         return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a rank of it stands still."""
         return any(rank.is_stopped for rank in self.ranks)
 
     @property
     def num_pieces(self) -> int:
-        """What is left of the step that is under way."""
         return len(self._pieces)
 
     def serve_directory(self) -> None:
@@ -90,7 +79,6 @@ class Engine:
             self._directory.turn(0)
 
     def leave(self) -> None:
-        """Its process has died."""
         self.directory_control.close()
         for rank in self.ranks:
             rank.control.close()
@@ -154,7 +142,6 @@ class Engine:
         return self.is_paused or self.is_asleep
 
     def _start_life(self) -> None:
-        """All ranks register their caches."""
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
         self.description = self._describe()
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
@@ -185,7 +172,6 @@ class Engine:
         return EngineScheduler(seat, caches, blocks, environment.config, environment.clock)
 
     def _overwrite(self, blocks: list[int]) -> None:
-        """These blocks are anybody's."""
         for seat in self._seats:
             seat.cache.overwrite(blocks)
 
@@ -200,8 +186,6 @@ class Engine:
         return lambda: rank.submit(commands)
 
     def _work(self, rank: RankLife, forwards: list[Forward]) -> Callable[[], None]:
-        """A forward, and then the rank's report."""
-
         def work() -> None:
             for forward in forwards:
                 rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)

@@ -26,17 +26,11 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        """Start with none."""
         self.dies_after: int | None = None
         self.refuses_peer = False
         self.unsent = 0  # messages to endpoints that cannot be sent, from the next one on
 
     def touch(self) -> None:
-        """One more thing is done.
-
-        Raises:
-            InjectedError: if it is the last one.
-        """
         if self.dies_after is None:
             return
         self.dies_after -= 1

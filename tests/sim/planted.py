@@ -148,8 +148,8 @@ def released_before_drained(patch: Patch) -> None:
         return actions
 
     def ignore_ended(machine: DecodeMachine, event: Any, now: float) -> list[events.Action]:
-        load = machine.load_of(getattr(event, "request", None))
-        read = load and load.reads.get(getattr(event, "rank", None))
+        load = machine.load_of(event.request) if hasattr(event, "rank") else None
+        read = None if load is None else load.reads.get(event.rank)
         has_ended = read is not None and read.state is State.FAILED
         return [] if has_ended else handle(machine, event, now)
 

@@ -101,10 +101,8 @@ FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.25, "join", (0.01, 0.05, 0.14)),
     (0.15, "post", (0.002, 0.03)),
     (0.1, "tick", (0.01, 0.3)),
-    (0.1, "links", (1, 2, 3)),
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
-    (0.1, "newer", (1, -1)),
 )
 """What a world may have besides its shape, and how often, unless its schedules are gentle."""
 
@@ -237,8 +235,6 @@ MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
 @dataclass(frozen=True)
 class RandomSchedule:
-    """The lines of one seed."""
-
     seed: int
     profile: str
     setting: Setting
@@ -258,7 +254,6 @@ class RandomSchedule:
         return cls(seed, names[pick], Setting(_with_features(shape, _random(seed, "world"))))
 
     def __call__(self, run: Run) -> Iterator[str]:
-        """See `schedule.Source`."""
         return random_lines(run, PROFILES[self.profile], _random(self.seed, "lines"))
 
 

@@ -28,8 +28,6 @@ MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
 
 
 class Observer(Protocol):
-    """Sees what leaves a rank at the moment in which it does."""
-
     def on_result(self, rank: "RankLife", result: events.Result) -> None:
         """The step thread may see this result from now on."""
 
@@ -41,8 +39,6 @@ class Observer(Protocol):
 
 
 class _Results(deque[events.Result]):
-    """Results of a rank, each shown to the observer."""
-
     def __init__(self, on_result: Callable[[events.Result], None]) -> None:
         super().__init__()
         self._on_result = on_result
@@ -58,8 +54,6 @@ class _Results(deque[events.Result]):
 
 @dataclass
 class Environment:
-    """What all ranks share. The observer is set before anything happens."""
-
     clock: Clock
     network: MemoryNetwork
     fabric: SimFabric
@@ -71,8 +65,6 @@ class Environment:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank is in all of its lives."""
-
     process: Process
     number: Rank
     cache: RankCache
@@ -81,19 +73,14 @@ class Seat:
     port: int
     is_prefill: bool
     is_decode: bool
-    is_newer: bool
 
     @property
     def name(self) -> str:
-        """As schedules write it."""
         return f"{self.process.name}.{self.number}"
 
 
 class RankLife:
-    """See the module's head."""
-
     def __init__(self, seat: Seat, environment: Environment) -> None:
-        """Start a life."""
         self.seat = seat
         self._environment = environment
         self.is_stopped = False
@@ -105,9 +92,7 @@ class RankLife:
         self.background = Background()
         self.joining = Background()
         self.copying = Background()
-        self.control = SimControl(
-            seat.name, seat.port, environment.network, self.faults, is_newer=seat.is_newer
-        )
+        self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
         self.control.on_reply = self._on_reply
         seat.slots.start_life(self.faults)
@@ -138,7 +123,6 @@ class RankLife:
         self._guard()
 
     def __repr__(self) -> str:
-        """Its name."""
         return f"<RankLife {self.seat.name}>"
 
     @property
@@ -154,11 +138,7 @@ class RankLife:
         return bool(commands or self.control.inbox or self.has_died or work)
 
     def turn(self) -> None:
-        """One turn of the loop; or its restart, if the last one died.
-
-        Raises:
-            Violation: if it dies of anything that the schedule did not plan.
-        """
+        """One turn of the loop; or its restart, if the last one died."""
         step, self.has_died = (self.loop.restart if self.has_died else self.loop.turn), False
         self.has_turned = True
         try:
@@ -192,12 +172,7 @@ class RankLife:
                     handle.land_all()
 
     def stop(self) -> None:
-        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile.
-
-        Raises:
-            Violation: if it does not stop in time, if a read may still write into its cache when it
-                has, or if a load is still owed.
-        """
+        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile."""
         self.faults.dies_after = None
         clock = self._environment.clock
         until = clock.now + STOP_TIMEOUT_S
@@ -220,19 +195,13 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Before the forward, as `Worker.bind_connector_metadata`."""
         commands = list(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
         self.engine.submit(commands)
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
-        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed.
-
-        Raises:
-            Violation: if a rank that only prefills reports a load, or one that only decodes an
-                offer.
-        """
+        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed."""
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():

@@ -21,10 +21,7 @@ QUEUE_BYTES: Final = 250
 
 
 class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
-    """A promise is broken. `check` names it in a few words."""
-
     def __init__(self, check: str, detail: str) -> None:
-        """Say which, and what happened."""
         super().__init__(f"{check}: {detail}")
         self.check = check
 
@@ -37,7 +34,6 @@ class Clock:
         self.now = 1000.0
 
     def __call__(self) -> float:
-        """As `time.monotonic`."""
         return self.now
 
 

@@ -33,11 +33,6 @@ class Setting:
 
     @classmethod
     def parse(cls, line: str) -> "Setting":
-        """The same, back.
-
-        Raises:
-            ValueError: if it is no such line.
-        """
         word, *pairs = line.split()
         if word != "world":
             raise ValueError(f"a schedule starts with 'world', not with {line!r}")
@@ -63,10 +58,7 @@ class Outcome:
 
 
 class Run:
-    """A schedule under way."""
-
     def __init__(self, setting: Setting) -> None:
-        """Start its world."""
         self.setting = setting
         self.lines: list[str] = []
         self.world = World(setting.shape)
@@ -74,11 +66,7 @@ class Run:
         self._started_at = self._ended_at = self.world.clock.now
 
     def do(self, line: str) -> None:
-        """One step, and what must hold after it.
-
-        Raises:
-            Violation: if it does not.
-        """
+        """One step, and what must hold after it."""
         self.lines.append(line)
         word, _, rest = line.partition(" ")
         if word == "end":
@@ -139,7 +127,6 @@ Source: TypeAlias = Callable[[Run], Iterator[str]]
 
 
 def follow(setting: Setting, source: Source) -> Outcome:
-    """Run the lines of a source."""
     with repeatable():
         run = Run(setting)
         violation = None
@@ -153,7 +140,6 @@ def follow(setting: Setting, source: Source) -> Outcome:
 
 
 def replay(lines: Sequence[str]) -> Outcome:
-    """Run a whole schedule, its first line included."""
     return follow(Setting.parse(lines[0]), lambda _: iter(lines[1:]))
 
 

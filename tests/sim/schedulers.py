@@ -1,7 +1,6 @@
 """What vLLM's scheduler does for requests, around the connector's real halves of it."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,13 @@ from nixl_kv.protocol import events
 from sim.cache import BLOCK_TOKENS, RankCache
 from sim.rank import Seat
 from sim.repeatable import Clock, Violation
-from sim.tickets import IssuedTicket, newer
-from sim.vllm import BlockManager, Forward, Request, Status
+from sim.vllm import BlockManager, Forward, IssuedTicket, Request, Status
 
 OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
-class Half(ABC):
+class _Half:
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
     def __init__(
@@ -38,150 +36,12 @@ class Half(ABC):
         self.requests: dict[RequestId, Request] = {}
         self._caches = caches
 
-    @abstractmethod
-    def add(self, request: Request) -> None:
-        """A request arrives."""
-
-    @abstractmethod
-    def schedule(self) -> list[Forward]:
-        """Begin a step: what is computed."""
-
-    @abstractmethod
-    def pop_commands(self) -> list[events.Command]:
-        """The commands of this step."""
-
-    @abstractmethod
-    def update(self) -> None:
-        """End a step: go on with what was computed."""
-
-    @abstractmethod
-    def expects_end(self, request: Request) -> bool:
-        """Whether vLLM accepts a report that a request's load, or its offer, has ended."""
-
-    @abstractmethod
-    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """Loads, or offers, have ended on all ranks."""
-
-    @abstractmethod
-    def finish(self, request: Request, status: Status) -> None:
-        """A request is over, in the middle or at its end."""
-
-    @abstractmethod
-    def preempt(self, request: Request) -> None:
-        """Free a request's blocks, as vLLM does when they are scarce."""
-
     def living(self) -> list[Request]:
-        """The requests whose clients wait."""
         return [request for request in self.requests.values() if not request.is_finished]
 
     def release(self, request: Request) -> None:
-        """Free its blocks, and forget it."""
         self.blocks.free(request.request_id)
         del self.requests[request.request_id]
-
-
-class EngineScheduler:
-    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
-
-    def __init__(
-        self,
-        seat: Seat,
-        caches: list[RankCache],
-        blocks: BlockManager,
-        config: Config,
-        clock: Clock,
-    ) -> None:
-        """Start without requests, as the engine of this seat."""
-        self.blocks = blocks
-        pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
-        trust = Trust.of(config)
-        decode = DecodeScheduler(
-            pagings,
-            trust.check,
-            verify=config.verify,
-            clock=clock,
-            draw=Random(0).random,  # noqa: S311 - nobody guesses here
-        )
-        prefill = PrefillScheduler(
-            RequestBlocks(pagings, seat.cache.num_blocks, blocks),
-            config.offer_share,
-            trust.seal,
-            is_decoding=lambda: decode.is_in_use,
-            clock=clock,
-        )
-        self.prefill = PrefillHalf(blocks, caches, prefill, seat)
-        self.decode = DecodeHalf(blocks, caches, prefill, decode)
-        self._halves: tuple[Half, ...] = (self.prefill, self.decode)
-        blocks.on_free = prefill.on_free
-
-    def __repr__(self) -> str:
-        """All requests and their states."""
-        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
-
-    @property
-    def requests(self) -> Mapping[RequestId, Request]:
-        """All of them."""
-        return ChainMap(self.prefill.requests, self.decode.requests)
-
-    def living(self) -> list[Request]:
-        """The requests whose clients wait."""
-        return [request for half in self._halves for request in half.living()]
-
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
-        """Begin a step: its commands, those of prefill first, and what is computed."""
-        forwards = [forward for half in self._halves for forward in half.schedule()]
-        return [command for half in self._halves for command in half.pop_commands()], forwards
-
-    def update(self) -> None:
-        """End a step."""
-        for half in self._halves:
-            half.update()
-
-    def expects_end(self, request: RequestId) -> bool:
-        """See `Half.expects_end`."""
-        known = self.requests.get(request)
-        return known is not None and self._half_of(known).expects_end(known)
-
-    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """See `Half.on_ends`."""
-        requests = list(requests)
-        for half in self._halves:
-            half.on_ends([request for request in requests if request in half.requests], failed)
-
-    def abort(self, request: Request) -> None:
-        """A client has left."""
-        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
-
-    def preempt(self, request: Request) -> None:
-        """See `Half.preempt`."""
-        self._half_of(request).preempt(request)
-
-    def reset(self) -> None:
-        """As vLLM's `reset_prefix_cache` of the connector, without a pause: what runs goes on."""
-        self.prefill.reset()
-        self.decode.reset()
-
-    def is_offer(self, request: Request) -> bool:
-        """Whether its blocks are held for a reader."""
-        return self._half_of(request) is self.prefill and request.is_finished
-
-    def is_load(self, request: Request) -> bool:
-        """Whether its blocks may be read into."""
-        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
-        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
-
-    def occupy(self) -> None:
-        """Others get all blocks that are free."""
-        held = len(self.blocks.table(OTHERS))
-        wanted = BLOCK_TOKENS * (held + len(self.blocks.block_pool.free))
-        self.blocks.allocate(OTHERS, 0, wanted)
-
-    def vacate(self) -> None:
-        """Others free theirs."""
-        self.blocks.free(OTHERS)
-
-    def _half_of(self, request: Request) -> Half:
-        return next(half for half in self._halves if request.request_id in half.requests)
 
 
 @dataclass
@@ -191,9 +51,7 @@ class _Step:
     refused: list[Request] = field(default_factory=list)  # for lack of room, in order
 
 
-class PrefillHalf(Half):
-    """On prefill, around `PrefillScheduler`."""
-
+class PrefillHalf(_Half):
     def __init__(
         self,
         blocks: BlockManager,
@@ -201,7 +59,6 @@ class PrefillHalf(Half):
         connector: PrefillScheduler,
         seat: Seat,
     ) -> None:
-        """Start without requests, as the engine of this seat."""
         super().__init__(blocks, caches, connector)
         self._connector = connector
         self.tickets: list[IssuedTicket] = []
@@ -209,7 +66,6 @@ class PrefillHalf(Half):
         self._step = _Step()
 
     def set_address(self, address: Address) -> None:
-        """What the tickets of this life say."""
         self._connector.address = address
 
     def reset(self) -> None:
@@ -220,7 +76,6 @@ class PrefillHalf(Half):
         self._connector.reset_cache()
 
     def add(self, request: Request) -> None:
-        """A request whose answer is to be decoded elsewhere."""
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
         self._connector.on_new_request(name, length, request.connector_prompt.context)
@@ -246,7 +101,6 @@ class PrefillHalf(Half):
         return step.forwards
 
     def pop_commands(self) -> list[events.Command]:
-        """Of `PrefillScheduler`."""
         return self._connector.build_connector_meta(
             (r.request_id, range(r.num_computed_tokens - count, r.num_computed_tokens))
             for r, count in self._step.scheduled
@@ -273,13 +127,9 @@ class PrefillHalf(Half):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            # Two releases may differ in their messages alone, as far as the simulator knows.
-            says_so = self._seat.is_newer and len(self.tickets) % 2 == 0
-            params = newer(params) if says_so else params
             self.tickets.append(IssuedTicket(params, request.prompt, self._seat.process.name))
 
     def expects_end(self, request: Request) -> bool:
-        """An offer ends after its ticket went out."""
         return request.is_finished
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
@@ -318,9 +168,7 @@ def _end(request: Request) -> int:
     return request.prompt.length + request.steps_left - 1
 
 
-class DecodeHalf(Half):
-    """On decode, around `DecodeScheduler`."""
-
+class DecodeHalf(_Half):
     def __init__(
         self,
         blocks: BlockManager,
@@ -328,7 +176,6 @@ class DecodeHalf(Half):
         admission: PrefillScheduler,
         connector: DecodeScheduler,
     ) -> None:
-        """Start without requests."""
         super().__init__(blocks, caches, admission)
         self._connector = connector
         self._received: set[RequestId] = set()
@@ -337,7 +184,6 @@ class DecodeHalf(Half):
         self._running: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """A request with a ticket; with one that is not valid it is computed here."""
         self.requests[request.request_id] = request
         with contextlib.suppress(RemoteProtocolError):
             self._connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
@@ -372,7 +218,6 @@ class DecodeHalf(Half):
                 raise Violation("KV from before a reset", f"{name} would still be loaded")
 
     def pop_commands(self) -> list[events.Command]:
-        """Of `DecodeScheduler`."""
         return self._connector.build_connector_meta()
 
     def update(self) -> None:
@@ -395,7 +240,6 @@ class DecodeHalf(Half):
             self.release(request)
 
     def expects_end(self, request: Request) -> bool:
-        """A load ends while its request is parked, or over before its time."""
         return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
@@ -470,3 +314,94 @@ class DecodeHalf(Half):
             if wrong:
                 detail = f"{request.request_id}, rank {rank}: tokens {wrong}"
                 raise Violation("wrong bytes", detail)
+
+
+class EngineScheduler:
+    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        caches: list[RankCache],
+        blocks: BlockManager,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.blocks = blocks
+        pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
+        trust = Trust.of(config)
+        decode = DecodeScheduler(
+            pagings,
+            trust.check,
+            verify=config.verify,
+            clock=clock,
+            draw=Random(0).random,  # noqa: S311 - nobody guesses here
+        )
+        prefill = PrefillScheduler(
+            RequestBlocks(pagings, seat.cache.num_blocks, blocks),
+            config.offer_share,
+            trust.seal,
+            is_decoding=lambda: decode.is_in_use,
+            clock=clock,
+        )
+        self.prefill = PrefillHalf(blocks, caches, prefill, seat)
+        self.decode = DecodeHalf(blocks, caches, prefill, decode)
+        self._halves = (self.prefill, self.decode)
+        blocks.on_free = prefill.on_free
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+
+    @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        return ChainMap(self.prefill.requests, self.decode.requests)
+
+    def living(self) -> list[Request]:
+        return [request for half in self._halves for request in half.living()]
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Begin a step: its commands, those of prefill first, and what is computed."""
+        forwards = [forward for half in self._halves for forward in half.schedule()]
+        return [command for half in self._halves for command in half.pop_commands()], forwards
+
+    def update(self) -> None:
+        for half in self._halves:
+            half.update()
+
+    def expects_end(self, request: RequestId) -> bool:
+        known = self.requests.get(request)
+        return known is not None and self._half_of(known).expects_end(known)
+
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
+        requests = list(requests)
+        for half in self._halves:
+            half.on_ends([request for request in requests if request in half.requests], failed)
+
+    def abort(self, request: Request) -> None:
+        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
+
+    def preempt(self, request: Request) -> None:
+        self._half_of(request).preempt(request)
+
+    def reset(self) -> None:
+        """As vLLM's `reset_prefix_cache` of the connector, without a pause: what runs goes on."""
+        self.prefill.reset()
+        self.decode.reset()
+
+    def is_offer(self, request: Request) -> bool:
+        return self._half_of(request) is self.prefill and request.is_finished
+
+    def is_load(self, request: Request) -> bool:
+        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
+
+    def occupy(self) -> None:
+        held = len(self.blocks.table(OTHERS))
+        wanted = BLOCK_TOKENS * (held + len(self.blocks.block_pool.free))
+        self.blocks.allocate(OTHERS, 0, wanted)
+
+    def vacate(self) -> None:
+        self.blocks.free(OTHERS)
+
+    def _half_of(self, request: Request) -> PrefillHalf | DecodeHalf:
+        return next(half for half in self._halves if request.request_id in half.requests)

@@ -41,8 +41,7 @@ from sim.cache import BLOCK_TOKENS
 from sim.data_plane import Read
 from sim.engine import Engine
 from sim.rank import RankLife
-from sim.tickets import IssuedTicket
-from sim.vllm import Request
+from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World
 
 DIGEST_TURNS: Final = 20
@@ -63,11 +62,7 @@ class Step:
         self._default = default
 
     def __call__(self, world: World, arguments: Sequence[str]) -> None:
-        """Do it; nothing, if an argument means nothing.
-
-        Raises:
-            ValueError: if there are more arguments, or less.
-        """
+        """Do it; nothing, if an argument means nothing."""
         if self._default and len(arguments) < len(self._finds):
             arguments = [*arguments, self._default]
         pairs = zip(self._finds, arguments, strict=True)
@@ -77,12 +72,6 @@ class Step:
 
 
 def perform(world: World, line: str) -> None:
-    """Do one step.
-
-    Raises:
-        Violation: if a promise is broken.
-        ValueError: if there is no such step.
-    """
     word, *arguments = line.split()
     if word not in STEPS:
         raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
@@ -107,7 +96,6 @@ def _number(_world: World, text: str) -> int:
 
 
 def _engine(world: World, name: str) -> Engine | None:
-    """One that lives and runs."""
     engine = world.engines.get(name)
     return None if engine is None or engine.is_stopped else engine
 
@@ -250,8 +238,6 @@ def _stop(*, is_stopped: bool) -> Step:
 
 
 def _pause(*, is_paused: bool) -> Step:
-    """Between two steps of vLLM's."""
-
     def step(_world: World, engine: Engine) -> None:
         engine.is_paused = is_paused
 

@@ -163,15 +163,6 @@ def two(make: Make) -> Scenario:
 # --- without faults
 
 
-def test_a_prompt_is_read_and_its_blocks_are_free(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.rounds(12, seconds=0.05)
-    assert (one.good, one.failures) == (1, [])
-    assert one.blocks() == 0
-    assert one.valid_slots() == [False] * 3
-
-
 def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
     one.offer()
     one.park(0)
@@ -265,22 +256,6 @@ def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
 # --- digests
 
 
-def test_a_read_is_verified(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
-    verifying.end()
-    assert (verifying.good, verifying.verified, verifying.failures) == (1, 1, [])
-
-
-def test_a_digest_is_asked_for_with_the_blocks(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
-    verifying.deliver_until("Ask")
-    assert verifying.kinds() == ["Ask", "DigestRequest"]
-    verifying.end()
-    assert (verifying.verified, verifying.failures) == (1, [])
-
-
 def test_a_digest_that_is_asked_for_before_the_blocks_is_asked_for_again(
     verifying: Scenario,
 ) -> None:
@@ -353,15 +328,6 @@ def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
     assert verifying.kinds() == ["Deny"]
 
 
-def test_who_was_not_granted_gets_no_digest(make: Make) -> None:
-    both = make(engines=2, verify=1.0)
-    both.offer()
-    both.load()
-    both.load(engine="d1")
-    both.end()
-    assert (both.verified, both.failures) == (1, [DENIED])
-
-
 # --- readers that do not want it any more
 
 
@@ -381,30 +347,6 @@ def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:
     assert one.failures == ["dropped (dropped)"]
     one.rounds(2)
     assert (one.blocks(), one.blocks("d0")) == (0, 0)
-
-
-def test_a_late_read_is_given_up_when_it_has_ended(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do(f"wait {TIMEOUT_S}", "turn d0.0")
-    assert one.failures == []
-    one.do("land 0 0", "turn d0.0")
-    assert one.failures == ["nothing moved for 4 s (late)"]
-
-
-def test_a_grant_after_the_cancellation_is_released_at_once(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.deliver_until("Ask")
-    one.do("abort d0 0", "step d0", "turn d0.0")
-    assert one.kinds() == ["Ask", "Release"]
-    one.do("lose 1", "deliver 0", "turn p.0")
-    assert one.kinds() == ["Grant"]
-    one.do("deliver 0", "turn d0.0")
-    assert one.kinds() == ["Release"]
-    one.do("deliver 0", "turn p.0", "step p")
-    assert one.blocks() == 0
 
 
 def test_a_release_that_overtakes_its_ask_ends_the_offer(one: Scenario) -> None:
@@ -458,18 +400,6 @@ def test_a_release_that_is_lost_costs_a_lease(one: Scenario, *, is_aborted: bool
     assert one.blocks() == 0
 
 
-def test_a_release_that_is_lost_costs_less_if_the_reader_renews_others(one: Scenario) -> None:
-    one.load(one.offer())
-    one.load(one.offer())
-    one.deliver_all()
-    one.do("land 1 0", "turn d0.0", "land 1 0", "turn d0.0")
-    assert one.kinds() == ["Release"]
-    one.do("lose 0", "wait 0.2", "turn d0.0")
-    assert one.kinds() == ["Heartbeat"]
-    one.do("deliver 0", "turn p.0", "step p")
-    assert one.blocks() == 2
-
-
 def test_messages_that_come_twice_do_no_harm(one: Scenario) -> None:
     one.offer()
     one.load()
@@ -507,27 +437,7 @@ def test_who_comes_late_ends_nothing_of_the_first(two: Scenario) -> None:
     assert (two.good, two.failures) == (1, [])
 
 
-def test_an_offer_beyond_the_last_slot_is_denied(make: Make) -> None:
-    few = make(slots=2, share=1.0)
-    for ticket in range(3):
-        assert few.offer() == ticket
-    few.park(0, 1, 2)
-    few.do("vacate d0")
-    few.end()
-    assert (few.good, few.failures) == (2, [DENIED])
-
-
 # --- lives
-
-
-def test_a_ticket_of_a_former_life_is_refused(one: Scenario) -> None:
-    one.offer()
-    one.do("kill p", "start p")
-    one.load()
-    one.end()
-    (failure,) = one.failures
-    assert failure.startswith("incarnation is ")
-    assert failure.endswith("(unreachable)")
 
 
 def test_a_restart_of_prefill_ends_what_is_not_read(one: Scenario) -> None:
@@ -575,23 +485,6 @@ def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) ->
     assert failure.startswith("prefill fell silent")
 
 
-def test_two_engines_prefill_for_each_other(make: Make) -> None:
-    pair = make(prefills=2, both=True, engines=0)
-    pair.do("prefill 8 1", "prefill 8 1 p1", *["step p", "step p1"] * 3)
-    pair.do("decode p1 0 0", "decode p 1 0")
-    pair.end()
-    assert (pair.good, pair.failures) == (2, [])
-
-
-def test_ranks_read_several_ranks_that_have_several_readers(make: Make) -> None:
-    """Of six heads each prefill rank has three, and each decode rank two."""
-    odd = make(prefill=2, decode=3, heads=6)
-    odd.offer()
-    odd.load()
-    odd.end()
-    assert (odd.good, odd.failures) == (3, [])
-
-
 # --- what takes time, and what cannot be sent
 
 
@@ -611,47 +504,6 @@ def test_leases_are_renewed_while_many_peers_are_joined(make: Make) -> None:
     many.do("vacate d0")
     many.end()
     assert (many.good, many.failures) == (4, [])
-
-
-def test_reads_that_share_a_link_land_side_by_side(make: Make) -> None:
-    """A hundred bytes a second: 128 bytes of data take 1.3 s, and twice that for two."""
-    slow = make(rate=100, share=1.0)
-    for ticket in range(2):
-        assert slow.offer() == ticket
-    slow.load(0)
-    slow.load(1)
-    slow.deliver_all()
-    assert slow.reads() == 2
-    slow.do("land 0 0")
-    assert slow.reads() == 2
-    for _ in range(20):
-        slow.do("wait 0.1", "turn p.0", "turn d0.0")
-        slow.deliver_all()
-    assert (slow.good, slow.reads()) == (0, 2)
-    slow.end()
-    assert (slow.good, slow.failures) == (2, [])
-
-
-def test_a_message_that_cannot_be_sent_costs_one_load(one: Scenario) -> None:
-    one.offer()
-    one.do("decode d0 0 0", "step d0", "mute d0.0 1", "turn d0.0")
-    one.rounds(3)
-    (failure,) = one.failures
-    assert failure.endswith("the schedule let it fail (unreachable)")
-
-
-def test_a_connection_that_a_listener_does_not_take_is_lost(make: Make) -> None:
-    crowd = make(engines=2, links=1, share=1.0)
-    for ticket in range(2):
-        assert crowd.offer() == ticket
-    crowd.load(0, "d0")
-    crowd.deliver_until("Grant")
-    crowd.load(1, "d1")
-    crowd.deliver_all()
-    crowd.end()
-    assert crowd.good == 1
-    (failure,) = crowd.failures
-    assert failure.endswith("(unreachable)")
 
 
 # --- vLLM pauses and sleeps; releases differ
@@ -689,15 +541,3 @@ def test_an_engine_sleeps_when_its_offers_have_ended_and_wakes_to_another_life(
     assert one.good == 1
     (failure,) = one.failures
     assert failure.startswith("incarnation is ")
-
-
-@pytest.mark.parametrize("newer", [1, -1], ids=["prefill", "decode"])
-def test_the_next_release_is_not_understood_and_nothing_is_held(make: Make, newer: int) -> None:
-    """A ticket that says so is refused at once; what only its messages say costs a load's time."""
-    mixed = make(newer=newer, share=1.0)
-    for ticket in range(2):
-        assert mixed.offer() == ticket
-    mixed.load(0)
-    mixed.load(1)
-    mixed.end()
-    assert (mixed.good, len(mixed.failures)) == (0, 1 if newer > 0 else 2)

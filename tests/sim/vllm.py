@@ -33,29 +33,24 @@ class BlockPool:
     """As vLLM's. `on_free` is called with the blocks that nobody refers to any more."""
 
     def __init__(self, count: int, on_free: Callable[[list[int]], None]) -> None:
-        """All are free, but the null block."""
         self.blocks = [Block(number) for number in range(count)]
         self.free = self.blocks[:NULL_BLOCK:-1]
         self._on_free = on_free
 
     @property
     def num_used(self) -> int:
-        """How many blocks somebody refers to."""
         return len(self.blocks) - 1 - len(self.free)
 
     def get_new_block(self, owner: RequestId) -> Block:
-        """Give out the block that was freed last."""
         block = self.free.pop()
         block.owner, block.ref_cnt = owner, 1
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One reference more."""
         for block in blocks:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
-        """One reference less."""
         unused = []
         for block in blocks:
             if block.is_null:
@@ -114,15 +109,12 @@ class BlockManager:
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
 
     def get_blocks(self, request: RequestId) -> Blocks:
-        """As vLLM's."""
         return Blocks((self._tables.get(request, []),))
 
     def get_block_ids(self, request: RequestId) -> tuple[list[int], ...]:
-        """As vLLM's."""
         return (self.table(request),)
 
     def table(self, request: RequestId) -> list[int]:
-        """Of the one group."""
         return [block.block_id for block in self._tables.get(request, [])]
 
     def _skip(self, table: list[Block], skipped: int) -> None:
@@ -132,8 +124,6 @@ class BlockManager:
 
 
 class Status(enum.Enum):
-    """As vLLM's RequestStatus."""
-
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
@@ -144,8 +134,6 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One request of one engine."""
-
     request_id: RequestId
     prompt: KnownPrompt
     kv_transfer_params: Any = None
@@ -161,14 +149,20 @@ class Request:
 
     @property
     def connector_prompt(self) -> Prompt:
-        """As `connector.vllm_config.prompt_of` has it."""
         return Prompt(self.request_id, self.prompt.length, self.prompt.token_ids)
 
 
 @dataclass(frozen=True)
-class Forward:
-    """What a step computes of one request."""
+class IssuedTicket:
+    """What the router was given for a prompt, and by which engine."""
 
+    params: dict[str, Any]
+    prompt: KnownPrompt
+    engine: str
+
+
+@dataclass(frozen=True)
+class Forward:
     prompt: KnownPrompt
     table: list[int]
     tokens: range
@@ -186,11 +180,6 @@ class Aggregator:
     def add(
         self, rank: int, requests: Iterable[RequestId], is_expected: Callable[[RequestId], bool]
     ) -> None:
-        """One rank's report.
-
-        Raises:
-            Violation: if vLLM would end the engine for it.
-        """
         for request in sorted(requests):
             if (rank, request) in self._reported:
                 raise Violation("reported twice", f"rank {rank}: {request}")

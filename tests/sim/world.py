@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from harness.local.engine import HOST_PATHS
+from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.reading.paths import allocate
@@ -15,10 +16,9 @@ from sim.cache import Heads, KnownPrompt, RankCache
 from sim.data_plane import Process, SimFabric, SimSlots
 from sim.engine import Engine
 from sim.faults import Costs
-from sim.network import SimNetwork
 from sim.rank import Environment, RankLife, Seat
 from sim.repeatable import Clock
-from sim.tickets import IssuedTicket
+from sim.vllm import IssuedTicket
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -49,35 +49,16 @@ class Shape:
     post: float = 0.0  # to post a read,
     run: float = 0.0  # and each of its runs,
     tick: float = 0.0  # and to do what is due
-    links: int = 0  # connections that a listener takes; 0: all
     apart: bool = False  # peers are prepared when the schedule says so, not at once
     staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
-    newer: int = 0  # so many engines are of the next release, if below 0 of the last ones
-
-    def __str__(self) -> str:
-        """Short, for tables."""
-        more = [f"{self.prefills} prefills"] if self.prefills > 1 else []
-        more += [f"{self.engines} engines"] if self.engines != 1 else []
-        more += ["both"] if self.both else []
-        more += ["copies"] if self.heads < self.prefill else []
-        flags = "tcp", "window", "verify", "rate", "join", "post", "run", "tick", "links", "staged"
-        more += [name for name in (*flags, "apart", "newer") if getattr(self, name)]
-        return " ".join([f"{self.prefill}x{self.decode}", *more])
 
     @property
     def prefill_names(self) -> list[str]:
-        """The engines that prefill."""
         return [PREFILL, *(f"{PREFILL}{number}" for number in range(1, self.prefills))]
 
     @property
     def names(self) -> list[str]:
-        """All engines."""
         return self.prefill_names + [f"d{number}" for number in range(self.engines)]
-
-    def is_newer(self, name: str) -> bool:
-        """Whether an engine is of the next release."""
-        names = self.names
-        return name in (names[: self.newer] if self.newer > 0 else names[len(names) + self.newer :])
 
     def config(self) -> Config:
         """Of all engines: short times, and no key."""
@@ -114,13 +95,10 @@ class Damage:
 
 
 class World:
-    """See the module's head."""
-
     def __init__(self, shape: Shape) -> None:
-        """Start with all engines alive, and nothing to do."""
         self.shape = shape
         self.clock = Clock()
-        self.network = SimNetwork(held=True, max_links=shape.links)
+        self.network = MemoryNetwork(held=True)
         costs = Costs(shape.join, shape.post, shape.run, shape.tick)
         self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
         self.environment = Environment(
@@ -146,7 +124,6 @@ class World:
         engine.scheduler.prefill.tickets = self.router.tickets
 
     def kill(self, name: str) -> None:
-        """An engine dies with all of its ranks."""
         engine, process = self.engines[name], self._seats[name][0].process
         if engine is None:
             return
@@ -156,19 +133,15 @@ class World:
         engine.leave()
 
     def prefills(self) -> list[Engine]:
-        """The engines that live and prefill."""
         return [engine for engine in self.alive() if engine.is_prefill]
 
     def decodes(self) -> list[Engine]:
-        """The engines that live and decode."""
         return [engine for engine in self.alive() if engine.is_decode]
 
     def alive(self) -> list[Engine]:
-        """All engines that live."""
         return [engine for engine in self.engines.values() if engine is not None]
 
     def ranks(self) -> Iterator[RankLife]:
-        """All ranks that live."""
         for engine in self.alive():
             yield from engine.ranks
 
@@ -186,13 +159,11 @@ class World:
         self.clock.now = ended
 
     def new_prompt(self, length: int) -> KnownPrompt:
-        """One that nobody has seen."""
         self.router.num_prompts += 1
         self.router.num_tokens += length
         return KnownPrompt(self.router.num_prompts, length, self.shape.heads)
 
     def new_request_id(self, engine: str) -> RequestId:
-        """One that was never used."""
         self.router.num_requests += 1
         return RequestId(f"{engine}-{self.router.num_requests}")
 
@@ -211,7 +182,6 @@ class World:
                 port=port + number,
                 is_prefill=is_prefill,
                 is_decode=shape.both or not is_prefill,
-                is_newer=shape.is_newer(name),
             )
             for number in range(num_ranks)
         ]
