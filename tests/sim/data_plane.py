@@ -8,17 +8,16 @@ As NIXL does, a transport that has dropped a peer says nothing of a read's end, 
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.errors import NixlKVError, PeerLost, TransportError
+from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import FenceToken
 from nixl_kv.transport.base import Indices, PeerName, SlotPage
 from sim.faults import Costs, Faults
-from sim.repeatable import Clock, Violation
+from sim.repeatable import Violation
+from support.stepped import Clock
 
 EMPTY = FenceToken(bytes(16))
 
@@ -63,14 +62,6 @@ class Read:
     def land_all(self) -> None:
         for _ in range(len(self.pieces)):
             self.land(0)
-
-    def hang(self) -> None:
-        """It will never land."""
-        self.hangs = True
-
-    def fail(self) -> None:
-        """Its end will be an error."""
-        self.is_broken = True
 
     def serve(self) -> bool:
         """Whether its source has taken part since the latest piece."""
@@ -229,41 +220,3 @@ class SimSlots(SlotPage):
     @property
     def any_valid(self) -> bool:
         return any(self.read(slot) != EMPTY for slot in range(self.count))
-
-
-@dataclass(eq=False)
-class Work:
-    """A call that waits for the schedule."""
-
-    future: "Future[Any]"
-    call: Callable[[], Any]
-
-
-class Background(Executor):
-    """Makes and destroys agents, and prepares peers, when the schedule says so."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Work] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        self.waiting.append(Work(future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as Executor's
-        """Nothing runs by itself."""
-        del wait, cancel_futures
-
-    def work(self, *, fail: bool = False) -> None:
-        """Do the oldest call; or let it fail, as making and destroying agents may."""
-        if not self.waiting:
-            return
-        work = self.waiting.pop(0)
-        if not work.future.set_running_or_notify_cancel():
-            return
-        try:
-            if fail:
-                raise TransportError("the schedule let it fail")
-            work.future.set_result(work.call())
-        except (NixlKVError, ValueError) as error:
-            work.future.set_exception(error)

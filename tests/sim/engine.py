@@ -29,6 +29,8 @@ class Engine:
     def __init__(self, seats: Sequence[Seat], environment: Environment) -> None:
         self._seats = seats
         self._environment = environment
+        self.name = seats[0].process.name
+        self.is_prefill, self.is_decode = seats[0].is_prefill, seats[0].is_decode
         self._overwrite(list(range(seats[0].cache.num_blocks)))
         self.is_paused = False  # vLLM makes no steps; the transfer threads go on
         self.is_draining = False  # it takes no new request
@@ -39,7 +41,10 @@ class Engine:
         if self.is_prefill:
             port = seats[0].port + DIRECTORY_PORT
             self._directory = DirectoryServer(self.directory_control, HOST, port)
-        self.scheduler = self._make_scheduler()
+        blocks = BlockPool(seats[0].cache.num_blocks, self._overwrite)
+        self.scheduler = EngineScheduler(
+            seats, BlockManager(blocks, environment.window), environment
+        )
         self._pieces: list[Piece] = []
         self._ended = Aggregator(len(seats))
         self._failed: set[RequestId] = set()
@@ -49,28 +54,12 @@ class Engine:
         return f"<{self.name}: {self.scheduler!r}>"
 
     @property
-    def name(self) -> str:
-        return self._seats[0].process.name
-
-    @property
-    def is_prefill(self) -> bool:
-        return self._seats[0].is_prefill
-
-    @property
-    def is_decode(self) -> bool:
-        return self._seats[0].is_decode
-
-    @property
     def takes_requests(self) -> bool:
         return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
 
     @property
     def is_stopped(self) -> bool:
         return any(rank.is_stopped for rank in self.ranks)
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self._pieces)
 
     def serve_directory(self) -> None:
         """Answer who asks for the engine's description, unless its process stands still."""
@@ -164,12 +153,6 @@ class Engine:
         descriptions = [rank.parts.description for rank in self.ranks]
         shape = ParallelShape(len(self.ranks), 1)
         return describe_engine(EngineId(self.name), MODEL, shape, descriptions)
-
-    def _make_scheduler(self) -> EngineScheduler:
-        environment, seat = self._environment, self._seats[0]
-        caches = [each.cache for each in self._seats]
-        blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
-        return EngineScheduler(seat, caches, blocks, environment.config, environment.clock)
 
     def _overwrite(self, blocks: list[int]) -> None:
         for seat in self._seats:

@@ -31,7 +31,6 @@ from nixl_kv.protocol.ticket import SealedTicket
 from sim.cache import NULL_BLOCK
 from sim.data_plane import Read
 from sim.engine import Engine
-from sim.network import SimControl
 from sim.rank import RankLife
 from sim.repeatable import Violation
 from sim.world import World
@@ -100,11 +99,9 @@ class Invariants:
             self._check_reads(engine)
             self._check_load(engine, rank, result)
 
-    def on_reply(self, control: SimControl, payload: bytes) -> None:
-        answer = decode_answer(payload)
-        rank = next((r for r in self._world.ranks() if r.control is control), None)
-        engine = None if rank is None else self._engine_of(rank)
-        if engine is None or rank is None:
+    def on_reply(self, rank: RankLife, payload: bytes) -> None:
+        answer, engine = decode_answer(payload), self._engine_of(rank)
+        if engine is None or rank not in engine.ranks:
             return
         if isinstance(answer, Grant):
             self._add_grant(engine, rank, answer)
@@ -114,7 +111,7 @@ class Invariants:
             granted = self._grants.get((rank, answer.nonce))
             if granted is None or not granted.is_valid:
                 kind = "digest" if isinstance(answer, DigestReply) else "chunk"
-                raise Violation(f"{kind} of what is not held", f"{control.name}: {answer.nonce}")
+                raise Violation(f"{kind} of what is not held", f"{rank.seat.name}: {answer.nonce}")
             self._check_grant(granted)
 
     def on_compared(self, rank: RankLife, event: events.DigestCompared) -> None:

@@ -11,8 +11,6 @@ from sim.faults import Faults
 
 HOST: Final = "10.0.0.1"
 
-OnReply = Callable[["SimControl", bytes], None]
-
 
 class SimControl(MemoryControl):
     """The sockets of one life of a rank.
@@ -24,16 +22,14 @@ class SimControl(MemoryControl):
     def __init__(self, name: str, port: int, network: MemoryNetwork, faults: Faults) -> None:
         super().__init__(network, name)
         self.wait_s: float | None = 0.0  # of the latest poll
-        self.on_reply: OnReply = lambda _control, _payload: None
+        self.on_reply: Callable[[bytes], None] = lambda _payload: None
         self._port = port
         self._faults = faults
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Listen where the former life did."""
         return super().listen(host, port or self._port, bounds)
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Put a message on its way."""
         self._faults.touch()
         if self._faults.unsent:
             self._faults.unsent -= 1
@@ -42,7 +38,7 @@ class SimControl(MemoryControl):
 
     def reply(self, route: bytes, payload: bytes) -> None:
         self._faults.touch()
-        self.on_reply(self, payload)
+        self.on_reply(payload)
         super().reply(route, payload)
 
     def poll(self, timeout_s: float | None) -> list[Received]:

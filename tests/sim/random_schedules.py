@@ -14,7 +14,7 @@ from typing import Final
 from sim.ending import ENDINGS
 from sim.engine import Engine
 from sim.rank import RankLife
-from sim.schedule import MANY_SLOTS, Run, Setting
+from sim.schedule import MANY_SLOTS, Run
 from sim.steps import round_lines
 from sim.world import PREFILL, Shape, World
 
@@ -237,7 +237,7 @@ MAX_PROMPTS: Final = 4  # that one engine has at the same time
 class RandomSchedule:
     seed: int
     profile: str
-    setting: Setting
+    shape: Shape
 
     @classmethod
     def of(cls, seed: int, profiles: Sequence[str] = ()) -> "RandomSchedule":
@@ -249,9 +249,10 @@ class RandomSchedule:
         shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
         if profile.gentle:
             share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-            shape = replace(shape, slots=MANY_SLOTS, share=share)
-            return cls(seed, names[pick], Setting(shape, gentle=True))
-        return cls(seed, names[pick], Setting(_with_features(shape, _random(seed, "world"))))
+            shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True)
+        else:
+            shape = _with_features(shape, _random(seed, "world"))
+        return cls(seed, names[pick], shape)
 
     def __call__(self, run: Run) -> Iterator[str]:
         return random_lines(run, PROFILES[self.profile], _random(self.seed, "lines"))
@@ -279,14 +280,14 @@ def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str
     while len(run.lines) < num_steps:
         (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
-        if run.setting.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
+        if run.world.shape.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
-        if run.setting.gentle and run.setting.shape.run and run.world.clock.now > heard_at:
+        if run.world.shape.gentle and run.world.shape.run and run.world.clock.now > heard_at:
             yield from _hear(run.world)
             heard_at = run.world.clock.now
     endings = list(profile.endings)
-    yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(endings)}"
+    yield f"end {ENDINGS[0] if run.world.shape.gentle else rng.choice(endings)}"
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
@@ -299,7 +300,7 @@ def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
     elif word == "beat":
         yield from _beat(run.world)
     else:
-        uses_once = run.setting.gentle and len(run.world.decodes()) == 1
+        uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
         name = "decode once" if word == "decode" and uses_once else word
         drawn = [draw(run.world, rng) for draw in ARGUMENTS[name]]
         if None not in drawn:
@@ -326,62 +327,46 @@ def _beat(world: World) -> Iterator[str]:
     yield from _prefill_turns(world)
 
 
+def _choice(items: Callable[[World], Sequence[object]]) -> Draw:
+    """One of these; None if there are none."""
+
+    def draw(world: World, rng: random.Random) -> object:
+        chosen = items(world)
+        return rng.choice(chosen) if chosen else None
+
+    return draw
+
+
 def _one_of(*values: object) -> Draw:
-    return lambda _world, rng: rng.choice(values)
+    return _choice(lambda _world: values)
 
 
 def _below(count: int) -> Draw:
-    return lambda _world, rng: rng.randrange(count)
+    return _choice(lambda _world: range(count))
 
 
 def _any_of(items: Callable[[World], Sequence[object]]) -> Draw:
     """The number of one of them."""
-
-    def draw(world: World, rng: random.Random) -> int | None:
-        count = len(items(world))
-        return rng.randrange(count) if count else None
-
-    return draw
-
-
-def _engine(world: World, rng: random.Random) -> str:
-    return rng.choice(list(world.engines))
-
-
-def _dead_engine(world: World, rng: random.Random) -> str | None:
-    dead = [name for name, engine in world.engines.items() if engine is None]
-    return rng.choice(dead) if dead else None
-
-
-def _decode_engine(world: World, rng: random.Random) -> str:
-    return rng.choice(list(world.engines)[0 if world.shape.both else world.shape.prefills :])
-
-
-def _prefill_engine(world: World, rng: random.Random) -> str:
-    """The first one is what a schedule means that names none."""
-    name = rng.choice(world.shape.prefill_names)
-    return "" if name == PREFILL else name
+    return _choice(lambda world: range(len(items(world))))
 
 
 def _engine_where(is_chosen: Callable[[Engine], object]) -> Draw:
-    def draw(world: World, rng: random.Random) -> str | None:
-        names = [engine.name for engine in world.alive() if is_chosen(engine)]
-        return rng.choice(names) if names else None
-
-    return draw
+    return _choice(lambda world: [each.name for each in world.alive() if is_chosen(each)])
 
 
 def _rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
-    def draw(world: World, rng: random.Random) -> str | None:
-        names = [rank.seat.name for rank in world.ranks() if is_chosen(rank)]
-        return rng.choice(names) if names else None
-
-    return draw
+    return _choice(lambda world: [rank.seat.name for rank in world.ranks() if is_chosen(rank)])
 
 
+_engine: Final = _choice(lambda world: list(world.engines))
+_dead_engine: Final = _choice(lambda world: [n for n, life in world.engines.items() if not life])
+_decode_engine: Final = _choice(
+    lambda world: list(world.engines)[0 if world.shape.both else world.shape.prefills :]
+)
+_prefill_engine: Final = _choice(lambda world: world.shape.prefill_names)
 _rank: Final = _rank_where(lambda _rank: True)
 _rank_with_work: Final = _rank_where(lambda rank: rank.num_waiting)
-_rank_that_joins: Final = _rank_where(lambda rank: rank.joining.waiting)
+_rank_that_joins: Final = _rank_where(lambda rank: len(rank.joining))
 
 
 def _mostly(share: float, first: Draw, other: Draw) -> Draw:

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final
 
 from harness.local.engine import features_with
 from harness.local.memory_control import MemoryNetwork
@@ -16,26 +16,17 @@ from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import Buffer
 from sim.cache import RankCache
-from sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
+from sim.data_plane import Process, Read, SimFabric, SimSlots, SimTransport
 from sim.faults import Faults, InjectedError
 from sim.network import HOST, SimControl
-from sim.repeatable import Clock, Violation
+from sim.repeatable import Violation
+from support.stepped import Background, Clock
 
+FAILED: Final = TransportError("the schedule let it fail")
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5
 """How long it takes to create or destroy an agent, while a rank stops."""
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
-
-
-class Observer(Protocol):
-    def on_result(self, rank: "RankLife", result: events.Result) -> None:
-        """The step thread may see this result from now on."""
-
-    def on_reply(self, control: SimControl, payload: bytes) -> None:
-        """A message is answered."""
-
-    def on_compared(self, rank: "RankLife", event: events.DigestCompared) -> None:
-        """Bytes that landed were compared with prefill's."""
 
 
 class _Results(deque[events.Result]):
@@ -60,7 +51,7 @@ class Environment:
     config: Config
     window: int = 0
     has_copy_failed: bool = False
-    observer: Observer = field(init=False)
+    observer: Any = field(init=False)  # `Invariants`
 
 
 @dataclass(frozen=True)
@@ -89,18 +80,16 @@ class RankLife:
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
-        self.background = Background()
-        self.joining = Background()
-        self.copying = Background()
+        self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
         self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
-        self.control.on_reply = self._on_reply
+        self.control.on_reply = lambda payload: environment.observer.on_reply(self, payload)
         seat.slots.start_life(self.faults)
         self.engine = TransferEngine(
             RankSpec(
                 engine=EngineId(seat.process.name),
                 rank=seat.number,
-                layout=seat.cache.layout(environment.window),
+                layout=seat.cache.layout_with(environment.window),
                 model=MODEL,
                 config=environment.config,
                 host=HOST,
@@ -119,7 +108,9 @@ class RankLife:
                 clock=environment.clock,
             )
         )
-        self.loop = self.engine.start_stepped(results=_Results(self._on_result))
+        self.loop = self.engine.start_stepped(
+            results=_Results(lambda result: environment.observer.on_result(self, result))
+        )
         self._guard()
 
     def __repr__(self) -> str:
@@ -154,17 +145,17 @@ class RankLife:
     @property
     def num_waiting(self) -> int:
         """How much there is to do beside the thread: with agents one thing, and all copies."""
-        return bool(self.background.waiting) + len(self.copying.waiting)
+        return bool(self.background) + len(self.copying)
 
     def work(self, *, fail: bool = False) -> None:
         """Make or destroy an agent, or else copy between the cache and the ring."""
-        self._environment.has_copy_failed |= fail and not self.background.waiting
-        (self.background if self.background.waiting else self.copying).work(fail=fail)
+        self._environment.has_copy_failed |= fail and not self.background
+        (self.background or self.copying).work(1, FAILED if fail else None)
 
     def join_at_once(self) -> None:
         """Peers are prepared as far as they can be, and what warms up has landed."""
-        while self.joining.waiting:
-            self.joining.work()
+        while self.joining:
+            self.joining.work(1)
         for agent in self.parts.agents.polled:
             for read in agent.warm_ups:
                 handle = getattr(read.op, "_handle", None)
@@ -172,7 +163,7 @@ class RankLife:
                     handle.land_all()
 
     def stop(self) -> None:
-        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile."""
+        """As `Worker.stop`, which waits. Background work takes time meanwhile."""
         self.faults.dies_after = None
         clock = self._environment.clock
         until = clock.now + STOP_TIMEOUT_S
@@ -184,7 +175,7 @@ class RankLife:
                 if clock.now > until:
                     raise Violation("does not stop", f"{self.seat.name}: {error}") from error
             clock.now += WORK_S
-            self.background.work()
+            self.background.work(1)
         block_at = self.seat.cache.block_at
         reads = [block_at(read.addresses[0]) for read in self._environment.fabric.reads()]
         blocks = [block for block in reads if block is not None]
@@ -218,22 +209,14 @@ class RankLife:
                 failed.add(result.request)
         return ended, failed
 
-    def _on_result(self, result: events.Result) -> None:
-        self._environment.observer.on_result(self, result)
-
-    def _on_reply(self, control: SimControl, payload: bytes) -> None:
-        self._environment.observer.on_reply(control, payload)
-
     def _guard(self) -> None:
         """Machines and digests may be what the thread dies of; comparisons are shown."""
         parts = self.loop.parts
-        self.faults.guard(parts.prefill, "handle")
-        self.faults.guard(parts.decode, "handle")
-        self.faults.guard(parts.digests, "add")
-        self.faults.guard(parts.digests, "poll")
-        if parts.description.ring is not None:
-            self.faults.guard(parts.packs, "add")
-            self.faults.guard(parts.packs, "poll")
+        for machine in (parts.prefill, parts.decode):
+            self.faults.guard(machine, "handle")
+        for queue in (parts.digests, parts.packs) if parts.description.ring else (parts.digests,):
+            self.faults.guard(queue, "add")
+            self.faults.guard(queue, "poll")
         handle = parts.decode.handle
 
         def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:

@@ -26,17 +26,6 @@ class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
         self.check = check
 
 
-class Clock:
-    """Virtual seconds, the same for all."""
-
-    def __init__(self) -> None:
-        """Start somewhere; a monotonic clock's zero means nothing."""
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class SeededSecrets:
     """In place of the module `secrets`: a schedule's random names are the same each time."""
 

@@ -2,12 +2,11 @@
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
@@ -15,9 +14,9 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
-from sim.cache import BLOCK_TOKENS, RankCache
-from sim.rank import Seat
-from sim.repeatable import Clock, Violation
+from sim.cache import BLOCK_TOKENS
+from sim.rank import Environment, Seat
+from sim.repeatable import Violation
 from sim.vllm import BlockManager, Forward, IssuedTicket, Request, Status
 
 OTHERS: Final = RequestId("others")
@@ -28,13 +27,14 @@ class _Half:
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], admission: PrefillScheduler
+        self, blocks: BlockManager, seats: Sequence[Seat], admission: PrefillScheduler
     ) -> None:
         """Start without requests. `admission` hears of all requests, of both halves."""
         self.blocks = blocks
-        self._admission = admission
         self.requests: dict[RequestId, Request] = {}
-        self._caches = caches
+        self._admission = admission
+        self._engine = seats[0].process.name
+        self._caches = [seat.cache for seat in seats]
 
     def living(self) -> list[Request]:
         return [request for request in self.requests.values() if not request.is_finished]
@@ -53,16 +53,11 @@ class _Step:
 
 class PrefillHalf(_Half):
     def __init__(
-        self,
-        blocks: BlockManager,
-        caches: list[RankCache],
-        connector: PrefillScheduler,
-        seat: Seat,
+        self, blocks: BlockManager, seats: Sequence[Seat], connector: PrefillScheduler
     ) -> None:
-        super().__init__(blocks, caches, connector)
+        super().__init__(blocks, seats, connector)
         self._connector = connector
         self.tickets: list[IssuedTicket] = []
-        self._seat = seat
         self._step = _Step()
 
     def set_address(self, address: Address) -> None:
@@ -127,7 +122,7 @@ class PrefillHalf(_Half):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            self.tickets.append(IssuedTicket(params, request.prompt, self._seat.process.name))
+            self.tickets.append(IssuedTicket(params, request.prompt, self._engine))
 
     def expects_end(self, request: Request) -> bool:
         return request.is_finished
@@ -172,11 +167,11 @@ class DecodeHalf(_Half):
     def __init__(
         self,
         blocks: BlockManager,
-        caches: list[RankCache],
+        seats: Sequence[Seat],
         admission: PrefillScheduler,
         connector: DecodeScheduler,
     ) -> None:
-        super().__init__(blocks, caches, admission)
+        super().__init__(blocks, seats, admission)
         self._connector = connector
         self._received: set[RequestId] = set()
         self._void: set[RequestId] = set()  # loads that were under way when the cache was reset
@@ -320,14 +315,10 @@ class EngineScheduler:
     """The scheduler of one life of an engine: one half, or both, on the same blocks."""
 
     def __init__(
-        self,
-        seat: Seat,
-        caches: list[RankCache],
-        blocks: BlockManager,
-        config: Config,
-        clock: Clock,
+        self, seats: Sequence[Seat], blocks: BlockManager, environment: Environment
     ) -> None:
         self.blocks = blocks
+        config, clock = environment.config, environment.clock
         pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
         trust = Trust.of(config)
         decode = DecodeScheduler(
@@ -338,14 +329,14 @@ class EngineScheduler:
             draw=Random(0).random,  # noqa: S311 - nobody guesses here
         )
         prefill = PrefillScheduler(
-            RequestBlocks(pagings, seat.cache.num_blocks, blocks),
+            RequestBlocks(pagings, seats[0].cache.num_blocks, blocks),
             config.offer_share,
             trust.seal,
             is_decoding=lambda: decode.is_in_use,
             clock=clock,
         )
-        self.prefill = PrefillHalf(blocks, caches, prefill, seat)
-        self.decode = DecodeHalf(blocks, caches, prefill, decode)
+        self.prefill = PrefillHalf(blocks, seats, prefill)
+        self.decode = DecodeHalf(blocks, seats, prefill, decode)
         self._halves = (self.prefill, self.decode)
         blocks.on_free = prefill.on_free
 

@@ -9,7 +9,7 @@ import pytest
 from nixl_kv.protocol.events import FailureKind
 from nixl_kv.reading import paths
 from sim.repeatable import repeatable
-from sim.schedule import Run, Setting
+from sim.schedule import Run
 from sim.steps import round_lines
 from sim.world import Shape
 
@@ -18,16 +18,8 @@ FENCED = "prefill rank 0 took its blocks back during the read (fenced)"
 DENIED = "prefill rank 0 denied (denied)"
 
 
-class Scenario:
+class Scenario(Run):
     """A schedule that is written while it runs."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.run = Run(Setting(shape))
-        self.world = self.run.world
-
-    def do(self, *lines: str) -> None:
-        for line in lines:
-            self.run.do(line)
 
     # --- longer steps
 
@@ -113,15 +105,15 @@ class Scenario:
 
     @property
     def failures(self) -> list[str]:
-        return [str(each.failure) for each in self.run.invariants.failed]
+        return [str(each.failure) for each in self.invariants.failed]
 
     @property
     def good(self) -> int:
-        return self.run.invariants.num_good
+        return self.invariants.num_good
 
     @property
     def verified(self) -> int:
-        return self.run.invariants.num_verified
+        return self.invariants.num_verified
 
 
 Make = Callable[..., Scenario]
@@ -205,38 +197,27 @@ def test_an_offer_that_nobody_wants_is_freed_in_time(one: Scenario) -> None:
 # --- the fence
 
 
-def test_blocks_that_are_freed_during_a_read_fail_it(one: Scenario) -> None:
+@pytest.mark.parametrize(
+    ("landed", "failures"),
+    [
+        pytest.param(["land 0 1"], [FENCED], id="during a read"),
+        pytest.param(
+            ["land 0 0", "turn d0.0"], [FENCED], id="right bytes, before the slot is read"
+        ),
+        pytest.param(["land 0 0", "turn d0.0", "land 0 0"], [], id="after the slot was read"),
+    ],
+)
+def test_a_read_is_good_if_its_blocks_are_freed_after_the_slot_was_read(
+    one: Scenario, landed: list[str], failures: list[str]
+) -> None:
     one.offer()
     one.load()
     one.start_reading()
-    one.do("land 0 1")
+    one.do(*landed)
     one.prefill_alone(LEASE_S)
     assert one.blocks() == 0
     one.end()
-    assert one.failures == [FENCED]
-
-
-def test_blocks_that_are_freed_before_the_slot_is_read_fail_the_read(one: Scenario) -> None:
-    """The bytes are right, but nobody knows."""
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do("land 0 0", "turn d0.0")
-    one.prefill_alone(LEASE_S)
-    assert one.blocks() == 0
-    one.end()
-    assert one.failures == [FENCED]
-
-
-def test_blocks_that_are_freed_after_the_slot_was_read_do_not_matter(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do("land 0 0", "turn d0.0", "land 0 0")
-    one.prefill_alone(LEASE_S)
-    assert one.blocks() == 0
-    one.do("turn d0.0")
-    assert (one.good, one.failures) == (1, [])
+    assert (one.good, one.failures) == (1 - len(failures), failures)
 
 
 def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
@@ -274,7 +255,7 @@ def test_damaged_bytes_are_not_used(verifying: Scenario) -> None:
     verifying.start_reading()
     verifying.do("damage")
     verifying.rounds(8)
-    assert [each.failure.kind for each in verifying.run.invariants.failed] == [FailureKind.CORRUPT]
+    assert [each.failure.kind for each in verifying.invariants.failed] == [FailureKind.CORRUPT]
     assert verifying.blocks() == 0
 
 
@@ -423,20 +404,6 @@ def test_a_ticket_is_good_for_one(two: Scenario) -> None:
     assert (two.good, two.failures) == (1, [DENIED])
 
 
-def test_who_comes_late_ends_nothing_of_the_first(two: Scenario) -> None:
-    two.offer()
-    two.load(engine="d0")
-    two.start_reading()
-    two.do("occupy d1")
-    two.load(engine="d1")
-    two.do("abort d1 0", "step d1", "turn d1.0")
-    two.deliver_all()
-    two.do("step p")
-    assert two.blocks() == 2
-    two.end()
-    assert (two.good, two.failures) == (1, [])
-
-
 # --- lives
 
 
@@ -486,24 +453,6 @@ def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) ->
 
 
 # --- what takes time, and what cannot be sent
-
-
-def test_leases_are_renewed_while_many_peers_are_joined(make: Make) -> None:
-    """Twelve ranks, of 0.14 s each: far longer than a lease."""
-    many = make(prefill=3, prefills=4, heads=3, blocks=60, join=0.14, share=1.0)
-    many.do(*[f"prefill 8 1 p{number}" for number in ("", 1, 2, 3)])
-    many.rounds(3)
-    many.do("occupy d0", "decode d0 0 0")
-    many.rounds(5)
-    many.do("decode d0 1 0", "decode d0 2 0", "decode d0 3 0")
-    before = many.world.clock.now
-    for _ in range(12):
-        many.rounds(1, seconds=0.01)
-        many.do(*[f"turn {rank.seat.name}" for rank in many.world.ranks() if rank.seat.is_prefill])
-    assert many.world.clock.now > before + 9 * 0.14
-    many.do("vacate d0")
-    many.end()
-    assert (many.good, many.failures) == (4, [])
 
 
 # --- vLLM pauses and sleeps; releases differ

@@ -38,7 +38,7 @@ def _quiet() -> Iterator[None]:
 
 def run(seed: int, *profiles: str) -> Outcome:
     schedule = RandomSchedule.of(seed, profiles)
-    return follow(schedule.setting, schedule)
+    return follow(schedule.shape, schedule)
 
 
 @pytest.mark.parametrize(

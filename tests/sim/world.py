@@ -4,7 +4,7 @@ Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from harness.local.engine import HOST_PATHS
@@ -12,13 +12,13 @@ from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.reading.paths import allocate
-from sim.cache import Heads, KnownPrompt, RankCache
+from sim.cache import KnownPrompt, RankCache
 from sim.data_plane import Process, SimFabric, SimSlots
 from sim.engine import Engine
 from sim.faults import Costs
 from sim.rank import Environment, RankLife, Seat
-from sim.repeatable import Clock
 from sim.vllm import IssuedTicket
+from support.stepped import Clock
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -51,6 +51,24 @@ class Shape:
     tick: float = 0.0  # and to do what is due
     apart: bool = False  # peers are prepared when the schedule says so, not at once
     staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
+    gentle: bool = False  # every load has to be good
+
+    def __str__(self) -> str:
+        """The first line of a schedule: what differs from the plainest world."""
+        values, plain = asdict(self), asdict(Shape())
+        return " ".join(
+            ["world", *(f"{n}={float(v):g}" for n, v in values.items() if v != plain[n])]
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> "Shape":
+        """The same, back."""
+        word, *pairs = line.split()
+        if word != "world":
+            raise ValueError(f"a schedule starts with 'world', not with {line!r}")
+        kinds = {name: type(value) for name, value in asdict(cls()).items()}
+        given = dict(pair.split("=") for pair in pairs)
+        return cls(**{name: kinds[name](float(value)) for name, value in given.items()})
 
     @property
     def prefill_names(self) -> list[str]:
@@ -176,7 +194,9 @@ class World:
             Seat(
                 process=process,
                 number=Rank(number),
-                cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
+                cache=RankCache(
+                    shape.blocks, range(first := number * each % shape.heads, first + each)
+                ),
                 slots=SimSlots(shape.slots),
                 staging=allocate(max(1, shape.staged)),
                 port=port + number,
