@@ -138,7 +138,9 @@ class Engine:
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation
-            self.scheduler.prefill.set_address(Address(engine, life, HOST, self._directory.port))
+            self.scheduler.prefill.admission.address = Address(
+                engine, life, HOST, self._directory.port
+            )
 
     def _fall_asleep(self) -> None:
         """The cache is discarded; what was owed is reported with the next step."""

@@ -21,58 +21,28 @@ from sim.world import PREFILL, Shape, World
 Draw = Callable[[World, random.Random], object]
 """One argument of a step; None if there is nothing to choose from."""
 
-EVERY_DAY: Final[Mapping[str, float]] = {
-    "prefill": 4,
-    "step": 14,
-    "piece": 8,
-    "decode": 5,
-    "turn": 40,
-    "deliver": 34,
-    "land": 22,
-    "work": 3,
-    "join": 6,
-    "round": 1.5,
-    "wait briefly": 4,
-}
-BUSY: Final[Mapping[str, float]] = {
-    "abort": 3,
-    "preempt": 1,
-    "occupy": 0.5,
-    "vacate": 1,
-    "foreign": 0.5,
-}
-NETWORK: Final[Mapping[str, float]] = {"repeat": 4, "lose": 3, "cut": 0.7, "report": 2}
-GENTLE: Final[Mapping[str, float]] = {
-    "repeat": 4,
-    "occupy": 0.3,
-    "vacate": 1,
-    "preempt": 5,
-    "wait briefly": 10,
-}
-DEADLY: Final[Mapping[str, float]] = {
-    "kill": 0.3,
-    "start": 1.5,
-    "stop": 1,
-    "cont": 3,
-    "hang": 0.7,
-    "break": 0.4,
-    "refuse": 0.3,
-    "damage": 0.5,
-    "fail": 0.3,
-    "die": 0.6,
-    "mute": 0.5,
-    "wait": 3,
-}
-RESTING: Final[Mapping[str, float]] = {
-    "pause": 0.7,
-    "resume": 2,
-    "reset": 0.7,
-    "sleep": 0.4,
-    "wake": 2,
-    "drain": 0.05,
-}
-IN_STEP: Final[Mapping[str, float]] = {"prefill": 5, "decode once": 8, "beat": 8}
+
+def _weights(*texts: str) -> dict[str, float]:
+    """How often each of these happens, beside the others."""
+    pairs = [each.strip().rsplit(maxsplit=1) for text in texts for each in text.split(",")]
+    return {word: float(weight) for word, weight in pairs}
+
+
+EVERY_DAY: Final = (
+    "prefill 4, step 14, piece 8, decode 5, turn 40, deliver 34, land 22, work 3, join 6, "
+    "round 1.5, wait briefly 4"
+)
+BUSY: Final = "abort 3, preempt 1, occupy 0.5, vacate 1, foreign 0.5"
+NETWORK: Final = "repeat 4, lose 3, cut 0.7, report 2"
+GENTLE: Final = "repeat 4, occupy 0.3, vacate 1, preempt 5, wait briefly 10"
+DEADLY: Final = (
+    "kill 0.3, start 1.5, stop 1, cont 3, hang 0.7, break 0.4, refuse 0.3, damage 0.5, fail 0.3, "
+    "die 0.6, mute 0.5, wait 3"
+)
+RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
+IN_STEP: Final = "prefill 5, decode once 8, beat 8"
 """Nobody is slow: all that can be done is done, and then time passes."""
+
 SHAPES: Final = (
     Shape(),
     Shape(1, 1, prefills=2),
@@ -119,10 +89,10 @@ class Profile:
 
 
 PROFILES: Final[Mapping[str, Profile]] = {
-    "gentle": Profile({**EVERY_DAY, **GENTLE}, gentle=True),
-    "leaving": Profile({**EVERY_DAY, **GENTLE, "abort": 5}, gentle=True),
+    "gentle": Profile(_weights(EVERY_DAY, GENTLE), gentle=True),
+    "leaving": Profile(_weights(EVERY_DAY, GENTLE, "abort 5"), gentle=True),
     "staged": Profile(
-        {**EVERY_DAY, **GENTLE, "lose": 1, "repeat": 2, "abort": 2, "preempt": 1, "work": 8},
+        _weights(EVERY_DAY, GENTLE, "lose 1, repeat 2, abort 2, preempt 1, work 8"),
         shapes=[
             Shape(1, 1, staged=1024),
             Shape(2, 1, staged=1024, engines=2),
@@ -130,56 +100,40 @@ PROFILES: Final[Mapping[str, Profile]] = {
         ],
     ),
     "overtaken": Profile(
-        {**EVERY_DAY, "prefill": 8, "decode": 10, "deliver": 25, "wait briefly": 16},
+        _weights(EVERY_DAY, "prefill 8, decode 10, deliver 25, wait briefly 16"),
         shapes=[Shape(1, decode, prefills=each) for each in (1, 2) for decode in (1, 2)],
         gentle=True,
     ),
     "anew": Profile(
-        {
-            **EVERY_DAY,
-            **GENTLE,
-            "prefill": 6,
-            "decode": 8,
-            "hang": 6,
-            "kill p": 0.7,
-            "start": 20,
-            "report": 20,
-        },
+        _weights(EVERY_DAY, GENTLE, "prefill 6, decode 8, hang 6, kill p 0.7, start 20, report 20"),
         gentle=True,
     ),
-    "busy": Profile({**EVERY_DAY, **BUSY, "repeat": 2, "damage": 1}),
-    "late": Profile({**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1}),
+    "busy": Profile(_weights(EVERY_DAY, BUSY, "repeat 2, damage 1")),
+    "late": Profile(_weights(EVERY_DAY, BUSY, "wait 5, hang 1, fail 0.2, damage 1")),
     "lossy": Profile(
-        {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3, "mute": 0.7}
-        | {"balk": 0.3}
+        _weights(EVERY_DAY, BUSY, NETWORK, "wait 1, damage 1, refuse 0.3, mute 0.7, balk 0.3")
     ),
     "dying": Profile(
-        {
-            **EVERY_DAY,
-            "abort": 1,
-            "preempt": 3,
-            "repeat": 2,
-            "wait": 0.5,
-            "die d": 4,
-            "die p": 3,
-        }
+        _weights(EVERY_DAY, "abort 1, preempt 3, repeat 2, wait 0.5, die d 4, die p 3")
     ),
-    "resting": Profile({**EVERY_DAY, **BUSY, **RESTING, "wait": 1}),
-    "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
+    "resting": Profile(_weights(EVERY_DAY, BUSY, RESTING, "wait 1")),
+    "frozen": Profile(_weights(EVERY_DAY, BUSY, "freeze 1, wake 4, wait 1")),
     "stuck": Profile(
         # Agents are being destroyed when ranks stop: no round, which ends all that.
-        {"prefill": 3, "decode": 4, "step": 10, "turn": 60, "deliver": 60, "hang": 15, "wait": 6}
-        | {"work": 1.5, "fail": 0.1, "freeze": 0.7, "wake": 4},
+        _weights(
+            "prefill 3, decode 4, step 10, turn 60, deliver 60, hang 15, wait 6, work 1.5",
+            "fail 0.1, freeze 0.7, wake 4",
+        ),
         shapes=[Shape(), Shape(1, 2), Shape(2, 1)],
         num_steps=500,
     ),
     "slow": Profile(
-        {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},
+        _weights(EVERY_DAY, BUSY, "beat 0.5, wait 4, hang 0.3, break 0.3"),
         shapes=[replace(shape, rate=rate) for rate in (150.0, 1000.0) for shape in SHAPES],
     ),
-    "all": Profile({**EVERY_DAY, **BUSY, **NETWORK, **DEADLY, **RESTING}),
+    "all": Profile(_weights(EVERY_DAY, BUSY, NETWORK, DEADLY, RESTING)),
     "meeting": Profile(
-        {**IN_STEP, "occupy": 0.5, "vacate": 0.3},
+        _weights(IN_STEP, "occupy 0.5, vacate 0.3"),
         shapes=[
             # Peers are joined beside the thread: messages come and go meanwhile, which a schedule
             # that joins at once does not show. So it is not long, against a lease of a second.
@@ -191,7 +145,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=400,
     ),
     "crossed": Profile(
-        {**IN_STEP, "prefill": 24, "decode once": 24},
+        _weights(IN_STEP, "prefill 24, decode once 24"),
         shapes=[
             Shape(1, 1, prefills=2, both=True, engines=0, blocks=9, slots=16, share=1.0),
             Shape(2, 1, prefills=2, both=True, engines=0, blocks=9, slots=16),
@@ -201,7 +155,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=400,
     ),
     "backlog": Profile(
-        {**IN_STEP, "prefill": 12, "decode once": 16},
+        _weights(IN_STEP, "prefill 12, decode once 16"),
         shapes=[
             Shape(rate=100, blocks=100),
             Shape(1, 2, rate=200, blocks=100),
@@ -212,7 +166,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
     ),
     "long": Profile(
         # One read takes longer than a timeout, and to post all of it longer than a lease.
-        {**IN_STEP, "prefill long": 2, "decode once": 8},
+        _weights(IN_STEP, "prefill long 2, decode once 8"),
         shapes=[
             Shape(rate=70, blocks=100),
             Shape(run=0.15, blocks=100),
@@ -224,7 +178,6 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=300,
     ),
 }
-DEFAULT_PROFILES: Final = tuple(PROFILES)
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
@@ -242,7 +195,7 @@ class RandomSchedule:
     @classmethod
     def of(cls, seed: int, profiles: Sequence[str] = ()) -> "RandomSchedule":
         """One of these profiles, or of all; its world follows from the seed too."""
-        names = profiles or DEFAULT_PROFILES
+        names = profiles or tuple(PROFILES)
         number, pick = divmod(seed, len(names))
         profile = PROFILES[names[pick]]
         rounds, kind = divmod(number, len(profile.shapes))

@@ -9,7 +9,7 @@ from typing import Final
 
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
-from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
@@ -23,21 +23,24 @@ OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
+@dataclass(eq=False)
 class _Half:
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
-    def __init__(
-        self, blocks: BlockManager, seats: Sequence[Seat], admission: PrefillScheduler
-    ) -> None:
-        """Start without requests. `admission` hears of all requests, of both halves."""
-        self.blocks = blocks
-        self.requests: dict[RequestId, Request] = {}
-        self._admission = admission
-        self._engine = seats[0].process.name
-        self._caches = [seat.cache for seat in seats]
+    blocks: BlockManager
+    seats: Sequence[Seat]
+    admission: PrefillScheduler  # it hears of all requests, of both halves
+    requests: dict[RequestId, Request] = field(default_factory=dict)
 
     def living(self) -> list[Request]:
         return [request for request in self.requests.values() if not request.is_finished]
+
+    def preempt(self, request: Request) -> None:
+        """One that runs is computed again later."""
+        if request.status is Status.RUNNING:
+            self.blocks.free(request.request_id)
+            request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+            request.local = 0
 
     def release(self, request: Request) -> None:
         self.blocks.free(request.request_id)
@@ -51,41 +54,26 @@ class _Step:
     refused: list[Request] = field(default_factory=list)  # for lack of room, in order
 
 
+@dataclass(eq=False)
 class PrefillHalf(_Half):
-    def __init__(
-        self, blocks: BlockManager, seats: Sequence[Seat], connector: PrefillScheduler
-    ) -> None:
-        super().__init__(blocks, seats, connector)
-        self._connector = connector
-        self.tickets: list[IssuedTicket] = []
-        self._step = _Step()
-
-    def set_address(self, address: Address) -> None:
-        self._connector.address = address
+    tickets: list[IssuedTicket] = field(default_factory=list)
+    step: _Step = field(default_factory=_Step)
 
     def reset(self) -> None:
         """Of `PrefillScheduler`. The tickets that are out are not to be granted to new loads."""
-        address = self._connector.address
+        address = self.admission.address
         if address is not None:
-            self._connector.address = replace(address, epoch=address.epoch + 1)
-        self._connector.reset_cache()
+            self.admission.address = replace(address, epoch=address.epoch + 1)
+        self.admission.reset_cache()
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
-        self._connector.on_new_request(name, length, request.connector_prompt.context)
-
-    def preempt(self, request: Request) -> None:
-        """It starts again later, if it has begun."""
-        if request.status is not Status.RUNNING:
-            return
-        self.blocks.free(request.request_id)
-        request.num_computed_tokens = 0
-        request.status = Status.PREEMPTED
+        self.admission.on_new_request(name, length, request.connector_prompt.context)
 
     def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
-        self._step = step = _Step()
+        self.step = step = _Step()
         for request in self.living():
             self._add_to(step, request)
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
@@ -96,23 +84,23 @@ class PrefillHalf(_Half):
         return step.forwards
 
     def pop_commands(self) -> list[events.Command]:
-        return self._connector.build_connector_meta(
+        return self.admission.build_connector_meta(
             (r.request_id, range(r.num_computed_tokens - count, r.num_computed_tokens))
-            for r, count in self._step.scheduled
+            for r, count in self.step.scheduled
         )
 
     def update(self) -> None:
         """A request that has its whole answer ends; routers ask for one token."""
-        for request, _ in self._step.scheduled:
+        for request, _ in self.step.scheduled:
             if not request.is_finished and request.num_computed_tokens == _end(request):
                 self.finish(request, Status.FINISHED_LENGTH_CAPPED)
-        self._step = _Step()
+        self.step = _Step()
 
     def finish(self, request: Request, status: Status) -> None:
         """Its blocks stay if its ticket goes out."""
         request.status = status
         is_complete = status is Status.FINISHED_LENGTH_CAPPED
-        keep, params = self._connector.request_finished(
+        keep, params = self.admission.request_finished(
             request.request_id,
             self.blocks.get_block_ids(request.request_id),
             reason="" if is_complete else f"it ended as {status.name}",
@@ -122,7 +110,7 @@ class PrefillHalf(_Half):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            self.tickets.append(IssuedTicket(params, request.prompt, self._engine))
+            self.tickets.append(IssuedTicket(params, request.prompt, self.seats[0].process.name))
 
     def expects_end(self, request: Request) -> bool:
         return request.is_finished
@@ -131,7 +119,7 @@ class PrefillHalf(_Half):
         """Blocks of offers that ended are free."""
         del failed
         ended = list(requests)
-        self._connector.update_connector_output(ended)
+        self.admission.update_connector_output(ended)
         for request in ended:
             self.release(self.requests[request])
 
@@ -139,7 +127,7 @@ class PrefillHalf(_Half):
         computed = request.num_computed_tokens
         count = min(CHUNK, _end(request) - computed)
         begins = request.status is not Status.RUNNING
-        if begins and not self._admission.may_begin(request.request_id, request.prompt.length):
+        if begins and not self.admission.may_begin(request.request_id, request.prompt.length):
             step.refused.append(request)
             return
         if begins and not self.blocks.fits(_end(request)):
@@ -148,7 +136,7 @@ class PrefillHalf(_Half):
             return
         if begins:
             request.status = Status.RUNNING
-            self._admission.update_state_after_alloc(request.request_id)
+            self.admission.update_state_after_alloc(request.request_id)
             if step.refused:  # it would wait for ever if this went on
                 overtaken = step.refused[0].request_id
                 raise Violation("overtaken", f"{overtaken}, by {request.request_id}")
@@ -163,36 +151,22 @@ def _end(request: Request) -> int:
     return request.prompt.length + request.steps_left - 1
 
 
+@dataclass(eq=False)
 class DecodeHalf(_Half):
-    def __init__(
-        self,
-        blocks: BlockManager,
-        seats: Sequence[Seat],
-        admission: PrefillScheduler,
-        connector: DecodeScheduler,
-    ) -> None:
-        super().__init__(blocks, seats, admission)
-        self._connector = connector
-        self._received: set[RequestId] = set()
-        self._void: set[RequestId] = set()  # loads that were under way when the cache was reset
-        self._failed: set[RequestId] = set()
-        self._running: list[Request] = []
+    connector: DecodeScheduler = field(kw_only=True)
+    received: set[RequestId] = field(default_factory=set)
+    void: set[RequestId] = field(default_factory=set)  # under way when the cache was reset
+    failed: set[RequestId] = field(default_factory=set)
+    running: list[Request] = field(default_factory=list)
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         with contextlib.suppress(RemoteProtocolError):
-            self._connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
-
-    def preempt(self, request: Request) -> None:
-        """One that runs is computed again later."""
-        if request.status is Status.RUNNING:
-            self.blocks.free(request.request_id)
-            request.status, request.num_computed_tokens = Status.PREEMPTED, 0
-            request.local = 0
+            self.connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
 
     def schedule(self) -> list[Forward]:
         """Go on with what runs, park what loads, and start what has room."""
-        self._running, forwards = [], []
+        self.running, forwards = [], []
         for request in self.living():
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 self._unpark(request)
@@ -205,19 +179,19 @@ class DecodeHalf(_Half):
     def reset(self) -> None:
         """Of `DecodeScheduler`: no load from before is to end well, and none is to begin."""
         parked = {r.request_id for r in self.living() if r.status is Status.WAITING_FOR_REMOTE_KVS}
-        self._void |= parked - self._received
-        self._connector.reset_cache()
+        self.void |= parked - self.received
+        self.connector.reset_cache()
         for request in self.living():
             name = request.request_id
-            if self._connector.get_num_new_matched_tokens(name, 0) != (0, False):
+            if self.connector.get_num_new_matched_tokens(name, 0) != (0, False):
                 raise Violation("KV from before a reset", f"{name} would still be loaded")
 
     def pop_commands(self) -> list[events.Command]:
-        return self._connector.build_connector_meta()
+        return self.connector.build_connector_meta()
 
     def update(self) -> None:
         """What has its whole answer ends."""
-        for request in self._running:
+        for request in self.running:
             request.steps_left -= 1
             if request.steps_left <= 0 and not request.is_finished:
                 self._check(request, request.prompt.length)
@@ -226,11 +200,11 @@ class DecodeHalf(_Half):
     def finish(self, request: Request, status: Status) -> None:
         """The blocks of one that loads stay until that is over."""
         name = request.request_id
-        is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self._received
-        for loads in (self._received, self._failed, self._void):
+        is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self.received
+        for loads in (self.received, self.failed, self.void):
             loads.discard(name)
         request.status = status
-        self._connector.request_finished(name)
+        self.connector.request_finished(name)
         if not is_loading:
             self.release(request)
 
@@ -239,34 +213,34 @@ class DecodeHalf(_Half):
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Parked requests may go on. What was held back is reported anew, as failed."""
-        again = self._connector.pop_held_back()
-        held_back = self._connector.update_connector_output(requests, failed)
+        again = self.connector.pop_held_back()
+        held_back = self.connector.update_connector_output(requests, failed)
         for name in [*again, *(name for name in requests if name not in held_back)]:
             request, failed = self.requests[name], failed | set(again)
-            if name in self._void and name not in failed:
+            if name in self.void and name not in failed:
                 raise Violation("KV from before a reset", f"{name} counts as loaded")
-            self._void.discard(name)
+            self.void.discard(name)
             if request.is_finished:
                 self.release(request)
                 continue
-            self._received.add(name)
+            self.received.add(name)
             if name in failed:
-                self._failed.add(name)
+                self.failed.add(name)
                 request.num_computed_tokens = 0
 
     @property
     def has_good_loads(self) -> bool:
         """Whether requests are parked whose load was reported, and is good."""
-        return self._received > self._failed
+        return self.received > self.failed
 
     def _unpark(self, request: Request) -> None:
         name = request.request_id
-        if name not in self._received:
+        if name not in self.received:
             return
-        self._received.remove(name)
+        self.received.remove(name)
         request.status = Status.WAITING
-        if name in self._failed:
-            self._failed.remove(name)
+        if name in self.failed:
+            self.failed.remove(name)
             self.blocks.free(name)
             request.local = 0
         else:
@@ -276,27 +250,27 @@ class DecodeHalf(_Half):
         """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
-            self._admission.may_begin(request.request_id, request.prompt.length)
-            load, parks = self._connector.get_num_new_matched_tokens(name, request.local)
+            self.admission.may_begin(request.request_id, request.prompt.length)
+            load, parks = self.connector.get_num_new_matched_tokens(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
         is_first = not self.blocks.table(name)
         if not self.blocks.allocate(name, computed, wanted):
-            if not self._running:  # what has been loaded is given up rather than waited for
+            if not self.running:  # what has been loaded is given up rather than waited for
                 self.blocks.free(name)
                 request.num_computed_tokens = request.local = 0
             return
         table = self.blocks.table(name)
         if is_first and request.local:  # what its own cache has of it
-            for cache in self._caches:
+            for cache in [seat.cache for seat in self.seats]:
                 cache.write(request.prompt, table, range(request.local))
-        self._admission.update_state_after_alloc(request.request_id)
-        self._connector.update_state_after_alloc(name, [table], load)
+        self.admission.update_state_after_alloc(request.request_id)
+        self.connector.update_state_after_alloc(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING
 
     def _run(self, request: Request) -> Forward:
-        self._running.append(request)
+        self.running.append(request)
         tokens = range(request.num_computed_tokens, request.prompt.length)
         request.num_computed_tokens = request.prompt.length
         return Forward(request.prompt, self.blocks.table(request.request_id), tokens)
@@ -304,7 +278,7 @@ class DecodeHalf(_Half):
     def _check(self, request: Request, num_tokens: int) -> None:
         """Every token that vLLM counts as computed has its own bytes."""
         table = self.blocks.table(request.request_id)
-        for rank, cache in enumerate(self._caches):
+        for rank, cache in enumerate(seat.cache for seat in self.seats):
             wrong = cache.wrong_tokens(request.prompt, table, range(num_tokens))
             if wrong:
                 detail = f"{request.request_id}, rank {rank}: tokens {wrong}"
@@ -336,7 +310,7 @@ class EngineScheduler:
             clock=clock,
         )
         self.prefill = PrefillHalf(blocks, seats, prefill)
-        self.decode = DecodeHalf(blocks, seats, prefill, decode)
+        self.decode = DecodeHalf(blocks, seats, prefill, connector=decode)
         self._halves = (self.prefill, self.decode)
         blocks.on_free = prefill.on_free
 

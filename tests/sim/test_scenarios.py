@@ -36,11 +36,10 @@ class Scenario(Run):
         """A request comes with a ticket, and gets blocks."""
         self.do(f"decode {engine} {ticket} 0", f"step {engine}", f"turn {engine}.0")
 
-    def park(self, *tickets: int) -> None:
-        """Requests come to decode, which has no blocks for them: prefill holds what is granted."""
+    def park(self) -> None:
+        """A request comes to decode, which has no blocks for it: prefill holds what is granted."""
         self.do("occupy d0")
-        for ticket in tickets:
-            self.load(ticket)
+        self.load(self.offer())
         self.deliver_all()
         assert any(self.valid_slots())
 
@@ -59,7 +58,8 @@ class Scenario(Run):
             self.turn_all()
 
     def start_reading(self) -> None:
-        """Up to the moment when the read of the data has been posted; no digest is made yet."""
+        """Up to the moment when a read of the data has been posted; no digest is made yet."""
+        self.load(self.offer())
         self.deliver_until("Ask")
         self.do("deliver 0", "turn p.0")
         self.do(f"deliver {self.kinds().index('Grant')}", "turn d0.0")
@@ -78,10 +78,6 @@ class Scenario(Run):
         """All that is to be done is done, in order, and then time passes."""
         for _ in range(count):
             self.do(*round_lines(self.world), f"wait {seconds}")
-
-    def end(self) -> None:
-        """Whatever happened, all of it ends, and nothing is left."""
-        self.do("end calm")
 
     # --- what there is
 
@@ -131,7 +127,7 @@ def make() -> Iterator[Make]:
     with repeatable(), patch.object(paths, "SLICE_RUNS", 1 << 14):  # a read is one slice
         yield make_one
         for scenario in scenarios:
-            scenario.end()
+            scenario.do("end calm")
 
 
 @pytest.fixture
@@ -156,8 +152,7 @@ def two(make: Make) -> Scenario:
 
 
 def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.rounds(9, seconds=HOLD_S / 10)
     assert one.blocks() == 2
     one.do("vacate d0")
@@ -166,20 +161,17 @@ def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
 
 
 def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.rounds(13, seconds=HOLD_S / 10)
     assert one.blocks() == 0
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     assert one.failures == [
         "prefill rank 0 recalled its blocks before decode had its own (recalled)"
     ]
 
 
 def test_an_offer_that_is_not_needed_is_freed_at_once(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     assert one.blocks() == 2
     one.do("abort d0 0")
     one.rounds(3, seconds=0)
@@ -210,27 +202,23 @@ def test_an_offer_that_nobody_wants_is_freed_in_time(one: Scenario) -> None:
 def test_a_read_is_good_if_its_blocks_are_freed_after_the_slot_was_read(
     one: Scenario, landed: list[str], failures: list[str]
 ) -> None:
-    one.offer()
-    one.load()
     one.start_reading()
     one.do(*landed)
     one.prefill_alone(LEASE_S)
     assert one.blocks() == 0
-    one.end()
+    one.do("end calm")
     assert (one.good, one.failures) == (1 - len(failures), failures)
 
 
 def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
     """Blocks are freed, and given to the next prompt, whose grant has the same slot."""
-    two.offer()
-    two.load()
     two.start_reading()
     before = two.valid_slots()
     two.prefill_alone(LEASE_S)
     two.load(two.offer(), engine="d1")
     two.deliver_until("Grant")
     assert two.valid_slots() == before
-    two.end()
+    two.do("end calm")
     assert (two.good, two.failures) == (1, [FENCED])
 
 
@@ -240,18 +228,15 @@ def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
 def test_a_digest_that_is_asked_for_before_the_blocks_is_asked_for_again(
     verifying: Scenario,
 ) -> None:
-    verifying.offer()
-    verifying.load()
+    verifying.load(verifying.offer())
     verifying.deliver_until("Ask")
     verifying.do("deliver 1", "turn p.0")
     assert verifying.kinds() == ["Ask"]
-    verifying.end()
+    verifying.do("end calm")
     assert (verifying.verified, verifying.failures) == (1, [])
 
 
 def test_damaged_bytes_are_not_used(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.do("damage")
     verifying.rounds(8)
@@ -261,8 +246,6 @@ def test_damaged_bytes_are_not_used(verifying: Scenario) -> None:
 
 @pytest.mark.parametrize("kind", ["DigestRequest", "DigestReply"])
 def test_a_digest_that_is_lost_is_asked_for_again(verifying: Scenario, kind: str) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     if kind == "DigestReply":
         verifying.do("deliver 0")
@@ -271,15 +254,13 @@ def test_a_digest_that_is_lost_is_asked_for_again(verifying: Scenario, kind: str
     assert verifying.kinds() == [kind]
     verifying.do("lose 0")
     verifying.land_all()
-    verifying.end()
+    verifying.do("end calm")
     assert (verifying.verified, verifying.failures) == (1, [])
 
 
 @pytest.mark.parametrize("turns", range(1, 4))
 def test_a_digest_of_blocks_that_were_freed_is_not_sent(verifying: Scenario, turns: int) -> None:
     """However much of them it had covered."""
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.land_all()
     verifying.do("deliver 0")
@@ -289,15 +270,13 @@ def test_a_digest_of_blocks_that_were_freed_is_not_sent(verifying: Scenario, tur
     while not verifying.kinds():
         verifying.do("turn p.0")
     assert verifying.kinds() == ["Deny"]
-    verifying.end()
+    verifying.do("end calm")
     assert verifying.failures == [DENIED]
 
 
 def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
     verifying: Scenario,
 ) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.land_all()
     verifying.do("abort d0 0", "step d0", "turn d0.0")
@@ -314,8 +293,6 @@ def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
 
 def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:
     """Its blocks are held on both sides, as long as it takes."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("abort d0 0", "step d0")
     for _ in range(100):
@@ -331,8 +308,7 @@ def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:
 
 
 def test_a_release_that_overtakes_its_ask_ends_the_offer(one: Scenario) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     one.deliver_until("Ask")
     one.do("abort d0 0", "step d0", "turn d0.0")
     one.do("deliver 1", "turn p.0", "step p")
@@ -342,13 +318,11 @@ def test_a_release_that_overtakes_its_ask_ends_the_offer(one: Scenario) -> None:
 
 
 def test_a_lease_that_runs_out_fails_what_waits_for_blocks(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.prefill_alone(LEASE_S)
     assert one.blocks() == 0
     one.rounds(3)
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     assert one.failures == ["prefill rank 0 let the lease run out (lease_lost)"]
 
 
@@ -357,19 +331,16 @@ def test_a_lease_that_runs_out_fails_what_waits_for_blocks(one: Scenario) -> Non
 
 @pytest.mark.parametrize("kind", ["Ask", "Grant"])
 def test_what_is_lost_before_the_grant_is_asked_again(one: Scenario, kind: str) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     one.deliver_until(kind)
     one.do("lose 0")
     assert one.kinds() == []
-    one.end()
+    one.do("end calm")
     assert (one.good, one.failures) == (1, [])
 
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["read", "aborted"])
 def test_a_release_that_is_lost_costs_a_lease(one: Scenario, *, is_aborted: bool) -> None:
-    one.offer()
-    one.load()
     one.start_reading()
     one.do(*["abort d0 0", "step d0", "turn d0.0"] if is_aborted else [])
     one.do("land 0 0", "turn d0.0", "land 0 0", "turn d0.0")
@@ -382,14 +353,13 @@ def test_a_release_that_is_lost_costs_a_lease(one: Scenario, *, is_aborted: bool
 
 
 def test_messages_that_come_twice_do_no_harm(one: Scenario) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     while one.kinds():
         one.do("repeat 0")
         one.turn_all()
         one.do("deliver 0")
         one.turn_all()
-    one.end()
+    one.do("end calm")
     assert (one.good, one.failures) == (1, [])
 
 
@@ -400,7 +370,7 @@ def test_a_ticket_is_good_for_one(two: Scenario) -> None:
     two.offer()
     two.load(engine="d0")
     two.load(engine="d1")
-    two.end()
+    two.do("end calm")
     assert (two.good, two.failures) == (1, [DENIED])
 
 
@@ -408,20 +378,16 @@ def test_a_ticket_is_good_for_one(two: Scenario) -> None:
 
 
 def test_a_restart_of_prefill_ends_what_is_not_read(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.do("kill p", "start p")
     one.rounds(4)
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     (failure,) = one.failures
     assert failure.endswith("(lease_lost)"), "its successor at the same endpoint says so"
 
 
 def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) -> None:
     """They hang, and the rank has its port again."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("hang 0", "kill p", "start p", "report 0")
     one.load(one.offer())
@@ -429,11 +395,8 @@ def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) ->
         one.do(*[line for line in round_lines(one.world) if not line.startswith("land 0")])
         one.do("wait 0.1")
     assert (one.good, one.failures) == (1, [])
-    one.end()
+    one.do("end calm")
     assert len(one.failures) == 1
-
-
-# --- several prefill engines, and engines that do both
 
 
 def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) -> None:
@@ -446,22 +409,17 @@ def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) ->
         both.do("deliver 0")
         both.turn_all()
     both.do("kill p1")
-    both.end()
+    both.do("end calm")
     assert both.good == 1
     (failure,) = both.failures
     assert failure.startswith("prefill fell silent")
 
 
-# --- what takes time, and what cannot be sent
-
-
-# --- vLLM pauses and sleeps; releases differ
+# --- vLLM pauses and sleeps
 
 
 def test_a_read_ends_while_vllm_pauses(one: Scenario) -> None:
     """Prefill has its blocks back; decode's request goes on when vLLM does."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("pause d0")
     one.rounds(5)
@@ -486,7 +444,7 @@ def test_an_engine_sleeps_when_its_offers_have_ended_and_wakes_to_another_life(
     assert engine.description.incarnation != before
     one.load(0)
     one.load(one.offer())
-    one.end()
+    one.do("end calm")
     assert one.good == 1
     (failure,) = one.failures
     assert failure.startswith("incarnation is ")

@@ -78,7 +78,7 @@ def test_a_failing_schedule_is_made_short(monkeypatch: pytest.MonkeyPatch) -> No
     assert words == ["world", "prefill", "step", "decode", "end"]
 
 
-@pytest.mark.parametrize("seed", range(len(PROFILES)))
+@pytest.mark.parametrize("seed", range(0, len(PROFILES), 5))
 def test_a_schedule_is_the_same_each_time(seed: int) -> None:
     first = run(seed)
     assert replay(first.lines) == run(seed) == first
