@@ -5,6 +5,7 @@ each rank computes and hands over its report; the scheduler handles what all ran
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from harness.local.memory_control import MemoryControl
@@ -14,7 +15,7 @@ from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
-from sim.network import HOST
+from sim.planes import HOST
 from sim.rank import MODEL, Environment, RankLife, Seat
 from sim.schedulers import EngineScheduler
 from sim.vllm import Aggregator, BlockManager, BlockPool, Forward
@@ -163,20 +164,14 @@ class Engine:
     def _begin(self) -> None:
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
-        pieces: list[Piece] = [(rank, self._submit(rank, commands)) for rank in self.ranks]
-        pieces += [(rank, self._work(rank, forwards)) for rank in self.ranks]
+        pieces: list[Piece] = [(rank, partial(rank.submit, commands)) for rank in self.ranks]
+        pieces += [(rank, partial(self._work, rank, forwards)) for rank in self.ranks]
         self._pieces = [*pieces, (None, self._end)]
 
-    def _submit(self, rank: RankLife, commands: list[events.Command]) -> Callable[[], None]:
-        return lambda: rank.submit(commands)
-
-    def _work(self, rank: RankLife, forwards: list[Forward]) -> Callable[[], None]:
-        def work() -> None:
-            for forward in forwards:
-                rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
-            self._take_report(rank)
-
-        return work
+    def _work(self, rank: RankLife, forwards: list[Forward]) -> None:
+        for forward in forwards:
+            rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
+        self._take_report(rank)
 
     def _take_report(self, rank: RankLife) -> None:
         ended, failed = rank.pop_ended()

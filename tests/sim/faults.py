@@ -1,22 +1,11 @@
-"""What goes wrong next on the transfer thread of one rank, and what takes time on it."""
+"""What goes wrong next on the transfer thread of one rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 
 class InjectedError(Exception):
     """A bug of our own somewhere in the transfer thread, which the schedule put there."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds that pass inside a turn: to join a rank, post a read and each run of it, and tick."""
-
-    join: float = 0.0
-    post: float = 0.0
-    run: float = 0.0
-    tick: float = 0.0
 
 
 class Faults:

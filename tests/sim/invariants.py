@@ -1,6 +1,6 @@
 """What must hold after every step.
 
-a slot            is granted only while it is clear, and cleared once (see `data_plane.SimSlots`)
+a slot            is granted only while it is clear, and cleared once (see `planes.SimSlots`)
 a grant           is valid when it leaves, for blocks of the request that it was made for
 a valid slot      its blocks are still that request's, and it is not reported as sent
 a read            its blocks are those of the request that it is for, until it cannot write
@@ -9,7 +9,7 @@ a report          is of a load that was started, says of how many tokens, and is
 a digest          leaves while the slot of its grant is valid
 a verified load   was compared with each rank's digest, and equal
 a corrupt load    was damaged on its way
-a dropped peer    is not being read (see `data_plane.SimTransport`)
+a dropped peer    is not being read (see `planes.SimTransport`)
 a stopped rank    is not written by any read, and owes no load (see `rank.RankLife.stop`)
 the machines      say so themselves
 
@@ -29,8 +29,8 @@ from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
 from nixl_kv.protocol.ticket import SealedTicket
 from sim.cache import NULL_BLOCK
-from sim.data_plane import Read
 from sim.engine import Engine
+from sim.planes import Read
 from sim.rank import RankLife
 from sim.repeatable import Violation
 from sim.world import World
@@ -218,7 +218,7 @@ class Invariants:
 
     def _check_failure(self, request: RequestId, failure: events.Failure) -> None:
         is_corrupt = failure.kind is FailureKind.CORRUPT
-        if is_corrupt and request not in self._world.damage.requests:
+        if is_corrupt and request not in self._world.damaged:
             raise Violation("good bytes called corrupt", f"{request}: {failure}")
 
 

@@ -34,13 +34,13 @@ class Bug:
 
     Attributes:
         plant: replaces functions.
-        breaks: the check that finds it.
+        breaks: the checks that find it.
         profiles: of schedules that give it a chance; none: all.
         is_quick: a second is enough to find it.
     """
 
     plant: Callable[[Patch], None]
-    breaks: str
+    breaks: tuple[str, ...]
     profiles: tuple[str, ...] = ()
     is_quick: bool = False
 
@@ -52,8 +52,9 @@ class Bug:
 BUGS: list[Bug] = []
 
 
-def breaks(check: str, *profiles: str, is_quick: bool = False) -> Callable[..., None]:
-    return lambda plant: BUGS.append(Bug(plant, check, profiles, is_quick))
+def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[..., None]:
+    """A bug that breaks these in schedules of these profiles; none: of all."""
+    return lambda plant: BUGS.append(Bug(plant, checks, tuple(in_.split()), is_quick))
 
 
 # --- the fence
@@ -65,7 +66,7 @@ def slot_cleared_after_the_free(patch: Patch) -> None:
     patch.setattr(PrefillMachine, "_end", lambda *given: end(*given)[::-1])
 
 
-@breaks("wrong bytes", "late", "lossy")
+@breaks("wrong bytes", in_="late lossy")
 def slot_not_compared(patch: Patch) -> None:
     def on_done(load: Load, read: Any, done: events.ReadDone, now: float) -> list[events.Action]:
         done = structs.replace(done, fence_token=read.grant.fence_token)
@@ -74,7 +75,7 @@ def slot_not_compared(patch: Patch) -> None:
     patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, events.ReadDone: on_done})
 
 
-@breaks("reported while its slot is valid", "all")
+@breaks("reported while its slot is valid", in_="all")
 def restart_leaves_slots_valid(patch: Patch) -> None:
     patch.setattr(SlotPage, "clear_all", lambda _: None)
 
@@ -82,7 +83,7 @@ def restart_leaves_slots_valid(patch: Patch) -> None:
 # --- tickets, messages and leases
 
 
-@breaks("needless failure", "gentle", is_quick=True)
+@breaks("needless failure", in_="gentle", is_quick=True)
 def ticket_read_by_any_claim(patch: Patch) -> None:
     def expects(binding: Binding, _claim: object, reader: Any) -> bool:
         return reader.rank in binding.leases and reader.rank not in binding.ended
@@ -90,7 +91,7 @@ def ticket_read_by_any_claim(patch: Patch) -> None:
     patch.setattr(Binding, "expects", expects)
 
 
-@breaks("needless failure", "gentle", is_quick=True)
+@breaks("needless failure", in_="gentle", is_quick=True)
 def readers_counted_not_named(patch: Patch) -> None:
     """So a release that comes twice ends a second reader."""
     on_release = PrefillMachine._on_release
@@ -105,7 +106,7 @@ def readers_counted_not_named(patch: Patch) -> None:
     patch.setattr(PrefillMachine, "_on_release", count)
 
 
-@breaks("needless failure", "overtaken")
+@breaks("needless failure", in_="overtaken")
 def stale_heartbeat_honoured(patch: Patch) -> None:
     handle = PrefillMachine._on_heartbeat
 
@@ -115,7 +116,7 @@ def stale_heartbeat_honoured(patch: Patch) -> None:
     patch.setattr(PrefillMachine, "_on_heartbeat", on_heartbeat)
 
 
-@breaks("offer too long")
+@breaks("offer too long", in_="dying lossy")
 def no_lease_for_a_reader_that_never_asks(patch: Patch) -> None:
     bind = PrefillMachine._bind
 
@@ -127,7 +128,7 @@ def no_lease_for_a_reader_that_never_asks(patch: Patch) -> None:
     patch.setattr(PrefillMachine, "_bind", bind_one)
 
 
-@breaks("offer too long", "resting", "busy")
+@breaks("offer too long", in_="resting busy")
 def granted_offer_never_recalled(patch: Patch) -> None:
     patch.setattr(PrefillMachine, "recall", lambda *_: [])
 
@@ -157,7 +158,7 @@ def released_before_drained(patch: Patch) -> None:
     patch.setattr(DecodeMachine, "handle", ignore_ended)
 
 
-@breaks("reported while a read can write", "late")
+@breaks("reported while a read can write", in_="late")
 def reported_before_the_agent_is_gone(patch: Patch) -> None:
     def close(agents: Agents, agent: Any) -> None:
         agents._close_on.submit(agent.close)
@@ -168,7 +169,7 @@ def reported_before_the_agent_is_gone(patch: Patch) -> None:
     patch.setattr(Agents, "_close", close)
 
 
-@breaks("needless failure", "backlog", is_quick=True)
+@breaks("needless failure", in_="backlog", is_quick=True)
 def late_while_it_waits_for_its_turn(patch: Patch) -> None:
     def late_at(load: Load, read: Any) -> float:
         return max(load.since, read.moved_at) + load.timeout_s
@@ -179,7 +180,7 @@ def late_while_it_waits_for_its_turn(patch: Patch) -> None:
 # --- bytes
 
 
-@breaks("wrong bytes", "gentle", "busy")
+@breaks("wrong bytes", in_="gentle busy")
 def blocks_from_before_a_preemption_offered(patch: Patch) -> None:
     prepare = PrefillScheduler._prepare
 
@@ -197,17 +198,17 @@ def blocks_from_before_a_preemption_offered(patch: Patch) -> None:
     patch.setattr(PrefillScheduler, "on_free", on_free)
 
 
-@breaks("wrong bytes", "busy", "late", "lossy")
+@breaks("wrong bytes", in_="busy late lossy")
 def difference_between_digests_ignored(patch: Patch) -> None:
     patch.setattr(queue, "describe_difference", lambda *_: None)
 
 
-@breaks("KV from before a reset", "resting")
+@breaks("KV from before a reset", in_="resting")
 def loads_from_before_a_reset_count(patch: Patch) -> None:
     patch.setattr(DecodeScheduler, "reset_cache", lambda _: None)
 
 
-@breaks("wrong bytes", "staged")
+@breaks("wrong bytes", "good bytes called corrupt", in_="staged")
 def chunk_read_before_it_is_packed(patch: Patch) -> None:
     find = RingBook.find
 

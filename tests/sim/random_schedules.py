@@ -14,7 +14,7 @@ from typing import Final
 from sim.ending import ENDINGS
 from sim.engine import Engine
 from sim.rank import RankLife
-from sim.schedule import MANY_SLOTS, Run
+from sim.schedule import MANY_SLOTS, Outcome, Run, follow
 from sim.steps import round_lines
 from sim.world import PREFILL, Shape, World
 
@@ -69,8 +69,6 @@ SHAPES: Final = (
 )
 FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.25, "join", (0.01, 0.05, 0.14)),
-    (0.15, "post", (0.002, 0.03)),
-    (0.1, "tick", (0.01, 0.3)),
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
 )
@@ -138,7 +136,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
             # Peers are joined beside the thread: messages come and go meanwhile, which a schedule
             # that joins at once does not show. So it is not long, against a lease of a second.
             Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.03),
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.02, post=0.01, tick=0.02),
+            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.02),
             Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.03),
         ],
         gentle=True,
@@ -186,29 +184,19 @@ MORE_STEPS: Final = 40  # for each engine beyond the second
 MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
 
-@dataclass(frozen=True)
-class RandomSchedule:
-    seed: int
-    profile: str
-    shape: Shape
-
-    @classmethod
-    def of(cls, seed: int, profiles: Sequence[str] = ()) -> "RandomSchedule":
-        """One of these profiles, or of all; its world follows from the seed too."""
-        names = profiles or tuple(PROFILES)
-        number, pick = divmod(seed, len(names))
-        profile = PROFILES[names[pick]]
-        rounds, kind = divmod(number, len(profile.shapes))
-        shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
-        if profile.gentle:
-            share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-            shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True)
-        else:
-            shape = _with_features(shape, _random(seed, "world"))
-        return cls(seed, names[pick], shape)
-
-    def __call__(self, run: Run) -> Iterator[str]:
-        return random_lines(run, PROFILES[self.profile], _random(self.seed, "lines"))
+def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
+    """Run a schedule of one of these profiles, or of all; its world follows from the seed too."""
+    names = profiles or tuple(PROFILES)
+    number, pick = divmod(seed, len(names))
+    profile = PROFILES[names[pick]]
+    rounds, kind = divmod(number, len(profile.shapes))
+    shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
+    if profile.gentle:
+        share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
+        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True)
+    else:
+        shape = _with_features(shape, _random(seed, "world"))
+    return follow(shape, lambda run: _random_lines(run, profile, _random(seed, "lines")))
 
 
 def _random(seed: int, purpose: str) -> random.Random:
@@ -224,7 +212,7 @@ def _with_features(shape: Shape, rng: random.Random) -> Shape:
     return replace(shape, **features)
 
 
-def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str]:
+def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str]:
     """The lines of a schedule, to its end."""
     words, num_naps = list(profile.weights), 0
     num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
@@ -357,14 +345,14 @@ def _great_length(world: World, rng: random.Random) -> int | None:
 
 def _recent_ticket(world: World, rng: random.Random) -> int | None:
     """One of the last, which may have been used."""
-    count = len(world.router.tickets)
+    count = len(world.tickets)
     return max(0, count - rng.choice((1, 1, 1, 2, 2, 3))) if count else None
 
 
 def _next_ticket(world: World, _rng: random.Random) -> int | None:
     """Each is used once, in the order in which they came."""
-    number = world.router.num_used
-    return number if number < len(world.router.tickets) else None
+    number = world.num_used
+    return number if number < len(world.tickets) else None
 
 
 ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {

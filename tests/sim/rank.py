@@ -16,9 +16,8 @@ from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import Buffer
 from sim.cache import RankCache
-from sim.data_plane import Process, Read, SimFabric, SimSlots, SimTransport
 from sim.faults import Faults, InjectedError
-from sim.network import HOST, SimControl
+from sim.planes import HOST, Process, Read, SimControl, SimFabric, SimSlots, SimTransport
 from sim.repeatable import Violation
 from support.stepped import Background, Clock
 
@@ -222,8 +221,6 @@ class RankLife:
         def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:
             if isinstance(event, events.DigestCompared):
                 self._environment.observer.on_compared(self, event)
-            if isinstance(event, events.Tick):
-                self._environment.clock.now += self._environment.fabric.costs.tick
             return handle(event, now)
 
         setattr(parts.decode, "handle", observed)  # noqa: B010 - a method of one object

@@ -37,9 +37,9 @@ from typing import Any, Final, TypeVar
 
 from nixl_kv.ids import RequestId
 from sim.cache import BLOCK_TOKENS
-from sim.data_plane import Read
 from sim.engine import Engine
 from sim.faults import Faults
+from sim.planes import Read
 from sim.rank import FAILED, RankLife
 from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World
@@ -129,7 +129,7 @@ def _faults(world: World, name: str) -> Faults | None:
     return next((r.faults for r in world.ranks() if r.seat.name == name), None)
 
 
-_ticket: Final = _any_of(lambda world: world.router.tickets)
+_ticket: Final = _any_of(lambda world: world.tickets)
 _packet: Final = _any_of(lambda world: world.network.packets)
 _read: Final = _any_of(lambda world: world.fabric.reads())
 
@@ -146,7 +146,7 @@ def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
 def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
     if engine.name == ticket.engine:
         return  # no router sends a request back to where it comes from
-    world.router.num_used += 1
+    world.num_used += 1
     local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     _add_to_decode(world, engine, ticket, local)
 
@@ -180,10 +180,10 @@ def _on_request(act: Callable[[Engine, Request], None]) -> Step:
 def _land(world: World, read: Read, num_pieces: int) -> None:
     if world.fabric.rate or not read.serve():
         return
-    request = _verified_by(world, read) if world.damage.is_due else None
+    request = _verified_by(world, read) if world.is_damage_due else None
     if request is not None:  # nobody notices it in others
-        world.damage.is_due, read.is_damaged = False, True
-        world.damage.requests.add(request)
+        world.is_damage_due, read.is_damaged = False, True
+        world.damaged.add(request)
     if num_pieces == 0:
         read.land_all()
     for number in range(num_pieces):
@@ -287,7 +287,7 @@ STEPS: Final[Mapping[str, Step]] = {
     "land": (_land, _read, _number),
     "hang": (_set("hangs", value=True), _read),
     "break": (_set("is_broken", value=True), _read),
-    "damage": (lambda world: setattr(world.damage, "is_due", True),),
+    "damage": (lambda world: setattr(world, "is_damage_due", True),),
     "kill": (World.kill, _life),
     "start": (World.start, _life),
     "stop": _stop(is_stopped=True),

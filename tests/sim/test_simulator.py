@@ -18,15 +18,15 @@ from collections.abc import Iterator
 import pytest
 
 from sim.planted import BUGS, Bug
-from sim.random_schedules import PROFILES, RandomSchedule
-from sim.schedule import Outcome, follow, replay
+from sim.random_schedules import PROFILES, run_random
+from sim.schedule import replay
 from sim.shrink import shrink
 
 SEED = int(os.environ.get("NIXL_KV_SEED", "0"))
 SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "20"))
 MANY_SECONDS = 20 * 60.0
 MAX_SCHEDULES = 1000
-"""For each planted bug; the slowest of them took 150."""
+"""For each planted bug; the slowest takes about 200."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +36,13 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def run(seed: int, *profiles: str) -> Outcome:
-    schedule = RandomSchedule.of(seed, profiles)
-    return follow(schedule.shape, schedule)
-
-
 @pytest.mark.parametrize(
     "seconds", [SECONDS, pytest.param(MANY_SECONDS, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_random_schedules_break_no_promise(seconds: float) -> None:
     ends_at, failures = time.monotonic() + seconds, Counter[str]()
     for seed in itertools.count(SEED):
-        outcome = run(seed)
+        outcome = run_random(seed)
         if outcome.violation is not None:
             shortest = "\n    ".join(["", *shrink(outcome).lines])
             raise AssertionError(f"seed {seed}: {outcome.violation}{shortest}")
@@ -65,20 +60,20 @@ def test_random_schedules_break_no_promise(seconds: float) -> None:
 )
 def test_random_schedules_find_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant(monkeypatch)
-    outcomes = (run(seed, *bug.profiles) for seed in range(MAX_SCHEDULES))
+    outcomes = (run_random(seed, bug.profiles) for seed in range(MAX_SCHEDULES))
     violation = next((each.violation for each in outcomes if each.violation), None)
     assert violation is not None
-    assert violation.check == bug.breaks
+    assert violation.check in bug.breaks
 
 
 def test_a_failing_schedule_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
     (bug,) = (bug for bug in BUGS if bug.name == "slot_cleared_after_the_free")
     bug.plant(monkeypatch)
-    words = [line.split()[0] for line in shrink(run(0)).lines]
+    words = [line.split()[0] for line in shrink(run_random(0)).lines]
     assert words == ["world", "prefill", "step", "decode", "end"]
 
 
 @pytest.mark.parametrize("seed", range(0, len(PROFILES), 5))
 def test_a_schedule_is_the_same_each_time(seed: int) -> None:
-    first = run(seed)
-    assert replay(first.lines) == run(seed) == first
+    first = run_random(seed)
+    assert replay(first.lines) == run_random(seed) == first

@@ -4,7 +4,7 @@ Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from harness.local.engine import HOST_PATHS
@@ -13,9 +13,8 @@ from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.reading.paths import allocate
 from sim.cache import KnownPrompt, RankCache
-from sim.data_plane import Process, SimFabric, SimSlots
 from sim.engine import Engine
-from sim.faults import Costs
+from sim.planes import Process, SimFabric, SimSlots
 from sim.rank import Environment, RankLife, Seat
 from sim.vllm import IssuedTicket
 from support.stepped import Clock
@@ -46,9 +45,7 @@ class Shape:
     window: int = 0  # tokens that a layer looks at; 0 for all
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
     join: float = 0.0  # seconds that it takes to join a rank of a peer,
-    post: float = 0.0  # to post a read,
-    run: float = 0.0  # and each of its runs,
-    tick: float = 0.0  # and to do what is due
+    run: float = 0.0  # and to post a run of a read
     apart: bool = False  # peers are prepared when the schedule says so, not at once
     staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
     gentle: bool = False  # every load has to be good
@@ -93,37 +90,23 @@ class Shape:
         )
 
 
-@dataclass
-class Router:
-    """What the clients and the router know, through all lives of the engines."""
-
-    tickets: list[IssuedTicket] = field(default_factory=list)
-    num_prompts: int = 0
-    num_tokens: int = 0  # of all prompts
-    num_requests: int = 0
-    num_used: int = 0  # how often a ticket was used
-
-
-@dataclass
-class Damage:
-    """Whether the next piece of a load that is verified is damaged, and the loads that were."""
-
-    is_due: bool = False
-    requests: set[RequestId] = field(default_factory=set)
-
-
 class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.clock = Clock()
         self.network = MemoryNetwork(held=True)
-        costs = Costs(shape.join, shape.post, shape.run, shape.tick)
-        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
+        self.fabric = SimFabric(
+            self.clock, tcp=shape.tcp, rate=shape.rate, join_s=shape.join, run_s=shape.run
+        )
         self.environment = Environment(
             self.clock, self.network, self.fabric, shape.config(), shape.window
         )
-        self.router = Router()
-        self.damage = Damage()
+        # What the clients and the router know, through all lives of the engines.
+        self.tickets: list[IssuedTicket] = []
+        self.num_prompts = self.num_tokens = self.num_requests = 0  # tokens of all prompts
+        self.num_used = 0  # how often a ticket was used
+        self.is_damage_due = False  # for the next piece of a load that is verified
+        self.damaged: set[RequestId] = set()
         self._seats = {
             name: self._make_seats(name, FIRST_PORT + 100 * number)
             for number, name in enumerate(shape.names)
@@ -139,7 +122,7 @@ class World:
         seats = self._seats[name]
         self.engines[name] = engine = Engine(seats, self.environment)
         seats[0].process.is_up = True
-        engine.scheduler.prefill.tickets = self.router.tickets
+        engine.scheduler.prefill.tickets = self.tickets
 
     def kill(self, name: str) -> None:
         engine, process = self.engines[name], self._seats[name][0].process
@@ -177,13 +160,13 @@ class World:
         self.clock.now = ended
 
     def new_prompt(self, length: int) -> KnownPrompt:
-        self.router.num_prompts += 1
-        self.router.num_tokens += length
-        return KnownPrompt(self.router.num_prompts, length, self.shape.heads)
+        self.num_prompts += 1
+        self.num_tokens += length
+        return KnownPrompt(self.num_prompts, length, self.shape.heads)
 
     def new_request_id(self, engine: str) -> RequestId:
-        self.router.num_requests += 1
-        return RequestId(f"{engine}-{self.router.num_requests}")
+        self.num_requests += 1
+        return RequestId(f"{engine}-{self.num_requests}")
 
     def _make_seats(self, name: str, port: int) -> list[Seat]:
         process, shape = Process(name), self.shape

@@ -1,24 +1,27 @@
-"""The data plane: the public `MemoryTransport`, whose reads land when the schedule says so.
+"""Both planes of a simulated rank: its sockets, and a transport whose reads land by the schedule.
 
 A read lands piece by piece, in any order, for as long as its agent lives and its source's memory
-can be read; whoever reads from a process that started anew at the same addresses reads the new
-one's bytes. On links that have a rate it lands as time passes, all reads of a link side by side.
-As NIXL does, a transport that has dropped a peer says nothing of a read's end, which goes on.
+can be read. A reader of a process that started anew at the same addresses reads the new process's
+bytes. On links that have a rate reads land as time passes, all reads of a link side by side. As in
+NIXL, a transport that has dropped a peer says nothing of a read's end, which goes on.
 """
 
 import ctypes
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from harness.local.memory import Fabric, MemoryTransport
+from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.ids import FenceToken
-from nixl_kv.transport.base import Indices, PeerName, SlotPage
-from sim.faults import Costs, Faults
+from nixl_kv.ids import Endpoint, FenceToken
+from nixl_kv.transport.base import Bounds, Indices, PeerName, Received, SlotPage
+from sim.faults import Faults
 from sim.repeatable import Violation
 from support.stepped import Clock
 
+HOST: Final = "10.0.0.1"
 EMPTY = FenceToken(bytes(16))
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
@@ -76,21 +79,13 @@ class SimFabric(Fabric):
     """All reads of the world, in the order in which they were started."""
 
     def __init__(
-        self, clock: Clock, *, tcp: bool = False, rate: float = 0.0, costs: Costs | None = None
+        self, clock: Clock, *, tcp: bool, rate: float, join_s: float, run_s: float
     ) -> None:
-        """Start with none.
-
-        Args:
-            clock: of the world.
-            tcp: reads land only while their source's thread takes part.
-            rate: of each link between two engines, in bytes a second; 0: the schedule lands them.
-            costs: what takes time inside a turn.
-        """
         super().__init__()
         self.clock = clock
-        self.tcp = tcp
-        self.rate = rate
-        self.costs = costs or Costs()
+        self.tcp = tcp  # reads land only while their source's thread takes part
+        self.rate = rate  # of each link between two engines; 0: the schedule lands reads
+        self.join_s, self.run_s = join_s, run_s  # that a turn takes for a peer, and for each run
         self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
         self._reads: list[Read] = []
         self._count = 0
@@ -153,7 +148,7 @@ class SimTransport(MemoryTransport):
         fabric.processes[self.name] = process
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        self._reads.clock.now += self._reads.costs.join
+        self._reads.clock.now += self._reads.join_s
         if self._faults.refuses_peer:
             self._faults.refuses_peer = False
             raise TransportError("the schedule refused this peer")
@@ -171,8 +166,7 @@ class SimTransport(MemoryTransport):
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
         """Start a read that the schedule lands."""
         self._faults.touch()
-        costs = self._reads.costs
-        self._reads.clock.now += costs.post + costs.run * len(indices[0])
+        self._reads.clock.now += self._reads.run_s * len(indices[0])
         if remote.owner not in self._peers:
             raise TransportError(f"no such peer: {remote.owner}")
         read = super().read(local, remote, indices)
@@ -220,3 +214,39 @@ class SimSlots(SlotPage):
     @property
     def any_valid(self) -> bool:
         return any(self.read(slot) != EMPTY for slot in range(self.count))
+
+
+class SimControl(MemoryControl):
+    """The sockets of one life of a rank.
+
+    A rank listens where its former life did, which is the worst that may happen: it hears what was
+    meant for that one.
+    """
+
+    def __init__(self, name: str, port: int, network: MemoryNetwork, faults: Faults) -> None:
+        super().__init__(network, name)
+        self.wait_s: float | None = 0.0  # of the latest poll
+        self.on_reply: Callable[[bytes], None] = lambda _payload: None
+        self._port = port
+        self._faults = faults
+
+    def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        return super().listen(host, port or self._port, bounds)
+
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        self._faults.touch()
+        if self._faults.unsent:
+            self._faults.unsent -= 1
+            raise TransportError("the schedule let it fail")
+        super().send(endpoint, payload)
+
+    def reply(self, route: bytes, payload: bytes) -> None:
+        self._faults.touch()
+        self.on_reply(payload)
+        super().reply(route, payload)
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        """What has come; nothing is waited for."""
+        self._faults.touch()
+        self.wait_s = timeout_s
+        return super().poll(0)
