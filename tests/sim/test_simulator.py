@@ -4,8 +4,8 @@ By seed: a profile says what may happen and how often. Every promise is checked 
 at the end, when the faults have ended. A schedule that breaks one is shown as short as it gets; put
 it into test_kept.py to run it again. The module `steps` says what its lines mean.
 
-NIXL_KV_SECONDS=600 pytest tests/sim -k no_promise                   for ten minutes
-NIXL_KV_SEED=10000 NIXL_KV_SECONDS=0 pytest tests/sim -k no_promise    one seed
+NIXL_KV_SECONDS=600 pytest -m "not slow" tests/sim                    for ten minutes
+NIXL_KV_SEED=10000 NIXL_KV_SECONDS=0 pytest -m "not slow" tests/sim    one seed
 """
 
 import itertools
