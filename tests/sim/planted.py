@@ -5,7 +5,6 @@ No second defence keeps one from doing harm, or the schedules would be right to 
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
@@ -23,51 +22,37 @@ from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import SlotPage
 from nixl_kv.verify import queue
 
-Patch = pytest.MonkeyPatch
 FOREVER: Final = 1e9
 LATER: Final = 1 << 30
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A planted bug.
-
-    Attributes:
-        plant: replaces functions.
-        breaks: the checks that find it.
-        profiles: of schedules that give it a chance; none: all.
-        is_quick: a second is enough to find it.
-    """
-
-    plant: Callable[[Patch], None]
-    breaks: tuple[str, ...]
-    profiles: tuple[str, ...] = ()
-    is_quick: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.plant.__name__
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: list[Any] = []
+"""Of each its function, the checks that find it, and the profiles of schedules; none: all."""
 
 
-BUGS: list[Bug] = []
+def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[[Plant], Plant]:
+    """Add a bug to the list. One that is quick is found within a second."""
 
+    def add(plant: Plant) -> Plant:
+        marks = () if is_quick else pytest.mark.slow
+        BUGS.append(pytest.param(plant, checks, in_.split(), id=plant.__name__, marks=marks))
+        return plant
 
-def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[..., None]:
-    """A bug that breaks these in schedules of these profiles; none: of all."""
-    return lambda plant: BUGS.append(Bug(plant, checks, tuple(in_.split()), is_quick))
+    return add
 
 
 # --- the fence
 
 
 @breaks("reported while its slot is valid")
-def slot_cleared_after_the_free(patch: Patch) -> None:
+def slot_cleared_after_the_free(patch: pytest.MonkeyPatch) -> None:
     end = PrefillMachine._end
     patch.setattr(PrefillMachine, "_end", lambda *given: end(*given)[::-1])
 
 
 @breaks("wrong bytes", in_="late lossy")
-def slot_not_compared(patch: Patch) -> None:
+def slot_not_compared(patch: pytest.MonkeyPatch) -> None:
     def on_done(load: Load, read: Any, done: events.ReadDone, now: float) -> list[events.Action]:
         done = structs.replace(done, fence_token=read.grant.fence_token)
         return load.on_read_done(read, done, now)
@@ -76,7 +61,7 @@ def slot_not_compared(patch: Patch) -> None:
 
 
 @breaks("reported while its slot is valid", in_="all")
-def restart_leaves_slots_valid(patch: Patch) -> None:
+def restart_leaves_slots_valid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotPage, "clear_all", lambda _: None)
 
 
@@ -84,7 +69,7 @@ def restart_leaves_slots_valid(patch: Patch) -> None:
 
 
 @breaks("needless failure", in_="gentle", is_quick=True)
-def ticket_read_by_any_claim(patch: Patch) -> None:
+def ticket_read_by_any_claim(patch: pytest.MonkeyPatch) -> None:
     def expects(binding: Binding, _claim: object, reader: Any) -> bool:
         return reader.rank in binding.leases and reader.rank not in binding.ended
 
@@ -92,7 +77,7 @@ def ticket_read_by_any_claim(patch: Patch) -> None:
 
 
 @breaks("needless failure", in_="gentle", is_quick=True)
-def readers_counted_not_named(patch: Patch) -> None:
+def readers_counted_not_named(patch: pytest.MonkeyPatch) -> None:
     """So a release that comes twice ends a second reader."""
     on_release = PrefillMachine._on_release
 
@@ -107,7 +92,7 @@ def readers_counted_not_named(patch: Patch) -> None:
 
 
 @breaks("needless failure", in_="overtaken")
-def stale_heartbeat_honoured(patch: Patch) -> None:
+def stale_heartbeat_honoured(patch: pytest.MonkeyPatch) -> None:
     handle = PrefillMachine._on_heartbeat
 
     def on_heartbeat(machine: PrefillMachine, beat: Any, *more: Any) -> list[events.Action]:
@@ -117,7 +102,7 @@ def stale_heartbeat_honoured(patch: Patch) -> None:
 
 
 @breaks("offer too long", in_="dying lossy")
-def no_lease_for_a_reader_that_never_asks(patch: Patch) -> None:
+def no_lease_for_a_reader_that_never_asks(patch: pytest.MonkeyPatch) -> None:
     bind = PrefillMachine._bind
 
     def bind_one(machine: PrefillMachine, offer: Any, ask: Any, now: float) -> Binding:
@@ -129,7 +114,7 @@ def no_lease_for_a_reader_that_never_asks(patch: Patch) -> None:
 
 
 @breaks("offer too long", in_="resting busy")
-def granted_offer_never_recalled(patch: Patch) -> None:
+def granted_offer_never_recalled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillMachine, "recall", lambda *_: [])
 
 
@@ -137,7 +122,7 @@ def granted_offer_never_recalled(patch: Patch) -> None:
 
 
 @breaks("reported while a read can write")
-def released_before_drained(patch: Patch) -> None:
+def released_before_drained(patch: pytest.MonkeyPatch) -> None:
     cancel, handle = Load.cancel, DecodeMachine.handle
 
     def cancel_at_once(load: Load, *given: Any) -> list[events.Action]:
@@ -159,7 +144,7 @@ def released_before_drained(patch: Patch) -> None:
 
 
 @breaks("reported while a read can write", in_="late")
-def reported_before_the_agent_is_gone(patch: Patch) -> None:
+def reported_before_the_agent_is_gone(patch: pytest.MonkeyPatch) -> None:
     def close(agents: Agents, agent: Any) -> None:
         agents._close_on.submit(agent.close)
         closed: Future[None] = Future()
@@ -170,7 +155,7 @@ def reported_before_the_agent_is_gone(patch: Patch) -> None:
 
 
 @breaks("needless failure", in_="backlog", is_quick=True)
-def late_while_it_waits_for_its_turn(patch: Patch) -> None:
+def late_while_it_waits_for_its_turn(patch: pytest.MonkeyPatch) -> None:
     def late_at(load: Load, read: Any) -> float:
         return max(load.since, read.moved_at) + load.timeout_s
 
@@ -181,7 +166,7 @@ def late_while_it_waits_for_its_turn(patch: Patch) -> None:
 
 
 @breaks("wrong bytes", in_="gentle busy")
-def blocks_from_before_a_preemption_offered(patch: Patch) -> None:
+def blocks_from_before_a_preemption_offered(patch: pytest.MonkeyPatch) -> None:
     prepare = PrefillScheduler._prepare
 
     def prepare_once(scheduler: PrefillScheduler, offer: Any) -> None:
@@ -199,17 +184,17 @@ def blocks_from_before_a_preemption_offered(patch: Patch) -> None:
 
 
 @breaks("wrong bytes", in_="busy late lossy")
-def difference_between_digests_ignored(patch: Patch) -> None:
+def difference_between_digests_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queue, "describe_difference", lambda *_: None)
 
 
 @breaks("KV from before a reset", in_="resting")
-def loads_from_before_a_reset_count(patch: Patch) -> None:
+def loads_from_before_a_reset_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeScheduler, "reset_cache", lambda _: None)
 
 
 @breaks("wrong bytes", "good bytes called corrupt", in_="staged")
-def chunk_read_before_it_is_packed(patch: Patch) -> None:
+def chunk_read_before_it_is_packed(patch: pytest.MonkeyPatch) -> None:
     find = RingBook.find
 
     def find_packed(ring: RingBook, *given: Any) -> tuple[int, bool] | None:

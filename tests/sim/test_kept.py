@@ -13,9 +13,6 @@ SCHEDULES = {
         decode p 4 0; decode p 5 0; decode p 6 0; decode p 7 0
         decode p1 0 0; decode p1 1 0; decode p1 2 0; decode p1 3 0; end calm
     """,
-    "a paused decode that renews": f"world; occupy d0; {GRANTED}; pause d0; end prefill drains",
-    "a decode without blocks that renews": f"world; occupy d0; {GRANTED}; end prefill drains",
-    "prefill falls asleep with an offer": f"world; {GRANTED}; freeze p; end calm",
     "decode falls asleep with a load": f"world; {GRANTED}; freeze d0; end calm",
     "a read that hangs while others beside it land": """
         world; prefill 9 4; step p; prefill 13 3; step p; decode d0 0 0; step d0; turn d0.0

@@ -151,18 +151,11 @@ def two(make: Make) -> Scenario:
 # --- without faults
 
 
-def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
+def test_what_waits_for_blocks_of_decode_is_held_and_recalled_in_the_end(one: Scenario) -> None:
     one.park()
     one.rounds(9, seconds=HOLD_S / 10)
     assert one.blocks() == 2
-    one.do("vacate d0")
-    one.rounds(8)
-    assert (one.good, one.failures) == (1, [])
-
-
-def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario) -> None:
-    one.park()
-    one.rounds(13, seconds=HOLD_S / 10)
+    one.rounds(4, seconds=HOLD_S / 10)
     assert one.blocks() == 0
     one.do("vacate d0", "end calm")
     assert one.failures == [
