@@ -22,7 +22,7 @@ from sim.schedule import replay
 from sim.shrink import shrink
 
 SEED = int(os.environ.get("NIXL_KV_SEED", "0"))
-SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "20"))
+SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "15"))
 MANY_SECONDS = 20 * 60.0
 MAX_SCHEDULES = 1000
 """For each planted bug; the slowest takes about 200."""

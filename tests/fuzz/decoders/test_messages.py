@@ -33,7 +33,7 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
 
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
-SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "3"))
+SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "2"))
 MANY_SECONDS = 60.0
 MAX_CPU_S = 5.0  # many tests may share the cores
 MAX_BYTES = 500 << 20
