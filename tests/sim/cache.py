@@ -61,7 +61,7 @@ class RankCache(Cache):
                 self._blocks[block, :, token % BLOCK_TOKENS] = prompt.kv[self._heads, token]
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """These blocks belong to somebody else now, who has written into them."""
+        """These blocks belong to another request now, which has written into them."""
         shape = self._blocks[list(blocks)].shape
         self._blocks[list(blocks)] = self._junk.integers(0, 256, shape, dtype=np.uint8)
 

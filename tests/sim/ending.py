@@ -1,16 +1,15 @@
-"""The end of every schedule: no faults any more, and within a bound everything is over.
+"""The end of every schedule: faults end, and all requests end within a bound.
 
     calm             everybody goes on
     decode dies      all decode engines die: prefill's blocks are free within the lease, or within
-                     the offer's time if nobody had asked
+                     the offer's time if no rank had asked
     prefill dies     every load ends
     prefill sleeps   the same while prefill's processes stand still; then they go on
     prefill drains   prefill takes no new request, and vLLM pauses on decode, where the transfer
                      threads go on: prefill's blocks are free all the same; then decode resumes
 
 Where all engines both prefill and decode, the first is the prefill engine here, the last decodes.
-A read that hangs goes on doing so: only the end of its agent ends it. When all is over, no thread
-waits for anything but messages.
+A read that hangs ends with its agent alone. After that, each thread waits for messages only.
 """
 
 import math
@@ -36,17 +35,16 @@ SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
 LONGEST_LOAD: Final = 8  # in rounds: a grant, a few chunks, the slot, a digest
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
-"""The last commands are submitted, carried out, and what they sent is handled; then all wait."""
+"""Enough to submit the last commands, carry them out, and handle the messages that they sent."""
 ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
 
 
 def _allowed(world: World) -> tuple[float, float]:
     """For how many seconds a load and an offer may hold blocks for the other side.
 
-    A load: its time, the drain, making an agent and destroying one, each perhaps twice. And what it
-    waits for: peers that are joined before, and reads that share its link. An offer: from its
-    prompt's last step on until somebody asks, until it begins to read, and then that one's load and
-    a lease.
+    A load: its timeout, the drain, making an agent and destroying one, each perhaps twice, and the
+    peers and reads that it waits for. An offer: until a rank asks, until that one begins to read,
+    and then its load and a lease.
     """
     config = world.environment.config
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
@@ -116,7 +114,7 @@ def _wait_until_over(world: World, invariants: Invariants, *, others: Sequence[s
     since = dict[str, float]()
     limits = _allowed(world)
     until = world.clock.now + ALL_S + limits[0]
-    _round(world, invariants)  # for what was commanded, and nobody has yet
+    _round(world, invariants)  # for commands that no rank has yet
     while True:
         asked = [engine for engine in world.alive() if engine.name not in others]
         left = [item for engine in asked for item in _left(engine)]
@@ -166,7 +164,6 @@ def _check_idle(world: World, invariants: Invariants) -> None:
 
 
 def _left(engine: Engine) -> Iterator[str]:
-    """What an engine still has that it should not."""
     if engine.scheduler.requests:
         yield repr(engine)
     num_used = engine.scheduler.blocks.block_pool.num_used

@@ -63,7 +63,7 @@ class Engine:
         return any(rank.is_stopped for rank in self.ranks)
 
     def serve_directory(self) -> None:
-        """Answer who asks for the engine's description, unless its process stands still."""
+        """Answer requests for the engine's description, unless its process stands still."""
         is_still = bool(self.ranks) and all(rank.is_stopped for rank in self.ranks)
         if self._directory is not None and not is_still:
             self._directory.turn(0)
@@ -88,10 +88,7 @@ class Engine:
 
     @property
     def loses_loads_if_frozen(self) -> bool:
-        """Whether vLLM 0.33 runs a load's request with a discarded cache: see docs/faults.md.
-
-        The step that is under way may report such a load.
-        """
+        """Whether vLLM 0.33 would run a load's request with a discarded cache: docs/faults.md."""
         return bool(self._pieces) or self.scheduler.decode.has_good_loads
 
     def settle(self) -> bool:
@@ -102,19 +99,19 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """What is left of this step, or a whole one."""
+        """The rest of this step, or a whole one."""
         if not self._pieces and not self._is_resting:
             self._begin()
         return self.settle()
 
     def go_to_sleep(self) -> None:
-        """As vLLM's `sleep` in its mode `abort`: all requests end; it sleeps when none is left."""
+        """vLLM's `sleep` in mode `abort`: all requests end; it sleeps when none is left."""
         for request in self.scheduler.living():
             self.scheduler.abort(request)
         self.is_going_to_sleep = True
 
     def freeze(self) -> None:
-        """As vLLM's `sleep` in its mode `keep`: at once. What runs is computed again later."""
+        """vLLM's `sleep` in mode `keep`: at once. Running requests are computed again later."""
         if not self.is_asleep:
             for request in self.scheduler.living():
                 self.scheduler.preempt(request)
@@ -144,7 +141,7 @@ class Engine:
             )
 
     def _fall_asleep(self) -> None:
-        """The cache is discarded; what was owed is reported with the next step."""
+        """Discard the cache; reports that are owed come with the next step."""
         for rank in self.ranks:
             rank.stop()
             self._take_report(rank)

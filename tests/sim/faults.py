@@ -1,4 +1,4 @@
-"""What goes wrong next on the transfer thread of one rank."""
+"""Faults that the schedule plans for the transfer thread of one rank."""
 
 from collections.abc import Callable
 from typing import Any

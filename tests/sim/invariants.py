@@ -1,4 +1,4 @@
-"""What must hold after every step.
+"""Promises that must hold after every step.
 
 a slot            is granted only while it is clear, and cleared once (see `planes.SimSlots`)
 a grant           is valid when it leaves, for blocks of the request that it was made for
@@ -175,7 +175,7 @@ class Invariants:
                 raise Violation("reported while a read can write", detail)
 
     def _warms_up(self, read: Read) -> bool:
-        """Whether it is of bytes that nobody wants, into memory that is nobody's."""
+        """Whether it writes into scratch memory alone."""
         caches = [rank.seat.cache for rank in self._world.ranks()]
         return all(cache.block_at(read.addresses[0]) is None for cache in caches)
 

@@ -45,7 +45,7 @@ class Read:
     server: "SimTransport | None" = None  # which has to take part, over TCP
     served_before: int = 0  # how often it had taken part by the latest piece
     is_broken: bool = False
-    is_forgotten: bool = False  # its peer was dropped: nobody learns of its end
+    is_forgotten: bool = False  # its peer was dropped: no rank learns of its end
     hangs: bool = False  # it never lands
     is_damaged: bool = False  # a bit of the next piece changes on its way
 
@@ -104,7 +104,7 @@ class SimFabric(Fabric):
         return read
 
     def flow(self) -> None:
-        """What the links have carried since the last call lands, in turn of each read a piece."""
+        """Land the bytes that the links carried meanwhile, a piece of each read in turn."""
         seconds, self._flowed_at = self.clock.now - self._flowed_at, self.clock.now
         if not self.rate or not seconds:
             return
@@ -157,7 +157,7 @@ class SimTransport(MemoryTransport):
         return name
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Forget a peer. What is read from it goes on, and nobody learns how it ends."""
+        """Forget a peer. Its reads go on, and no rank learns how they end."""
         self._peers.discard(peer)
         for read in self._reads.reads():
             if read.transport is self and read.peer == peer:
@@ -217,11 +217,7 @@ class SimSlots(SlotPage):
 
 
 class SimControl(MemoryControl):
-    """The sockets of one life of a rank.
-
-    A rank listens where its former life did, which is the worst that may happen: it hears what was
-    meant for that one.
-    """
+    """The sockets of one life of a rank. It listens where its former life did: the worst case."""
 
     def __init__(self, name: str, port: int, network: MemoryNetwork, faults: Faults) -> None:
         super().__init__(network, name)
@@ -246,7 +242,6 @@ class SimControl(MemoryControl):
         super().reply(route, payload)
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """What has come; nothing is waited for."""
         self._faults.touch()
         self.wait_s = timeout_s
         return super().poll(0)

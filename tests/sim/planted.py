@@ -28,7 +28,7 @@ LATER: Final = 1 << 30
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 BUGS: list[Any] = []
-"""Of each its function, the checks that find it, and the profiles of schedules; none: all."""
+"""Each has its function, the checks that find it, and the profiles of schedules; none: all."""
 
 
 def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[[Plant], Plant]:

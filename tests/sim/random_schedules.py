@@ -41,7 +41,7 @@ DEADLY: Final = (
 )
 RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
 IN_STEP: Final = "prefill 5, decode once 8, beat 8"
-"""Nobody is slow: all that can be done is done, and then time passes."""
+"""No rank is slow: everything that can be done is done, and then time passes."""
 
 SHAPES: Final = (
     Shape(),
@@ -72,12 +72,12 @@ FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
 )
-"""What a world may have besides its shape, and how often, unless its schedules are gentle."""
+"""Further features of a world and how often it has them, unless its schedules are gentle."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What may happen and how often, in which worlds. `gentle`: every load has to be good."""
+    """How often each step happens, in which worlds. `gentle`: every load has to be good."""
 
     weights: Mapping[str, float]
     shapes: Sequence[Shape] = SHAPES
@@ -200,7 +200,7 @@ def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
 
 
 def _random(seed: int, purpose: str) -> random.Random:
-    return random.Random(f"{purpose} {seed}")  # noqa: S311 - nobody guesses here
+    return random.Random(f"{purpose} {seed}")  # noqa: S311 - not a secret
 
 
 def _with_features(shape: Shape, rng: random.Random) -> Shape:
@@ -262,14 +262,14 @@ def _prefill_turns(world: World) -> Iterator[str]:
 
 
 def _beat(world: World) -> Iterator[str]:
-    """A round, and then time passes; prefill notices that before it hears what was sent since."""
+    """A round, and then time passes; prefill notices that before it receives newer messages."""
     yield from round_lines(world)
     yield "wait 0.1"
     yield from _prefill_turns(world)
 
 
 def _choice(items: Callable[[World], Sequence[object]]) -> Draw:
-    """One of these; None if there are none."""
+    """One of these, or None."""
 
     def draw(world: World, rng: random.Random) -> object:
         chosen = items(world)
@@ -311,7 +311,7 @@ _rank_that_joins: Final = _rank_where(lambda rank: len(rank.joining))
 
 
 def _mostly(share: float, first: Draw, other: Draw) -> Draw:
-    """The first; sometimes, or if there is none, the other."""
+    """The first; sometimes, or if that is None, the other."""
 
     def draw(world: World, rng: random.Random) -> object:
         drawn = first(world, rng) if rng.random() < share else None
@@ -329,7 +329,7 @@ _read: Final = _any_of(lambda world: world.fabric.reads())
 
 
 def _length(world: World, rng: random.Random) -> int | None:
-    """Of a prompt, if all that prefill have not many already."""
+    """The length of a prompt, unless the prefill engines have many already."""
     prefills = world.prefills()
     num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
     if prefills and num_requests >= MAX_PROMPTS * len(prefills):
@@ -338,7 +338,7 @@ def _length(world: World, rng: random.Random) -> int | None:
 
 
 def _great_length(world: World, rng: random.Random) -> int | None:
-    """Of a prompt that is the only one."""
+    """The length of a long prompt, if there is no other."""
     is_first = all(not engine.scheduler.requests for engine in world.alive())
     return rng.choice((40, 50, 60)) if is_first else None
 
@@ -399,4 +399,4 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "die p": (_rank_where(lambda rank: rank.seat.is_prefill), _below(4)),
     "die d": (_rank_where(lambda rank: not rank.seat.is_prefill), _below(8)),
 }
-"""Of each word of the profiles, its step's arguments. Where one is None, there is no step."""
+"""The arguments of the step for each word of the profiles. If one is None, there is no step."""

@@ -74,8 +74,8 @@ class RankLife:
         self.seat = seat
         self._environment = environment
         self.is_stopped = False
-        self.has_died = False  # the loop restarts in place of its next turn
-        self.has_turned = False  # since somebody looked at its machines
+        self.has_died = False  # the loop restarts instead of its next turn
+        self.has_turned = False  # since its machines were checked
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
@@ -117,7 +117,6 @@ class RankLife:
 
     @property
     def parts(self) -> Parts:
-        """What the transfer engine consists of."""
         return self.loop.parts
 
     @property
@@ -162,7 +161,7 @@ class RankLife:
                     handle.land_all()
 
     def stop(self) -> None:
-        """As `Worker.stop`, which waits. Background work takes time meanwhile."""
+        """`Worker.stop`, which waits. Background work takes time meanwhile."""
         self.faults.dies_after = None
         clock = self._environment.clock
         until = clock.now + STOP_TIMEOUT_S
@@ -191,7 +190,7 @@ class RankLife:
         self.engine.submit(commands)
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
-        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed."""
+        """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():

@@ -1,4 +1,4 @@
-"""What makes a schedule the same each time: a clock, random numbers, and violations with a name."""
+"""Schedules that repeat: seeded secrets and small sizes; and violations with a name."""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class SeededSecrets:
     """In place of the module `secrets`: a schedule's random names are the same each time."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - nobody guesses here
+        self._random = random.Random(seed)  # noqa: S311 - not a secret
 
     def token_bytes(self, count: int) -> bytes:
         return self._random.randbytes(count)

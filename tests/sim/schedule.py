@@ -13,12 +13,12 @@ from sim.steps import perform
 from sim.world import Shape, World
 
 MANY_SLOTS: Final = 16
-"""As many as there are ever offers at the same time."""
+"""There are never more offers at the same time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a schedule. Its lines reach to the step that broke a promise."""
+    """The lines of a schedule, up to the step that broke a promise."""
 
     lines: list[str]
     violation: Violation | None
@@ -56,8 +56,8 @@ class Run:
 
         An ask may be denied if there is another one's, if its offer may have been revoked or have
         run out of time, or if there are few slots; a grant recalled if it may be old, or others
-        wait for blocks. What is connected while prefill is started again may be lost with the old
-        connections, and a read that hangs is late.
+        wait for blocks. A restart of prefill may break new connections together with the old
+        ones, and a read that hangs is late.
         """
         shape, lives = self.world.shape, [e.description for e in self.world.prefills()]
         if not self.world.shape.gentle:

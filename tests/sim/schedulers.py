@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does for requests, around the connector's real halves of it."""
+"""The steps of vLLM's scheduler, around the real schedulers of the connector."""
 
 import contextlib
 from collections import ChainMap
@@ -60,7 +60,7 @@ class PrefillHalf(_Half):
     step: _Step = field(default_factory=_Step)
 
     def reset(self) -> None:
-        """Of `PrefillScheduler`. The tickets that are out are not to be granted to new loads."""
+        """`PrefillScheduler.reset_cache`. New loads get no grants for older tickets."""
         address = self.admission.address
         if address is not None:
             self.admission.address = replace(address, epoch=address.epoch + 1)
@@ -165,7 +165,7 @@ class DecodeHalf(_Half):
             self.connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
 
     def schedule(self) -> list[Forward]:
-        """Go on with what runs, park what loads, and start what has room."""
+        """Continue running requests, park loads, and start requests that have room."""
         self.running, forwards = [], []
         for request in self.living():
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
@@ -177,7 +177,7 @@ class DecodeHalf(_Half):
         return forwards
 
     def reset(self) -> None:
-        """Of `DecodeScheduler`: no load from before is to end well, and none is to begin."""
+        """`DecodeScheduler.reset_cache`. No earlier load may end well, and none may begin."""
         parked = {r.request_id for r in self.living() if r.status is Status.WAITING_FOR_REMOTE_KVS}
         self.void |= parked - self.received
         self.connector.reset_cache()
@@ -190,7 +190,7 @@ class DecodeHalf(_Half):
         return self.connector.build_connector_meta()
 
     def update(self) -> None:
-        """What has its whole answer ends."""
+        """End requests that have their whole answer."""
         for request in self.running:
             request.steps_left -= 1
             if request.steps_left <= 0 and not request.is_finished:
@@ -198,7 +198,7 @@ class DecodeHalf(_Half):
                 self.finish(request, Status.FINISHED_LENGTH_CAPPED)
 
     def finish(self, request: Request, status: Status) -> None:
-        """The blocks of one that loads stay until that is over."""
+        """The blocks of a load stay until it ends."""
         name = request.request_id
         is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self.received
         for loads in (self.received, self.failed, self.void):
@@ -212,7 +212,7 @@ class DecodeHalf(_Half):
         return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """Parked requests may go on. What was held back is reported anew, as failed."""
+        """Unpark requests. Loads that were held back are reported again, as failed."""
         again = self.connector.pop_held_back()
         held_back = self.connector.update_connector_output(requests, failed)
         for name in [*again, *(name for name in requests if name not in held_back)]:
@@ -247,7 +247,6 @@ class DecodeHalf(_Half):
             self._check(request, request.num_computed_tokens)
 
     def _admit(self, request: Request) -> None:
-        """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
             self.admission.may_begin(request.request_id, request.prompt.length)
@@ -256,7 +255,7 @@ class DecodeHalf(_Half):
         wanted = computed if parks else request.prompt.length + 1
         is_first = not self.blocks.table(name)
         if not self.blocks.allocate(name, computed, wanted):
-            if not self.running:  # what has been loaded is given up rather than waited for
+            if not self.running:  # give up its loaded blocks rather than wait
                 self.blocks.free(name)
                 request.num_computed_tokens = request.local = 0
             return
@@ -300,7 +299,7 @@ class EngineScheduler:
             trust.check,
             verify=config.verify,
             clock=clock,
-            draw=Random(0).random,  # noqa: S311 - nobody guesses here
+            draw=Random(0).random,  # noqa: S311 - not a secret
         )
         prefill = PrefillScheduler(
             RequestBlocks(pagings, seats[0].cache.num_blocks, blocks),
@@ -325,7 +324,7 @@ class EngineScheduler:
         return [request for half in self._halves for request in half.living()]
 
     def schedule(self) -> tuple[list[events.Command], list[Forward]]:
-        """Begin a step: its commands, those of prefill first, and what is computed."""
+        """Begin a step: its commands, prefill's first, and its forwards."""
         forwards = [forward for half in self._halves for forward in half.schedule()]
         return [command for half in self._halves for command in half.pop_commands()], forwards
 
@@ -349,7 +348,7 @@ class EngineScheduler:
         self._half_of(request).preempt(request)
 
     def reset(self) -> None:
-        """As vLLM's `reset_prefix_cache` of the connector, without a pause: what runs goes on."""
+        """vLLM's `reset_prefix_cache` of the connector, without a pause: requests go on."""
         self.prefill.reset()
         self.decode.reset()
 

@@ -11,7 +11,7 @@ CALM: Final = f"end {ENDINGS[0]}"
 
 
 def shrink(outcome: Outcome) -> Outcome:
-    """As short as it gets, in the plainest world."""
+    """The shortest schedule that was found, in the plainest world."""
     shrinker, before = _Shrinker(outcome), None
     while before != shrinker.best.lines and shrinker.runs_left > 0:
         before = shrinker.best.lines

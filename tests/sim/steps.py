@@ -4,7 +4,7 @@ A number picks among what there is at that moment, counted round; a step that ha
 nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
     prefill LENGTH STEPS [P]         a prompt comes to prefill (the first, unless one is named)
-    decode D TICKET BLOCKS           its ticket comes to decode, which has so many blocks of it
+    decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
     foreign D TICKET                 the same ticket with another prompt
     step E, piece E                  vLLM's step, or a piece of it
     pause E, resume E                vLLM makes no steps; the transfer threads go on
@@ -45,14 +45,14 @@ from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World
 
 DIGEST_TURNS: Final = 20
-"""Of a rank in each round: a digest has a step for each block, and waits for nothing."""
+"""A rank has as many in each round: a digest has a step for each block."""
 
 _Item = TypeVar("_Item")
 Find = Callable[[World, str], object]
-"""What an argument means in a world; None: there is no such thing, or it does nothing now."""
+"""The meaning of an argument in a world; None: no such thing, or it does nothing now."""
 
 Step = tuple[Any, ...]
-"""What a word does with the world and with what its arguments mean; then a `Find` for each."""
+"""The function of a word, and a `Find` for each of its arguments."""
 
 
 def perform(world: World, line: str) -> None:
@@ -100,7 +100,7 @@ def _engine(world: World, name: str) -> Engine | None:
 
 
 def _settled(world: World, name: str) -> Engine | None:
-    """An engine between two steps: only then does vLLM handle what comes from outside."""
+    """An engine between two steps: only then vLLM handles requests from outside."""
     engine = _engine(world, name)
     return engine if engine is not None and engine.settle() else None
 
@@ -131,6 +131,8 @@ def _faults(world: World, name: str) -> Faults | None:
 
 _ticket: Final = _any_of(lambda world: world.tickets)
 _packet: Final = _any_of(lambda world: world.network.packets)
+_working: Final = _any_of(lambda world: world.network.working())
+_unreported: Final = _any_of(lambda world: world.network.unreported())
 _read: Final = _any_of(lambda world: world.fabric.reads())
 
 
@@ -181,7 +183,7 @@ def _land(world: World, read: Read, num_pieces: int) -> None:
     if world.fabric.rate or not read.serve():
         return
     request = _verified_by(world, read) if world.is_damage_due else None
-    if request is not None:  # nobody notices it in others
+    if request is not None:  # damage of other loads stays unseen
         world.is_damage_due, read.is_damaged = False, True
         world.damaged.add(request)
     if num_pieces == 0:
@@ -276,14 +278,8 @@ STEPS: Final[Mapping[str, Step]] = {
     "deliver": (lambda world, packet: world.network.deliver(packet), _packet),
     "repeat": (lambda world, packet: world.network.deliver(packet, again=True), _packet),
     "lose": (lambda world, packet: world.network.packets.remove(packet), _packet),
-    "cut": (
-        lambda world, link: world.network.cut(link),
-        _any_of(lambda world: world.network.working()),
-    ),
-    "report": (
-        lambda world, link: world.network.report_loss(link),
-        _any_of(lambda world: world.network.unreported()),
-    ),
+    "cut": (lambda world, link: world.network.cut(link), _working),
+    "report": (lambda world, link: world.network.report_loss(link), _unreported),
     "land": (_land, _read, _number),
     "hang": (_set("hangs", value=True), _read),
     "break": (_set("is_broken", value=True), _read),

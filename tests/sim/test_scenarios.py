@@ -1,4 +1,4 @@
-"""What a prefill and a decode engine do, step by step: who holds what, until when."""
+"""Stories of a prefill and a decode engine: which one holds which blocks, until when."""
 
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -37,7 +37,7 @@ class Scenario(Run):
         self.do(f"decode {engine} {ticket} 0", f"step {engine}", f"turn {engine}.0")
 
     def park(self) -> None:
-        """A request comes to decode, which has no blocks for it: prefill holds what is granted."""
+        """A request comes to decode, which has no blocks for it: prefill holds the granted ones."""
         self.do("occupy d0")
         self.load(self.offer())
         self.deliver_all()
@@ -82,7 +82,7 @@ class Scenario(Run):
     # --- what there is
 
     def kinds(self) -> list[str]:
-        """Of the messages under way."""
+        """The kinds of the messages under way."""
         return [msgspec.msgpack.decode(p.payload)[0] for p in self.world.network.packets]
 
     def reads(self) -> int:
@@ -281,7 +281,7 @@ def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
     assert verifying.kinds() == ["Deny"]
 
 
-# --- readers that do not want it any more
+# --- readers that leave
 
 
 def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:

@@ -1,7 +1,7 @@
 """The parts of vLLM that connectors see: blocks, requests, and the union of all ranks' reports.
 
-A freed block is the next to be given out, which is the worst that may happen to it; and whoever
-gets all of its blocks back has them in another order.
+A freed block is the next to be given out, the worst case; a request that gets all of its blocks
+back has them in another order.
 """
 
 import enum
@@ -17,7 +17,7 @@ from sim.repeatable import Violation
 
 @dataclass(eq=False)
 class Block:
-    """As vLLM's KVCacheBlock, and whose it is."""
+    """vLLM's KVCacheBlock, with its owner."""
 
     block_id: int
     ref_cnt: int = 0
@@ -30,7 +30,7 @@ class Block:
 
 
 class BlockPool:
-    """As vLLM's. `on_free` is called with the blocks that nobody refers to any more."""
+    """vLLM's. `on_free` is called with the blocks that have no reference left."""
 
     def __init__(self, count: int, on_free: Callable[[list[int]], None]) -> None:
         self.blocks = [Block(number) for number in range(count)]
@@ -66,14 +66,12 @@ class BlockPool:
 
 
 class Blocks(NamedTuple):
-    """As vLLM's KVCacheBlocks: those of each group."""
-
     blocks: tuple[list[Block], ...]
 
 
 @dataclass
 class BlockManager:
-    """As vLLM's KVCacheManager, with one group and no prefix cache."""
+    """vLLM's KVCacheManager, with one group and no prefix cache."""
 
     block_pool: BlockPool
     window: int = 0
@@ -81,9 +79,9 @@ class BlockManager:
     _tables: dict[RequestId, list[Block]] = field(default_factory=dict)
 
     def allocate(self, request: RequestId, computed: int, total: int) -> bool:
-        """Let a request have blocks for so many tokens in all; False if there are too few.
+        """Allocate blocks for `total` tokens; False if there are too few.
 
-        Blocks that no token after the `computed` ones looks at are given back, or never given.
+        Blocks outside the window of the tokens after `computed` are freed, or never allocated.
         """
         table = self._tables.setdefault(request, [])
         skipped = max(0, computed - self.window + 1) // BLOCK_TOKENS if self.window else 0
@@ -97,14 +95,11 @@ class BlockManager:
         return True
 
     def fits(self, total: int) -> bool:
-        """Whether there are blocks for so many tokens: only then vLLM begins a request."""
+        """Whether there are blocks for `total` tokens: only then vLLM begins a request."""
         return -(-total // BLOCK_TOKENS) <= len(self.block_pool.free)
 
     def free(self, request: RequestId) -> None:
-        """The request does not need its blocks any more; the last ones go first.
-
-        The connector hears of it, as `RequestBlocks.bind` arranges with vLLM.
-        """
+        """Free a request's blocks, the last ones first. `RequestBlocks.bind` adds `on_free`."""
         self.on_free(request)
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
 
@@ -144,7 +139,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is over for its client."""
         return self.status in (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_ABORTED)
 
     @property
@@ -154,7 +148,7 @@ class Request:
 
 @dataclass(frozen=True)
 class IssuedTicket:
-    """What the router was given for a prompt, and by which engine."""
+    """The response of a prefill engine, as the router has it."""
 
     params: dict[str, Any]
     prompt: KnownPrompt
@@ -170,7 +164,7 @@ class Forward:
 
 @dataclass
 class Aggregator:
-    """As vLLM's KVOutputAggregator: an id is complete when all ranks have reported it."""
+    """vLLM's KVOutputAggregator: an id is complete when all ranks have reported it."""
 
     num_ranks: int
     _left: dict[RequestId, int] = field(default_factory=dict)
@@ -192,6 +186,5 @@ class Aggregator:
                 self._complete.append(request)
 
     def pop_complete(self) -> list[RequestId]:
-        """What is complete since the last call."""
         complete, self._complete = self._complete, []
         return complete

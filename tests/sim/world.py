@@ -47,7 +47,7 @@ class Shape:
     join: float = 0.0  # seconds that it takes to join a rank of a peer,
     run: float = 0.0  # and to post a run of a read
     apart: bool = False  # peers are prepared when the schedule says so, not at once
-    staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
+    staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
     gentle: bool = False  # every load has to be good
 
     def __str__(self) -> str:
@@ -76,7 +76,6 @@ class Shape:
         return self.prefill_names + [f"d{number}" for number in range(self.engines)]
 
     def config(self) -> Config:
-        """Of all engines: short times, and no key."""
         return Config(
             insecure=True,
             peers=ANYWHERE,
@@ -147,10 +146,7 @@ class World:
             yield from engine.ranks
 
     def join_at_once(self) -> None:
-        """What goes on beside the transfer threads ends, where the schedule does not say when.
-
-        Ranks do it at the same time.
-        """
+        """All ranks join their peers, at the same time, unless the schedule says when."""
         began = ended = self.clock.now
         for rank in [] if self.shape.apart else self.ranks():
             if not rank.is_stopped:

@@ -28,7 +28,7 @@ MORE_ROUNDS: Final = 60
 SLOW_ROUND_S: Final = 1.0
 
 Change = Callable[[bytes], Sequence[bytes]]
-"""What arrives instead of a message; the message alone, if nothing is changed."""
+"""Returns the messages that arrive instead of one; that one alone, if nothing is changed."""
 
 
 class BrokenPromiseError(Exception):
@@ -45,7 +45,7 @@ class Exchange:
     def __init__(self, path: str, change: Change = unchanged) -> None:
         self.load: LoadEnded | None = None
         self.kinds: list[str] = []
-        """Of the messages, before they are changed."""
+        """The kinds of the messages, before they are changed."""
         self._change = change
         self._config = Config(
             path=path, lease_s=2.0, hold_s=2.0, offer_ttl_s=4.0, request_timeout_s=4.0
@@ -100,7 +100,7 @@ class Exchange:
         (self.load,) = (end for end in ends if isinstance(end, LoadEnded))
         read, sent = _tokens(world.decode.cache, OTHER_TABLE), _tokens(world.prefill.cache, TABLE)
         if self.load.verified and not np.array_equal(read, sent):
-            raise BrokenPromiseError("what is called verified is not what prefill has")
+            raise BrokenPromiseError("bytes that are called verified differ from prefill's")
 
 
 def _other_blocks(view: Bytes) -> Bytes:

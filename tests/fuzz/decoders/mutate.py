@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 Tree = Any
-"""What a decoder without types makes of an input: lists, dicts and scalars."""
+"""The result of a decoder without types: lists, dicts and scalars."""
 
 Path = tuple[Any, ...]
 
@@ -22,7 +22,7 @@ PLAIN_BYTES: Final = 0.25
 """Share of mutations that know nothing of the input's structure."""
 
 MAX_BYTES: Final = 2 << 20
-"""A limit on what a mutation repeats: the question is what a small message can do."""
+"""The most that a mutation repeats: the fuzzer looks for harm by small messages."""
 
 LARGE: Final = 100_000
 """Bytes: a message that has grown so much is mutated no further."""
@@ -56,7 +56,7 @@ def mutate(rng: random.Random, message: bytes) -> bytes:
 
 
 def _mutate_once(rng: random.Random, message: bytes) -> bytes:
-    """What is not a tree is changed as bytes."""
+    """Bytes that are not a tree are changed as bytes."""
     if rng.random() > PLAIN_BYTES:
         with contextlib.suppress(ValueError, OverflowError, TypeError, RecursionError):
             return msgspec.msgpack.encode(mutate_tree(rng, msgspec.msgpack.decode(message)))
@@ -148,7 +148,7 @@ def _changed(rng: random.Random, tree: Tree, path: Path) -> Tree:
         case None | bool():
             return rng.choice(OTHERS)
         case int() as node:
-            # Checks are missing near what is right: often a small step away.
+            # Often a small step away: missing checks are near valid values.
             near = (node + 1, node - 1, node * 2, node // 2, -node, node + 4096, node ^ 1 << 40)
             return rng.choice(near if _chance(rng, 50) else INTEGERS)
         case float():

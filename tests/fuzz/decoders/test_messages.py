@@ -42,11 +42,11 @@ CHANGED = 0.15
 """Share of the messages: of about fifteen of an exchange, one or two, or a few."""
 
 LARGE = Cache(Sizes(layers=36, blocks=1024, heads=8, tokens=16, key=64, value=64)).layout()
-"""As of a model of 8 billion parameters with small heads. Its memory is mapped, not touched."""
+"""A model of 8 billion parameters with small heads. Its memory is mapped, not touched."""
 
 ROOM = (Span(1, 2**62),)
 REFUSALS = (IncompatiblePeer, msgspec.MsgspecError, ValueError, RecursionError)
-"""What a remote layout may end in; all of them are caught where peers are joined."""
+"""A remote layout may end in these; the handshake catches all of them."""
 
 DECODERS: Mapping[str, Callable[[bytes], object]] = {
     name: decode for name, decode in vars(messages).items() if name.startswith("decode")
