@@ -23,6 +23,7 @@ import pytest
 
 from fuzz.decoders.exchange import Exchange
 from fuzz.decoders.mutate import mutate
+from fuzz.decoders.samples import KINDS, sample
 from harness.local.caches import ORDERS, Cache, Sizes
 from harness.local.engine import HOST_PATHS
 from nixl_kv.errors import IncompatiblePeer, RemoteProtocolError
@@ -40,6 +41,9 @@ MAX_BYTES = 500 << 20
 
 CHANGED = 0.15
 """Share of the messages: of about fifteen of an exchange, one or two, or a few."""
+
+OTHER_KIND = 0.1
+"""Share of these that are of any kind."""
 
 LARGE = Cache(Sizes(layers=36, blocks=1024, heads=8, tokens=16, key=64, value=64)).layout()
 """A model of 8 billion parameters with small heads. Its memory is mapped, not touched."""
@@ -95,7 +99,8 @@ def changed(rng: random.Random, message: bytes) -> Sequence[bytes]:
     """Mostly the message; or a mutation, before it, after it, or instead of it."""
     if rng.random() > CHANGED:
         return [message]
-    mutated = mutate(rng, message)
+    is_other = rng.random() < OTHER_KIND
+    mutated = mutate(rng, messages.encode(sample(rng.choice(KINDS))) if is_other else message)
     for name, decode in DECODERS.items():
         # A worker of the same engine may also end in these.
         with contextlib.suppress(RemoteProtocolError, *REFUSALS * (name == "decode_rank")):
