@@ -43,26 +43,17 @@ def _allowed(world: World) -> tuple[float, float]:
     """For how many seconds a load and an offer may hold blocks for the other side.
 
     A load: its timeout, the drain, making an agent and destroying one, each perhaps twice, and the
-    peers and reads that it waits for. An offer: until a rank asks, until that one begins to read,
+    reads that it waits for. An offer: until a rank asks, until that one begins to read,
     and then its load and a lease.
     """
     config = world.environment.config
-    load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
+    num_bytes = world.shape.heads * CONTENT * world.num_tokens
+    queue_s = num_bytes / world.shape.rate if world.shape.rate else 0.0
+    load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s
     load += LONGEST_LOAD * PAUSE_S
     granted = config.hold_s + RECALL_S + load + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
     return load, offer + (granted if world.decodes() else 0)
-
-
-def _queue_s(world: World) -> float:
-    """For how long others may be served first, all ranks one after the other."""
-    shape, num_ranks = world.shape, sum(1 for _ in world.ranks())
-    num_bytes = shape.heads * CONTENT * world.num_tokens
-    return (
-        shape.join * num_ranks * len(world.prefills()) * max(shape.prefill, shape.decode)
-        + shape.run * num_ranks * world.num_tokens
-        + (num_bytes / shape.rate if shape.rate else 0)
-    )
 
 
 def end(world: World, ending: str, invariants: Invariants) -> None:

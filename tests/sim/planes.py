@@ -17,7 +17,6 @@ from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Endpoint, FenceToken
 from nixl_kv.transport.base import Bounds, Indices, PeerName, Received, SlotPage
-from sim.faults import Faults
 from sim.repeatable import Violation
 from support.stepped import Clock
 
@@ -26,6 +25,40 @@ EMPTY = FenceToken(bytes(16))
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
 """Address and length on this side, and on the side that is read."""
+
+
+class InjectedError(Exception):
+    """A bug of our own somewhere in the transfer thread, which the schedule put there."""
+
+
+class Faults:
+    """Lets the thread die at the n-th thing that it does, refuse the next peer, or fail to send.
+
+    A thing is an event that a machine handles, or a call of sockets, agents, digests or slots.
+    """
+
+    def __init__(self) -> None:
+        self.dies_after: int | None = None
+        self.refuses_peer = False
+        self.unsent = 0  # messages to endpoints that cannot be sent, from the next one on
+
+    def touch(self) -> None:
+        if self.dies_after is None:
+            return
+        self.dies_after -= 1
+        if self.dies_after < 0:
+            self.dies_after = None
+            raise InjectedError("planned by the schedule")
+
+    def guard(self, owner: object, name: str) -> None:
+        """A method of an object may be what the thread dies of."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def guarded(*args: Any) -> Any:
+            self.touch()
+            return method(*args)
+
+        setattr(owner, name, guarded)
 
 
 @dataclass(eq=False)
@@ -78,14 +111,11 @@ class Read:
 class SimFabric(Fabric):
     """All reads of the world, in the order in which they were started."""
 
-    def __init__(
-        self, clock: Clock, *, tcp: bool, rate: float, join_s: float, run_s: float
-    ) -> None:
+    def __init__(self, clock: Clock, *, tcp: bool, rate: float) -> None:
         super().__init__()
         self.clock = clock
         self.tcp = tcp  # reads land only while their source's thread takes part
         self.rate = rate  # of each link between two engines; 0: the schedule lands reads
-        self.join_s, self.run_s = join_s, run_s  # that a turn takes for a peer, and for each run
         self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
         self._reads: list[Read] = []
         self._count = 0
@@ -148,7 +178,6 @@ class SimTransport(MemoryTransport):
         fabric.processes[self.name] = process
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        self._reads.clock.now += self._reads.join_s
         if self._faults.refuses_peer:
             self._faults.refuses_peer = False
             raise TransportError("the schedule refused this peer")
@@ -166,7 +195,6 @@ class SimTransport(MemoryTransport):
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
         """Start a read that the schedule lands."""
         self._faults.touch()
-        self._reads.clock.now += self._reads.run_s * len(indices[0])
         if remote.owner not in self._peers:
             raise TransportError(f"no such peer: {remote.owner}")
         read = super().read(local, remote, indices)

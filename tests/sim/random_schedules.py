@@ -68,7 +68,6 @@ SHAPES: Final = (
     Shape(1, 1, prefills=3, both=True, engines=0, blocks=60, window=5),
 )
 FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
-    (0.25, "join", (0.01, 0.05, 0.14)),
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
 )
@@ -132,13 +131,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "all": Profile(_weights(EVERY_DAY, BUSY, NETWORK, DEADLY, RESTING)),
     "meeting": Profile(
         _weights(IN_STEP, "occupy 0.5, vacate 0.3"),
-        shapes=[
-            # Peers are joined beside the thread: messages come and go meanwhile, which a schedule
-            # that joins at once does not show. So it is not long, against a lease of a second.
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.03),
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.02),
-            Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.03),
-        ],
+        shapes=[Shape(3, 1, prefills=4, heads=3, blocks=60, apart=True)],
         gentle=True,
         num_steps=400,
     ),
@@ -163,14 +156,12 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=400,
     ),
     "long": Profile(
-        # One read takes longer than a timeout, and to post all of it longer than a lease.
+        # One read takes longer than a timeout.
         _weights(IN_STEP, "prefill long 2, decode once 8"),
         shapes=[
             Shape(rate=70, blocks=100),
-            Shape(run=0.15, blocks=100),
             Shape(1, 2, rate=160, blocks=100),
             Shape(rate=150, blocks=100, staged=1024),
-            Shape(2, 1, run=0.05, blocks=100),
         ],
         gentle=True,
         num_steps=300,
@@ -217,18 +208,13 @@ def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[st
     words, num_naps = list(profile.weights), 0
     num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
     slow = "none" if "beat" in words else rng.choice(["none", *run.world.engines])
-    heard_at = run.world.clock.now
     while len(run.lines) < num_steps:
         (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
         if run.world.shape.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
-        if run.world.shape.gentle and run.world.shape.run and run.world.clock.now > heard_at:
-            yield from _hear(run.world)
-            heard_at = run.world.clock.now
-    endings = list(profile.endings)
-    yield f"end {ENDINGS[0] if run.world.shape.gentle else rng.choice(endings)}"
+    yield f"end {ENDINGS[0] if run.world.shape.gentle else rng.choice(profile.endings)}"
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
@@ -248,24 +234,13 @@ def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
             yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
 
 
-def _hear(world: World) -> Iterator[str]:
-    """A turn that posted runs took time: without faults, its heartbeats arrive before the next."""
-    for _ in range(len(world.network.packets)):
-        yield "deliver 0"
-    yield from _prefill_turns(world)
-
-
-def _prefill_turns(world: World) -> Iterator[str]:
-    for rank in list(world.ranks()):
-        if rank.seat.is_prefill:
-            yield f"turn {rank.seat.name}"
-
-
 def _beat(world: World) -> Iterator[str]:
     """A round, and then time passes; prefill notices that before it receives newer messages."""
     yield from round_lines(world)
     yield "wait 0.1"
-    yield from _prefill_turns(world)
+    for rank in list(world.ranks()):
+        if rank.seat.is_prefill:
+            yield f"turn {rank.seat.name}"
 
 
 def _choice(items: Callable[[World], Sequence[object]]) -> Draw:

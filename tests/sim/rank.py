@@ -16,8 +16,17 @@ from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import Buffer
 from sim.cache import RankCache
-from sim.faults import Faults, InjectedError
-from sim.planes import HOST, Process, Read, SimControl, SimFabric, SimSlots, SimTransport
+from sim.planes import (
+    HOST,
+    Faults,
+    InjectedError,
+    Process,
+    Read,
+    SimControl,
+    SimFabric,
+    SimSlots,
+    SimTransport,
+)
 from sim.repeatable import Violation
 from support.stepped import Background, Clock
 

@@ -38,8 +38,7 @@ from typing import Any, Final, TypeVar
 from nixl_kv.ids import RequestId
 from sim.cache import BLOCK_TOKENS
 from sim.engine import Engine
-from sim.faults import Faults
-from sim.planes import Read
+from sim.planes import Faults, Read
 from sim.rank import FAILED, RankLife
 from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World

@@ -4,6 +4,7 @@ import pytest
 
 from sim.schedule import replay
 
+GRANTED = "prefill 8 1; step p *3; turn p.0; decode d0 0 0; step d0; turn d0.0"
 SCHEDULES = {
     "caches full of each other's offers": """
         world prefills=2 both=1 engines=0 blocks=9 share=1 slots=8
@@ -11,14 +12,8 @@ SCHEDULES = {
         decode p 4 0; decode p 5 0; decode p 6 0; decode p 7 0
         decode p1 0 0; decode p1 1 0; decode p1 2 0; decode p1 3 0; end calm
     """,
-    "prefill falls asleep with an offer": """
-        world; prefill 8 1; step p *3; turn p.0; decode d0 0 0; step d0; turn d0.0; freeze p
-        end calm
-    """,
-    "decode falls asleep with a load": """
-        world; prefill 8 1; step p *3; turn p.0; decode d0 0 0; step d0; turn d0.0; freeze d0
-        end calm
-    """,
+    "prefill falls asleep with an offer": f"world; {GRANTED}; freeze p; end calm",
+    "decode falls asleep with a load": f"world; {GRANTED}; freeze d0; end calm",
     "a read that hangs while others beside it land": """
         world; prefill 9 4; step p; prefill 13 3; step p; decode d0 0 0; step d0; turn d0.0
         deliver 0; piece p; deliver 0; turn d0.0; deliver 0; turn p.0; deliver 0; turn d0.0; hang 0

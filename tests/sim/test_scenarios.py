@@ -142,12 +142,6 @@ def verifying(make: Make) -> Scenario:
     return make(verify=1.0)
 
 
-@pytest.fixture
-def two(make: Make) -> Scenario:
-    """One prefill engine and two decode engines."""
-    return make(engines=2)
-
-
 # --- without faults
 
 
@@ -203,8 +197,9 @@ def test_a_read_is_good_if_its_blocks_are_freed_after_the_slot_was_read(
     assert (one.good, one.failures) == (1 - len(failures), failures)
 
 
-def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
+def test_the_slot_of_another_grant_does_not_prove_a_read(make: Make) -> None:
     """Blocks are freed, and given to the next prompt, whose grant has the same slot."""
+    two = make(engines=2)
     two.start_reading()
     before = two.valid_slots()
     two.prefill_alone(LEASE_S)
@@ -359,7 +354,8 @@ def test_messages_that_come_twice_do_no_harm(one: Scenario) -> None:
 # --- several readers
 
 
-def test_a_ticket_is_good_for_one(two: Scenario) -> None:
+def test_a_ticket_is_good_for_one(make: Make) -> None:
+    two = make(engines=2)
     two.offer()
     two.load(engine="d0")
     two.load(engine="d1")

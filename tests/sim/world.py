@@ -44,8 +44,6 @@ class Shape:
     verify: float = 0.0  # share of the loads whose bytes are compared
     window: int = 0  # tokens that a layer looks at; 0 for all
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
-    join: float = 0.0  # seconds that it takes to join a rank of a peer,
-    run: float = 0.0  # and to post a run of a read
     apart: bool = False  # peers are prepared when the schedule says so, not at once
     staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
     gentle: bool = False  # every load has to be good
@@ -94,9 +92,7 @@ class World:
         self.shape = shape
         self.clock = Clock()
         self.network = MemoryNetwork(held=True)
-        self.fabric = SimFabric(
-            self.clock, tcp=shape.tcp, rate=shape.rate, join_s=shape.join, run_s=shape.run
-        )
+        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate)
         self.environment = Environment(
             self.clock, self.network, self.fabric, shape.config(), shape.window
         )
@@ -146,14 +142,10 @@ class World:
             yield from engine.ranks
 
     def join_at_once(self) -> None:
-        """All ranks join their peers, at the same time, unless the schedule says when."""
-        began = ended = self.clock.now
+        """All ranks join their peers, unless the schedule says when."""
         for rank in [] if self.shape.apart else self.ranks():
             if not rank.is_stopped:
-                self.clock.now = began
                 rank.join_at_once()
-                ended = max(ended, self.clock.now)
-        self.clock.now = ended
 
     def new_prompt(self, length: int) -> KnownPrompt:
         self.num_prompts += 1
