@@ -99,7 +99,6 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """The rest of this step, or a whole one."""
         if not self._pieces and not self._is_resting:
             self._begin()
         return self.settle()

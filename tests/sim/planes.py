@@ -193,7 +193,6 @@ class SimTransport(MemoryTransport):
                 read.is_forgotten = True
 
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
-        """Start a read that the schedule lands."""
         self._faults.touch()
         if remote.owner not in self._peers:
             raise TransportError(f"no such peer: {remote.owner}")
@@ -201,7 +200,6 @@ class SimTransport(MemoryTransport):
         return self._reads.start(self, list(read.pairs), read.peer)
 
     def poll(self, read: Any) -> bool:
-        """Whether all of it has landed."""
         self._faults.touch()
         if read.is_forgotten:
             raise TransportError("no such read")

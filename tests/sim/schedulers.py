@@ -190,7 +190,6 @@ class DecodeHalf(_Half):
         return self.connector.build_connector_meta()
 
     def update(self) -> None:
-        """End requests that have their whole answer."""
         for request in self.running:
             request.steps_left -= 1
             if request.steps_left <= 0 and not request.is_finished:

@@ -82,15 +82,12 @@ class Scenario(Run):
     # --- what there is
 
     def kinds(self) -> list[str]:
-        """The kinds of the messages under way."""
         return [msgspec.msgpack.decode(p.payload)[0] for p in self.world.network.packets]
 
     def reads(self) -> int:
-        """How many are under way."""
         return len(self.world.fabric.reads())
 
     def blocks(self, engine: str = "p") -> int:
-        """How many are used."""
         life = self.world.engines[engine]
         assert life is not None
         return life.scheduler.blocks.block_pool.num_used

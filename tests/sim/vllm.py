@@ -25,7 +25,6 @@ class Block:
 
     @property
     def is_null(self) -> bool:
-        """Whether it only fills gaps of a table."""
         return self.block_id == NULL_BLOCK
 
 
