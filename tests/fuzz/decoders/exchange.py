@@ -52,12 +52,7 @@ class Exchange:
         )
 
     def run(self) -> "Exchange":
-        """To the end of both requests, after which no fault is left.
-
-        Raises:
-            BrokenPromiseError: if a request does not end, or ends twice, if another block is
-                written, or if bytes are called verified that differ.
-        """
+        """To the end of both requests, after which no fault is left."""
         with patch.object(ids, "secrets", SeededSecrets(0)):
             world = World(Sizes(), self._config, BOTH)
             world.network.held = True

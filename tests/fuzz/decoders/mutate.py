@@ -9,6 +9,8 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any, Final
 
 import msgspec
@@ -48,7 +50,6 @@ NESTED: Final = (b"\x91", b"\x81\xa1a")
 
 
 def mutate(rng: random.Random, message: bytes) -> bytes:
-    """Up to three changes."""
     for _ in range(rng.randint(1, 3)):
         if len(message) < LARGE:
             message = _mutate_once(rng, message)
@@ -64,7 +65,6 @@ def _mutate_once(rng: random.Random, message: bytes) -> bytes:
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """One change somewhere."""
     start = rng.randint(0, len(data))
     end = rng.randint(start, len(data))
     match rng.choice(("flip", "overwrite", "cut", "insert", "repeat", "nest")):
@@ -86,15 +86,18 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_tree(rng: random.Random, tree: Tree) -> Tree:
-    """One change of one node, or the same change of all nodes that are at the like place."""
+    """Change one node of a tree, or all nodes at like places in the same way."""
     path = _random_path(rng, tree)
-    changed = _changed(rng, tree, path)
+    changed = copy.deepcopy(_changed(rng, tree, path))  # it may contain the place
     places = [path]
     if _chance(rng, 30):
         count = min(MAX_PLACES, 1 + MAX_BYTES // len(msgspec.msgpack.encode(changed)))
         places = list(itertools.islice(_like_places(tree, path), count))
     for place in places:
-        tree = _replaced(tree, place, changed)
+        if not place:
+            return changed
+        with contextlib.suppress(TypeError, LookupError):  # an earlier change took it away
+            reduce(getitem, place[:-1], tree)[place[-1]] = changed
     return tree
 
 
@@ -111,12 +114,6 @@ def _random_path(rng: random.Random, tree: Tree) -> Path:
     return path
 
 
-def _node_at(tree: Tree, path: Path) -> Tree:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def _like_places(tree: Tree, path: Path, before: Path = ()) -> Iterator[Path]:
     """Where the same field is, in all elements of the same lists."""
     if len(path) <= 1:
@@ -128,23 +125,11 @@ def _like_places(tree: Tree, path: Path, before: Path = ()) -> Iterator[Path]:
             yield from _like_places(tree[key], path[1:], (*before, key))
 
 
-def _replaced(tree: Tree, path: Path, value: Tree) -> Tree:
-    """A copy with another value there; unchanged if an earlier change took the place away."""
-    if not path:
-        return copy.copy(value)
-    mutated = copy.copy(tree)
-    try:
-        mutated[path[0]] = _replaced(mutated[path[0]], path[1:], value)
-    except (TypeError, LookupError):
-        return tree
-    return mutated
-
-
 def _changed(rng: random.Random, tree: Tree, path: Path) -> Tree:
     """Another value for the node there."""
     if _chance(rng, 10):
-        return _node_at(tree, _random_path(rng, tree))
-    match None if _chance(rng, 10) else _node_at(tree, path):
+        return reduce(getitem, _random_path(rng, tree), tree)
+    match None if _chance(rng, 10) else reduce(getitem, path, tree):
         case None | bool():
             return rng.choice(OTHERS)
         case int() as node:
