@@ -3,12 +3,12 @@
 A stranger must not be able to forge a line, to send a terminal commands, or to fill the disk.
 """
 
+import base64
 import copy
 import logging
 import re
-from collections.abc import Iterator
-from functools import reduce
-from operator import getitem
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,19 @@ import msgspec
 import pytest
 
 import nixl_kv
-from fuzz.decoders import inputs
-from fuzz.decoders.rank import (
-    ENDPOINTS,
-    LIFE,
-    PREFILL,
-    BrokenPromiseError,
-    RankUnderTest,
-    map_memory,
-)
+from fuzz.decoders.exchange import Exchange
 from fuzz.decoders.samples import KINDS, sample
-from fuzz.decoders.targets import NoInputError, Target, targets
+from harness.local.engine import HOST_PATHS
+from nixl_kv.engine.event_log import EventLog
 from nixl_kv.errors import NixlKVError, get_logger
-from nixl_kv.protocol import messages
+from nixl_kv.ids import EngineId
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket
 
 FORGED = "CRITICAL vllm.engine: GPU memory is corrupt"
 HOSTILE = (f"x\n{FORGED}\r\n\x1b[2J\u2028\u202e\x00", "A" * 300_000)
 MAX_LINE = 10_000
 """Characters: a line may have several texts, and each of them is cut."""
-
-WIRE = [target for target in targets() if target.name not in ("Config.parse", "geometry")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory() -> None:
-    map_memory()
 
 
 def text_places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -56,9 +44,12 @@ def text_places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 def with_text(tree: Any, path: tuple[Any, ...], text: str) -> Any:
     changed = copy.deepcopy(tree)
-    *parents, last = path[:-1] if path[-1] is ... else path
-    node = reduce(getitem, parents, changed)
-    if path[-1] is ...:
+    is_key = path[-1:] == (...,)
+    *parents, last = path[:-1] if is_key else path
+    node = changed
+    for key in parents:
+        node = node[key]
+    if is_key:
         node[text] = node.pop(last)
     else:
         node[last] = text
@@ -82,27 +73,69 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
 
 
-@pytest.mark.parametrize("target", WIRE, ids=lambda target: target.name)
-def test_no_text_of_a_message_or_ticket_makes_more_than_a_bounded_printable_line(
-    target: Target, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("path", HOST_PATHS)
+def test_no_text_of_a_message_makes_more_than_a_bounded_printable_line(
+    path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "nixl_kv")
-    tried = 0
-    for seed in target.seeds:
-        tree = target.parse(seed)
-        for path in text_places(tree):
-            # What is too long gets past no decoder, so ranks need not be tried with it.
-            for text in HOSTILE[:1] if target.name.endswith(" rank") else HOSTILE:
-                tried += 1
-                allowed: Any = (*target.allowed, BrokenPromiseError, NoInputError)
-                try:
-                    target.run(target.write(with_text(tree, path, text)))
-                except NixlKVError as error:
-                    check_text(str(error))
-                except allowed:
-                    pass
-                check_log(caplog)
-    assert tried > 1
+    places: dict[tuple[Any, ...], None] = {}
+
+    def record(message: bytes) -> list[bytes]:
+        kind, *rest = tree = msgspec.msgpack.decode(message)
+        places.update(dict.fromkeys((kind, *place) for place in text_places(tree) if rest))
+        return [message]
+
+    def replaced(message: bytes, kind: str, place: tuple[Any, ...]) -> list[bytes]:
+        tree = msgspec.msgpack.decode(message)
+        # A longer text gets past no decoder, so ranks need not be tried with it.
+        return (
+            [msgspec.msgpack.encode(with_text(tree, place, HOSTILE[0]))]
+            if tree[0] == kind
+            else [message]
+        )
+
+    Exchange(path, record).run()
+    for kind, *place in places:
+        Exchange(path, partial(replaced, kind=kind, place=tuple(place))).run()
+        check_log(caplog)
+    assert len(places) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_text_of_a_message_gets_into_the_error_of_its_decoder(kind: type) -> None:
+    decoders = [decode for name, decode in vars(messages).items() if name.startswith("decode_to")]
+    for tree in hostile(msgspec.msgpack.decode(messages.encode(sample(kind)))):
+        for decode in (*decoders, messages.decode_answer):
+            check_error(decode, msgspec.msgpack.encode(tree))
+
+
+def test_no_text_of_a_ticket_gets_into_its_error() -> None:
+    for key in (None, b"k" * 32):
+        for params in hostile(sample(Ticket).params(key)):
+            check_error(lambda given: SealedTicket.parse(given).open(), params)
+    for tree in hostile(msgspec.to_builtins(msgspec.structs.astuple(sample(Ticket)))):
+        check_error(read_payload, msgspec.msgpack.encode(tree))
+
+
+def read_payload(payload: bytes) -> None:
+    text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
+    sealed = SealedTicket.parse({FIELD: f"{WIRE_VERSION}..{text}"})
+    sealed.head()
+    sealed.open()
+
+
+def hostile(tree: Any) -> Iterator[Any]:
+    """The tree with each hostile text in each place of a text."""
+    for place in text_places(tree):
+        for text in HOSTILE:
+            yield with_text(tree, place, text)
+
+
+def check_error(decode: Callable[[Any], object], data: object) -> None:
+    try:
+        decode(data)
+    except NixlKVError as error:
+        check_text(str(error))
 
 
 def test_reasons_that_are_valid_text_are_escaped_where_they_are_logged(
@@ -111,12 +144,24 @@ def test_reasons_that_are_valid_text_are_escaped_where_they_are_logged(
     """Of a refusal, what a peer is called, and what differs."""
     caplog.set_level(logging.DEBUG, "nixl_kv")
     text = HOSTILE[0] + "B" * 400
-    refusal = sample(messages.Refusal, incarnation=LIFE, engine=PREFILL, reason=text)
-    described = sample(messages.Description, engine=text[:200], model={text[:200]: text})
-    for answer in (refusal, described):
-        with RankUnderTest() as rank:
-            rank.answer(ENDPOINTS[0], messages.encode(answer))
-            rank.finish()
+
+    def refuse(description: Any) -> messages.Message:
+        life = description.incarnation
+        return messages.Refusal(incarnation=life, engine=EngineId("prefill"), reason=text)
+
+    def describe(description: Any) -> messages.Message:
+        return msgspec.structs.replace(description, engine=text[:200], model={text[:200]: text})
+
+    for change in (refuse, describe):
+
+        def changed(
+            message: bytes, change: Callable[[Any], messages.Message] = change
+        ) -> list[bytes]:
+            if b"Description" not in message[:16]:
+                return [message]
+            return [messages.encode(change(messages.decode_answer(message)))]
+
+        Exchange("direct", changed).run()
     assert any(FORGED in record.getMessage() for record in caplog.records)
     assert any("KV not loaded" in record.getMessage() for record in caplog.records)
     check_log(caplog)
@@ -143,7 +188,9 @@ def test_every_module_logs_through_the_filter() -> None:
     assert files == {"errors.py"}
 
 
-def test_all_kinds_of_messages_are_tried() -> None:
-    """The seeds have one of each, so a new kind is tried as well."""
-    tags = {msgspec.msgpack.decode(seed)[0] for seed in inputs.every_message()}
-    assert {kind.__name__ for kind in KINDS} <= tags
+def test_a_story_is_of_single_lines() -> None:
+    log = EventLog()
+    for text in HOSTILE:
+        log.record(events.Transition("r", "peer", "A", "B", text, 0))
+    for line in log.story_lines(events.RequestId("r"), 10):
+        check_text(line)

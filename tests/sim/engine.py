@@ -5,15 +5,17 @@ each rank computes and hands over its report; the scheduler handles what all ran
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
+from harness.local.memory_control import MemoryControl
 from nixl_kv.connector.prefill import Address
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
-from sim.network import HOST, VersionedControl
+from sim.planes import HOST
 from sim.rank import MODEL, Environment, RankLife, Seat
 from sim.schedulers import EngineScheduler
 from sim.vllm import Aggregator, BlockManager, BlockPool, Forward
@@ -25,72 +27,48 @@ Piece = tuple[RankLife | None, Callable[[], None]]
 
 
 class Engine:
-    """See the module's head."""
-
     def __init__(self, seats: Sequence[Seat], environment: Environment) -> None:
-        """Start a life: all memory has other contents."""
         self._seats = seats
         self._environment = environment
+        self.name = seats[0].process.name
+        self.is_prefill, self.is_decode = seats[0].is_prefill, seats[0].is_decode
         self._overwrite(list(range(seats[0].cache.num_blocks)))
         self.is_paused = False  # vLLM makes no steps; the transfer threads go on
         self.is_draining = False  # it takes no new request
         self.is_asleep = False
         self.is_going_to_sleep = False  # as soon as nothing is held
-        self.directory_control = VersionedControl(
-            f"{self.name}.directory", environment.network, is_newer=seats[0].is_newer
-        )
+        self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
         self._directory: DirectoryServer | None = None
         if self.is_prefill:
             port = seats[0].port + DIRECTORY_PORT
             self._directory = DirectoryServer(self.directory_control, HOST, port)
-        self.scheduler = self._make_scheduler()
+        blocks = BlockPool(seats[0].cache.num_blocks, self._overwrite)
+        self.scheduler = EngineScheduler(
+            seats, BlockManager(blocks, environment.window), environment
+        )
         self._pieces: list[Piece] = []
         self._ended = Aggregator(len(seats))
         self._failed: set[RequestId] = set()
         self._start_life()
 
     def __repr__(self) -> str:
-        """Its requests and their states."""
         return f"<{self.name}: {self.scheduler!r}>"
 
     @property
-    def name(self) -> str:
-        """As schedules write it."""
-        return self._seats[0].process.name
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether it prefills for others."""
-        return self._seats[0].is_prefill
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it decodes what others have prefilled."""
-        return self._seats[0].is_decode
-
-    @property
     def takes_requests(self) -> bool:
-        """Whether it accepts new ones."""
         return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a rank of it stands still."""
         return any(rank.is_stopped for rank in self.ranks)
 
-    @property
-    def num_pieces(self) -> int:
-        """What is left of the step that is under way."""
-        return len(self._pieces)
-
     def serve_directory(self) -> None:
-        """Answer who asks for the engine's description, unless its process stands still."""
+        """Answer requests for the engine's description, unless its process stands still."""
         is_still = bool(self.ranks) and all(rank.is_stopped for rank in self.ranks)
         if self._directory is not None and not is_still:
             self._directory.turn(0)
 
     def leave(self) -> None:
-        """Its process has died."""
         self.directory_control.close()
         for rank in self.ranks:
             rank.control.close()
@@ -110,10 +88,7 @@ class Engine:
 
     @property
     def loses_loads_if_frozen(self) -> bool:
-        """Whether vLLM 0.33 runs a load's request with a discarded cache: see docs/faults.md.
-
-        The step that is under way may report such a load.
-        """
+        """Whether vLLM 0.33 would run a load's request with a discarded cache: docs/faults.md."""
         return bool(self._pieces) or self.scheduler.decode.has_good_loads
 
     def settle(self) -> bool:
@@ -124,19 +99,18 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """What is left of this step, or a whole one."""
         if not self._pieces and not self._is_resting:
             self._begin()
         return self.settle()
 
     def go_to_sleep(self) -> None:
-        """As vLLM's `sleep` in its mode `abort`: all requests end; it sleeps when none is left."""
+        """vLLM's `sleep` in mode `abort`: all requests end; it sleeps when none is left."""
         for request in self.scheduler.living():
             self.scheduler.abort(request)
         self.is_going_to_sleep = True
 
     def freeze(self) -> None:
-        """As vLLM's `sleep` in its mode `keep`: at once. What runs is computed again later."""
+        """vLLM's `sleep` in mode `keep`: at once. Running requests are computed again later."""
         if not self.is_asleep:
             for request in self.scheduler.living():
                 self.scheduler.preempt(request)
@@ -154,7 +128,6 @@ class Engine:
         return self.is_paused or self.is_asleep
 
     def _start_life(self) -> None:
-        """All ranks register their caches."""
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
         self.description = self._describe()
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
@@ -162,10 +135,12 @@ class Engine:
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation
-            self.scheduler.prefill.set_address(Address(engine, life, HOST, self._directory.port))
+            self.scheduler.prefill.admission.address = Address(
+                engine, life, HOST, self._directory.port
+            )
 
     def _fall_asleep(self) -> None:
-        """The cache is discarded; what was owed is reported with the next step."""
+        """Discard the cache; reports that are owed come with the next step."""
         for rank in self.ranks:
             rank.stop()
             self._take_report(rank)
@@ -178,36 +153,21 @@ class Engine:
         shape = ParallelShape(len(self.ranks), 1)
         return describe_engine(EngineId(self.name), MODEL, shape, descriptions)
 
-    def _make_scheduler(self) -> EngineScheduler:
-        environment, seat = self._environment, self._seats[0]
-        caches = [each.cache for each in self._seats]
-        blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
-        return EngineScheduler(seat, caches, blocks, environment.config, environment.clock)
-
     def _overwrite(self, blocks: list[int]) -> None:
-        """These blocks are anybody's."""
         for seat in self._seats:
             seat.cache.overwrite(blocks)
 
     def _begin(self) -> None:
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
-        pieces: list[Piece] = [(rank, self._submit(rank, commands)) for rank in self.ranks]
-        pieces += [(rank, self._work(rank, forwards)) for rank in self.ranks]
+        pieces: list[Piece] = [(rank, partial(rank.submit, commands)) for rank in self.ranks]
+        pieces += [(rank, partial(self._work, rank, forwards)) for rank in self.ranks]
         self._pieces = [*pieces, (None, self._end)]
 
-    def _submit(self, rank: RankLife, commands: list[events.Command]) -> Callable[[], None]:
-        return lambda: rank.submit(commands)
-
-    def _work(self, rank: RankLife, forwards: list[Forward]) -> Callable[[], None]:
-        """A forward, and then the rank's report."""
-
-        def work() -> None:
-            for forward in forwards:
-                rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
-            self._take_report(rank)
-
-        return work
+    def _work(self, rank: RankLife, forwards: list[Forward]) -> None:
+        for forward in forwards:
+            rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
+        self._take_report(rank)
 
     def _take_report(self, rank: RankLife) -> None:
         ended, failed = rank.pop_ended()

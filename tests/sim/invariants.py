@@ -1,6 +1,6 @@
-"""What must hold after every step.
+"""Promises that must hold after every step.
 
-a slot            is granted only while it is clear, and cleared once (see `data_plane.SimSlots`)
+a slot            is granted only while it is clear, and cleared once (see `planes.SimSlots`)
 a grant           is valid when it leaves, for blocks of the request that it was made for
 a valid slot      its blocks are still that request's, and it is not reported as sent
 a read            its blocks are those of the request that it is for, until it cannot write
@@ -9,7 +9,7 @@ a report          is of a load that was started, says of how many tokens, and is
 a digest          leaves while the slot of its grant is valid
 a verified load   was compared with each rank's digest, and equal
 a corrupt load    was damaged on its way
-a dropped peer    is not being read (see `data_plane.SimTransport`)
+a dropped peer    is not being read (see `planes.SimTransport`)
 a stopped rank    is not written by any read, and owes no load (see `rank.RankLife.stop`)
 the machines      say so themselves
 
@@ -27,20 +27,17 @@ from nixl_kv.ids import FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
+from nixl_kv.protocol.ticket import SealedTicket
 from sim.cache import NULL_BLOCK
-from sim.data_plane import Read
 from sim.engine import Engine
-from sim.network import SimControl
+from sim.planes import Read
 from sim.rank import RankLife
 from sim.repeatable import Violation
-from sim.tickets import incarnation_in
 from sim.world import World
 
 
 @dataclass(frozen=True)
 class Granted:
-    """A grant that left a prefill rank, and whose the blocks were then."""
-
     rank: RankLife
     nonce: Nonce
     slot: int
@@ -50,22 +47,17 @@ class Granted:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a reader would believe it."""
         return self.rank.seat.slots.read(self.slot) == self.fence_token
 
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A load that failed; `incarnation` is that of the engine that its ticket names."""
-
     request: RequestId
     failure: events.Failure
     incarnation: Incarnation
 
 
 class Invariants:
-    """See the module's head. It observes all ranks of a world."""
-
     def __init__(self, world: World, *, is_served: Callable[[], bool]) -> None:
         """Observe this world. `is_served`: whether each read is served to its end, up to now."""
         self.num_good = 0
@@ -80,11 +72,7 @@ class Invariants:
         world.environment.observer = self
 
     def check(self) -> None:
-        """To be called after a step.
-
-        Raises:
-            Violation: says what does not hold.
-        """
+        """To be called after a step."""
         alive = list(self._world.ranks())
         if self._grants:
             self._grants = {key: each for key, each in self._grants.items() if each.rank in alive}
@@ -101,11 +89,6 @@ class Invariants:
     # --- as observer
 
     def on_result(self, rank: RankLife, result: events.Result) -> None:
-        """From now on vLLM may use the blocks for anything.
-
-        Raises:
-            Violation: if it may not.
-        """
         engine = self._engine_of(rank)
         if engine is None:
             return
@@ -116,16 +99,9 @@ class Invariants:
             self._check_reads(engine)
             self._check_load(engine, rank, result)
 
-    def on_reply(self, control: SimControl, payload: bytes) -> None:
-        """A prefill rank answers: what it grants or digests, it holds.
-
-        Raises:
-            Violation: if it does not.
-        """
-        answer = decode_answer(payload)
-        rank = next((r for r in self._world.ranks() if r.control is control), None)
-        engine = None if rank is None else self._engine_of(rank)
-        if engine is None or rank is None:
+    def on_reply(self, rank: RankLife, payload: bytes) -> None:
+        answer, engine = decode_answer(payload), self._engine_of(rank)
+        if engine is None or rank not in engine.ranks:
             return
         if isinstance(answer, Grant):
             self._add_grant(engine, rank, answer)
@@ -135,16 +111,14 @@ class Invariants:
             granted = self._grants.get((rank, answer.nonce))
             if granted is None or not granted.is_valid:
                 kind = "digest" if isinstance(answer, DigestReply) else "chunk"
-                raise Violation(f"{kind} of what is not held", f"{control.name}: {answer.nonce}")
+                raise Violation(f"{kind} of what is not held", f"{rank.seat.name}: {answer.nonce}")
             self._check_grant(granted)
 
     def on_compared(self, rank: RankLife, event: events.DigestCompared) -> None:
-        """Bytes that landed were compared with prefill's."""
         if event.difference is None and event.refusal is None:
             self._equal.add((rank, event.request, event.rank))
 
     def _engine_of(self, rank: RankLife) -> Engine | None:
-        """The life that it is a part of, which may be over."""
         return self._world.engines[rank.seat.process.name]
 
     # --- prefill
@@ -201,12 +175,11 @@ class Invariants:
                 raise Violation("reported while a read can write", detail)
 
     def _warms_up(self, read: Read) -> bool:
-        """Whether it is of bytes that nobody wants, into memory that is nobody's."""
+        """Whether it writes into scratch memory alone."""
         caches = [rank.seat.cache for rank in self._world.ranks()]
         return all(cache.block_at(read.addresses[0]) is None for cache in caches)
 
     def _reads(self, engine: Engine) -> Iterator[tuple[RankLife, Read]]:
-        """Those that write into an engine's caches."""
         for rank in engine.ranks:
             for read in self._world.fabric.reads():
                 if rank.seat.cache.block_at(read.addresses[0]) is not None:
@@ -221,7 +194,7 @@ class Invariants:
             raise Violation("wrong report", f"{name}: {ended}, of {start}")
         if ended.failure is not None:
             self._check_failure(ended.request, ended.failure)
-            incarnation = incarnation_in(request.kv_transfer_params)
+            incarnation = SealedTicket.parse(request.kv_transfer_params).open().incarnation
             self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
             return
         self.num_good += 1
@@ -245,7 +218,7 @@ class Invariants:
 
     def _check_failure(self, request: RequestId, failure: events.Failure) -> None:
         is_corrupt = failure.kind is FailureKind.CORRUPT
-        if is_corrupt and request not in self._world.damage.requests:
+        if is_corrupt and request not in self._world.damaged:
             raise Violation("good bytes called corrupt", f"{request}: {failure}")
 
 

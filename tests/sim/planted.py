@@ -1,97 +1,208 @@
-"""Bugs, planted one at a time into the running code: the simulator has to find each.
+"""Bugs that the simulator has to find, each planted into the running code by replacing functions.
 
-Each is what somebody might write, or leave out. None of them is kept from doing harm by a second
-defence, or the schedules would be right to pass. bugs.txt has them:
-
-    the bug's name | the profiles of schedules that give it a chance; none named: all
-    @ a function or property of nixl_kv
-    - what stands there once; further lines as they are indented in the function
-    + what the bug has in its place
-
-Where the old text is not there exactly once, the code has moved on: that is an error.
+No second defence keeps one from doing harm, or the schedules would be right to pass.
 """
 
-import inspect
-import pkgutil
-import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
+import pytest
+from msgspec import structs
+
 from harness.local.engine import HOST_PATHS
+from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.prefill import PrefillScheduler
+from nixl_kv.protocol import decode, events
+from nixl_kv.protocol.decode import DecodeMachine
+from nixl_kv.protocol.load import Load, State
+from nixl_kv.protocol.prefill import Binding, PrefillMachine, RingBook
+from nixl_kv.reading import replace
+from nixl_kv.reading.replace import Agents
+from nixl_kv.transport.base import SlotPage
+from nixl_kv.verify import queue
+
+FOREVER: Final = 1e9
+LATER: Final = 1 << 30
 
 
-@dataclass
-class Edit:
-    """One function of a bug."""
-
-    where: str
-    old: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def apply(self) -> Iterator[None]:
-        """Whoever holds the function runs the edited code until the end of the block.
-
-        Raises:
-            LookupError: if the code has moved on.
-        """
-        function = _function(pkgutil.resolve_name(f"nixl_kv.{self.where}"))
-        source = textwrap.dedent(inspect.getsource(function))
-        old, new = "\n".join(self.old), "\n".join(self.new)
-        if source.count(old) != 1:
-            raise LookupError(f"{self.where} has {source.count(old)} times, not once: {old}")
-        names: dict[str, Any] = {}
-        exec(source.replace(old, new), function.__globals__, names)  # noqa: S102 - our own text
-        before, function.__code__ = function.__code__, _function(names[function.__name__]).__code__
-        try:
-            yield
-        finally:
-            function.__code__ = before
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: list[Any] = []
+"""Each has its function, the checks that find it, and the profiles of schedules; none: all."""
 
 
-@dataclass
-class Bug:
-    """How to plant it, and the profiles that give it a chance."""
+def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[[Plant], Plant]:
+    """Add a bug to the list. One that is quick is found within a second."""
 
-    profiles: list[str]
-    edits: list[Edit] = field(default_factory=list)
+    def add(plant: Plant) -> Plant:
+        marks = () if is_quick else pytest.mark.slow
+        BUGS.append(pytest.param(plant, checks, in_.split(), id=plant.__name__, marks=marks))
+        return plant
 
-    @contextmanager
-    def plant(self) -> Iterator[None]:
-        """It is there until the end of the block."""
-        with ExitStack() as stack:
-            for edit in self.edits:
-                stack.enter_context(edit.apply())
-            yield
+    return add
 
 
-def _function(defined: Any) -> Any:
-    return defined.fget if isinstance(defined, property) else defined
+# --- the fence
 
 
-def _read_bugs(text: str) -> Iterator[tuple[str, Bug]]:
-    for entry in text.strip().split("\n\n"):
-        title, *lines = entry.split("\n")
-        name, _, profiles = title.partition(" | ")
-        bug = Bug(profiles.split())
-        for line in lines:
-            match line[:2]:
-                case "@ ":
-                    bug.edits.append(Edit(line[2:]))
-                case "- ":
-                    bug.edits[-1].old.append(line[2:])
-                case "+ ":
-                    bug.edits[-1].new.append(line[2:])
-                case _:
-                    raise ValueError(f"{name}: {line!r}; a line starts with '@ ', '- ' or '+ '")
-        yield name, bug
+@breaks("reported while its slot is valid")
+def slot_cleared_after_the_free(patch: pytest.MonkeyPatch) -> None:
+    end = PrefillMachine._end
+    patch.setattr(PrefillMachine, "_end", lambda *given: end(*given)[::-1])
 
 
-PLANTED: Final[Mapping[str, Bug]] = {
-    name: bug
-    for name, bug in _read_bugs(Path(__file__).with_name("bugs.txt").read_text(encoding="utf-8"))
-    if "staged" in HOST_PATHS or "staged" not in bug.profiles
-}
+@breaks("wrong bytes", in_="late lossy")
+def slot_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def on_done(load: Load, read: Any, done: events.ReadDone, now: float) -> list[events.Action]:
+        done = structs.replace(done, fence_token=read.grant.fence_token)
+        return load.on_read_done(read, done, now)
+
+    patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, events.ReadDone: on_done})
+
+
+@breaks("reported while its slot is valid", in_="all")
+def restart_leaves_slots_valid(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPage, "clear_all", lambda _: None)
+
+
+# --- tickets, messages and leases
+
+
+@breaks("needless failure", in_="gentle", is_quick=True)
+def ticket_read_by_any_claim(patch: pytest.MonkeyPatch) -> None:
+    def expects(binding: Binding, _claim: object, reader: Any) -> bool:
+        return reader.rank in binding.leases and reader.rank not in binding.ended
+
+    patch.setattr(Binding, "expects", expects)
+
+
+@breaks("needless failure", in_="gentle", is_quick=True)
+def readers_counted_not_named(patch: pytest.MonkeyPatch) -> None:
+    """So a release that comes twice ends a second reader."""
+    on_release = PrefillMachine._on_release
+
+    def count(machine: PrefillMachine, release: Any) -> list[events.Action]:
+        offer = machine.offers.get(release.nonce)
+        if offer is None or offer.binding is None:
+            return on_release(machine, release)
+        offer.binding.ended.add(offer.binding.readers[0])
+        return machine.settle(offer, release, events.OfferEnd.READ)
+
+    patch.setattr(PrefillMachine, "_on_release", count)
+
+
+@breaks("needless failure", in_="overtaken")
+def stale_heartbeat_honoured(patch: pytest.MonkeyPatch) -> None:
+    handle = PrefillMachine._on_heartbeat
+
+    def on_heartbeat(machine: PrefillMachine, beat: Any, *more: Any) -> list[events.Action]:
+        return handle(machine, structs.replace(beat, number=LATER), *more)
+
+    patch.setattr(PrefillMachine, "_on_heartbeat", on_heartbeat)
+
+
+@breaks("offer too long", in_="dying lossy")
+def no_lease_for_a_reader_that_never_asks(patch: pytest.MonkeyPatch) -> None:
+    bind = PrefillMachine._bind
+
+    def bind_one(machine: PrefillMachine, offer: Any, ask: Any, now: float) -> Binding:
+        binding = bind(machine, offer, ask, now)
+        binding.leases.update({r: FOREVER for r in binding.leases if r != ask.reader.rank})
+        return binding
+
+    patch.setattr(PrefillMachine, "_bind", bind_one)
+
+
+@breaks("offer too long", in_="resting busy")
+def granted_offer_never_recalled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillMachine, "recall", lambda *_: [])
+
+
+# --- reads that are cancelled, or hang
+
+
+@breaks("reported while a read can write")
+def released_before_drained(patch: pytest.MonkeyPatch) -> None:
+    cancel, handle = Load.cancel, DecodeMachine.handle
+
+    def cancel_at_once(load: Load, *given: Any) -> list[events.Action]:
+        actions = cancel(load, *given)
+        for read in load.reads.values():
+            if read.state is State.DRAINING:
+                read.state = State.FAILED
+                actions.append(load.release(read))
+        return actions
+
+    def ignore_ended(machine: DecodeMachine, event: Any, now: float) -> list[events.Action]:
+        load = machine.load_of(event.request) if hasattr(event, "rank") else None
+        read = None if load is None else load.reads.get(event.rank)
+        has_ended = read is not None and read.state is State.FAILED
+        return [] if has_ended else handle(machine, event, now)
+
+    patch.setattr(Load, "cancel", cancel_at_once)
+    patch.setattr(DecodeMachine, "handle", ignore_ended)
+
+
+@breaks("reported while a read can write", in_="late")
+def reported_before_the_agent_is_gone(patch: pytest.MonkeyPatch) -> None:
+    def close(agents: Agents, agent: Any) -> None:
+        agents._close_on.submit(agent.close)
+        closed: Future[None] = Future()
+        closed.set_result(None)
+        agents._closing.append(replace._Closing(agent, closed, agents._clock()))
+
+    patch.setattr(Agents, "_close", close)
+
+
+@breaks("needless failure", in_="backlog", is_quick=True)
+def late_while_it_waits_for_its_turn(patch: pytest.MonkeyPatch) -> None:
+    def late_at(load: Load, read: Any) -> float:
+        return max(load.since, read.moved_at) + load.timeout_s
+
+    patch.setattr(Load, "_late_at", late_at)
+
+
+# --- bytes
+
+
+@breaks("wrong bytes", in_="gentle busy")
+def blocks_from_before_a_preemption_offered(patch: pytest.MonkeyPatch) -> None:
+    prepare = PrefillScheduler._prepare
+
+    def prepare_once(scheduler: PrefillScheduler, offer: Any) -> None:
+        if not offer.nonce:
+            prepare(scheduler, offer)
+
+    def on_free(scheduler: PrefillScheduler, request: Any) -> None:
+        scheduler._forget(request)
+        if request in scheduler._awaited:
+            scheduler._release(scheduler._awaited[request])
+
+    patch.setattr(PrefillScheduler, "_prepare", prepare_once)
+    patch.setattr(PrefillScheduler, "_why_not_offered", lambda *_: "")
+    patch.setattr(PrefillScheduler, "on_free", on_free)
+
+
+@breaks("wrong bytes", in_="busy late lossy")
+def difference_between_digests_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(queue, "describe_difference", lambda *_: None)
+
+
+@breaks("KV from before a reset", in_="resting")
+def loads_from_before_a_reset_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeScheduler, "reset_cache", lambda _: None)
+
+
+@breaks("wrong bytes", "good bytes called corrupt", in_="staged")
+def chunk_read_before_it_is_packed(patch: pytest.MonkeyPatch) -> None:
+    find = RingBook.find
+
+    def find_packed(ring: RingBook, *given: Any) -> tuple[int, bool] | None:
+        found = find(ring, *given)
+        return found and (found[0], True)
+
+    patch.setattr(RingBook, "find", find_packed)
+
+
+if "staged" not in HOST_PATHS:  # a tree without that folder
+    BUGS.pop()

@@ -14,65 +14,35 @@ from typing import Final
 from sim.ending import ENDINGS
 from sim.engine import Engine
 from sim.rank import RankLife
-from sim.schedule import MANY_SLOTS, Run, Setting
+from sim.schedule import MANY_SLOTS, Outcome, Run, follow
 from sim.steps import round_lines
 from sim.world import PREFILL, Shape, World
 
 Draw = Callable[[World, random.Random], object]
 """One argument of a step; None if there is nothing to choose from."""
 
-EVERY_DAY: Final[Mapping[str, float]] = {
-    "prefill": 4,
-    "step": 14,
-    "piece": 8,
-    "decode": 5,
-    "turn": 40,
-    "deliver": 34,
-    "land": 22,
-    "work": 3,
-    "join": 6,
-    "round": 1.5,
-    "wait briefly": 4,
-}
-BUSY: Final[Mapping[str, float]] = {
-    "abort": 3,
-    "preempt": 1,
-    "occupy": 0.5,
-    "vacate": 1,
-    "foreign": 0.5,
-}
-NETWORK: Final[Mapping[str, float]] = {"repeat": 4, "lose": 3, "cut": 0.7, "report": 2}
-GENTLE: Final[Mapping[str, float]] = {
-    "repeat": 4,
-    "occupy": 0.3,
-    "vacate": 1,
-    "preempt": 5,
-    "wait briefly": 10,
-}
-DEADLY: Final[Mapping[str, float]] = {
-    "kill": 0.3,
-    "start": 1.5,
-    "stop": 1,
-    "cont": 3,
-    "hang": 0.7,
-    "break": 0.4,
-    "refuse": 0.3,
-    "damage": 0.5,
-    "fail": 0.3,
-    "die": 0.6,
-    "mute": 0.5,
-    "wait": 3,
-}
-RESTING: Final[Mapping[str, float]] = {
-    "pause": 0.7,
-    "resume": 2,
-    "reset": 0.7,
-    "sleep": 0.4,
-    "wake": 2,
-    "drain": 0.05,
-}
-IN_STEP: Final[Mapping[str, float]] = {"prefill": 5, "decode once": 8, "beat": 8}
-"""Nobody is slow: all that can be done is done, and then time passes."""
+
+def _weights(*texts: str) -> dict[str, float]:
+    """How often each of these happens, beside the others."""
+    pairs = [each.strip().rsplit(maxsplit=1) for text in texts for each in text.split(",")]
+    return {word: float(weight) for word, weight in pairs}
+
+
+EVERY_DAY: Final = (
+    "prefill 4, step 14, piece 8, decode 5, turn 40, deliver 34, land 22, work 3, join 6, "
+    "round 1.5, wait briefly 4"
+)
+BUSY: Final = "abort 3, preempt 1, occupy 0.5, vacate 1, foreign 0.5"
+NETWORK: Final = "repeat 4, lose 3, cut 0.7, report 2"
+GENTLE: Final = "repeat 4, occupy 0.3, vacate 1, preempt 5, wait briefly 10"
+DEADLY: Final = (
+    "kill 0.3, start 1.5, stop 1, cont 3, hang 0.7, break 0.4, refuse 0.3, damage 0.5, fail 0.3, "
+    "die 0.6, mute 0.5, wait 3"
+)
+RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
+IN_STEP: Final = "prefill 5, decode once 8, beat 8"
+"""No rank is slow: everything that can be done is done, and then time passes."""
+
 SHAPES: Final = (
     Shape(),
     Shape(1, 1, prefills=2),
@@ -98,20 +68,15 @@ SHAPES: Final = (
     Shape(1, 1, prefills=3, both=True, engines=0, blocks=60, window=5),
 )
 FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
-    (0.25, "join", (0.01, 0.05, 0.14)),
-    (0.15, "post", (0.002, 0.03)),
-    (0.1, "tick", (0.01, 0.3)),
-    (0.1, "links", (1, 2, 3)),
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
-    (0.1, "newer", (1, -1)),
 )
-"""What a world may have besides its shape, and how often, unless its schedules are gentle."""
+"""Further features of a world and how often it has them, unless its schedules are gentle."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What may happen and how often, in which worlds. `gentle`: every load has to be good."""
+    """How often each step happens, in which worlds. `gentle`: every load has to be good."""
 
     weights: Mapping[str, float]
     shapes: Sequence[Shape] = SHAPES
@@ -121,10 +86,10 @@ class Profile:
 
 
 PROFILES: Final[Mapping[str, Profile]] = {
-    "gentle": Profile({**EVERY_DAY, **GENTLE}, gentle=True),
-    "leaving": Profile({**EVERY_DAY, **GENTLE, "abort": 5}, gentle=True),
+    "gentle": Profile(_weights(EVERY_DAY, GENTLE), gentle=True),
+    "leaving": Profile(_weights(EVERY_DAY, GENTLE, "abort 5"), gentle=True),
     "staged": Profile(
-        {**EVERY_DAY, **GENTLE, "lose": 1, "repeat": 2, "abort": 2, "preempt": 1, "work": 8},
+        _weights(EVERY_DAY, GENTLE, "lose 1, repeat 2, abort 2, preempt 1, work 8"),
         shapes=[
             Shape(1, 1, staged=1024),
             Shape(2, 1, staged=1024, engines=2),
@@ -132,68 +97,46 @@ PROFILES: Final[Mapping[str, Profile]] = {
         ],
     ),
     "overtaken": Profile(
-        {**EVERY_DAY, "prefill": 8, "decode": 10, "deliver": 25, "wait briefly": 16},
+        _weights(EVERY_DAY, "prefill 8, decode 10, deliver 25, wait briefly 16"),
         shapes=[Shape(1, decode, prefills=each) for each in (1, 2) for decode in (1, 2)],
         gentle=True,
     ),
     "anew": Profile(
-        {
-            **EVERY_DAY,
-            **GENTLE,
-            "prefill": 6,
-            "decode": 8,
-            "hang": 6,
-            "kill p": 0.7,
-            "start": 20,
-            "report": 20,
-        },
+        _weights(EVERY_DAY, GENTLE, "prefill 6, decode 8, hang 6, kill p 0.7, start 20, report 20"),
         gentle=True,
     ),
-    "busy": Profile({**EVERY_DAY, **BUSY, "repeat": 2, "damage": 1}),
-    "late": Profile({**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1}),
+    "busy": Profile(_weights(EVERY_DAY, BUSY, "repeat 2, damage 1")),
+    "late": Profile(_weights(EVERY_DAY, BUSY, "wait 5, hang 1, fail 0.2, damage 1")),
     "lossy": Profile(
-        {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3, "mute": 0.7}
-        | {"balk": 0.3}
+        _weights(EVERY_DAY, BUSY, NETWORK, "wait 1, damage 1, refuse 0.3, mute 0.7, balk 0.3")
     ),
     "dying": Profile(
-        {
-            **EVERY_DAY,
-            "abort": 1,
-            "preempt": 3,
-            "repeat": 2,
-            "wait": 0.5,
-            "die d": 4,
-            "die p": 3,
-        }
+        _weights(EVERY_DAY, "abort 1, preempt 3, repeat 2, wait 0.5, die d 4, die p 3")
     ),
-    "resting": Profile({**EVERY_DAY, **BUSY, **RESTING, "wait": 1}),
-    "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
+    "resting": Profile(_weights(EVERY_DAY, BUSY, RESTING, "wait 1")),
+    "frozen": Profile(_weights(EVERY_DAY, BUSY, "freeze 1, wake 4, wait 1")),
     "stuck": Profile(
         # Agents are being destroyed when ranks stop: no round, which ends all that.
-        {"prefill": 3, "decode": 4, "step": 10, "turn": 60, "deliver": 60, "hang": 15, "wait": 6}
-        | {"work": 1.5, "fail": 0.1, "freeze": 0.7, "wake": 4},
+        _weights(
+            "prefill 3, decode 4, step 10, turn 60, deliver 60, hang 15, wait 6, work 1.5",
+            "fail 0.1, freeze 0.7, wake 4",
+        ),
         shapes=[Shape(), Shape(1, 2), Shape(2, 1)],
         num_steps=500,
     ),
     "slow": Profile(
-        {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},
+        _weights(EVERY_DAY, BUSY, "beat 0.5, wait 4, hang 0.3, break 0.3"),
         shapes=[replace(shape, rate=rate) for rate in (150.0, 1000.0) for shape in SHAPES],
     ),
-    "all": Profile({**EVERY_DAY, **BUSY, **NETWORK, **DEADLY, **RESTING}),
+    "all": Profile(_weights(EVERY_DAY, BUSY, NETWORK, DEADLY, RESTING)),
     "meeting": Profile(
-        {**IN_STEP, "occupy": 0.5, "vacate": 0.3},
-        shapes=[
-            # Peers are joined beside the thread: messages come and go meanwhile, which a schedule
-            # that joins at once does not show. So it is not long, against a lease of a second.
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.03),
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.02, post=0.01, tick=0.02),
-            Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.03),
-        ],
+        _weights(IN_STEP, "occupy 0.5, vacate 0.3"),
+        shapes=[Shape(3, 1, prefills=4, heads=3, blocks=60, apart=True)],
         gentle=True,
         num_steps=400,
     ),
     "crossed": Profile(
-        {**IN_STEP, "prefill": 24, "decode once": 24},
+        _weights(IN_STEP, "prefill 24, decode once 24"),
         shapes=[
             Shape(1, 1, prefills=2, both=True, engines=0, blocks=9, slots=16, share=1.0),
             Shape(2, 1, prefills=2, both=True, engines=0, blocks=9, slots=16),
@@ -203,7 +146,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=400,
     ),
     "backlog": Profile(
-        {**IN_STEP, "prefill": 12, "decode once": 16},
+        _weights(IN_STEP, "prefill 12, decode once 16"),
         shapes=[
             Shape(rate=100, blocks=100),
             Shape(1, 2, rate=200, blocks=100),
@@ -213,20 +156,17 @@ PROFILES: Final[Mapping[str, Profile]] = {
         num_steps=400,
     ),
     "long": Profile(
-        # One read takes longer than a timeout, and to post all of it longer than a lease.
-        {**IN_STEP, "prefill long": 2, "decode once": 8},
+        # One read takes longer than a timeout.
+        _weights(IN_STEP, "prefill long 2, decode once 8"),
         shapes=[
             Shape(rate=70, blocks=100),
-            Shape(run=0.15, blocks=100),
             Shape(1, 2, rate=160, blocks=100),
             Shape(rate=150, blocks=100, staged=1024),
-            Shape(2, 1, run=0.05, blocks=100),
         ],
         gentle=True,
         num_steps=300,
     ),
 }
-DEFAULT_PROFILES: Final = tuple(PROFILES)
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
@@ -235,35 +175,23 @@ MORE_STEPS: Final = 40  # for each engine beyond the second
 MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
 
-@dataclass(frozen=True)
-class RandomSchedule:
-    """The lines of one seed."""
-
-    seed: int
-    profile: str
-    setting: Setting
-
-    @classmethod
-    def of(cls, seed: int, profiles: Sequence[str] = ()) -> "RandomSchedule":
-        """One of these profiles, or of all; its world follows from the seed too."""
-        names = profiles or DEFAULT_PROFILES
-        number, pick = divmod(seed, len(names))
-        profile = PROFILES[names[pick]]
-        rounds, kind = divmod(number, len(profile.shapes))
-        shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
-        if profile.gentle:
-            share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-            shape = replace(shape, slots=MANY_SLOTS, share=share)
-            return cls(seed, names[pick], Setting(shape, gentle=True))
-        return cls(seed, names[pick], Setting(_with_features(shape, _random(seed, "world"))))
-
-    def __call__(self, run: Run) -> Iterator[str]:
-        """See `schedule.Source`."""
-        return random_lines(run, PROFILES[self.profile], _random(self.seed, "lines"))
+def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
+    """Run a schedule of one of these profiles, or of all; its world follows from the seed too."""
+    names = profiles or tuple(PROFILES)
+    number, pick = divmod(seed, len(names))
+    profile = PROFILES[names[pick]]
+    rounds, kind = divmod(number, len(profile.shapes))
+    shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
+    if profile.gentle:
+        share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
+        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True)
+    else:
+        shape = _with_features(shape, _random(seed, "world"))
+    return follow(shape, lambda run: _random_lines(run, profile, _random(seed, "lines")))
 
 
 def _random(seed: int, purpose: str) -> random.Random:
-    return random.Random(f"{purpose} {seed}")  # noqa: S311 - nobody guesses here
+    return random.Random(f"{purpose} {seed}")  # noqa: S311 - not a secret
 
 
 def _with_features(shape: Shape, rng: random.Random) -> Shape:
@@ -275,23 +203,18 @@ def _with_features(shape: Shape, rng: random.Random) -> Shape:
     return replace(shape, **features)
 
 
-def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str]:
+def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str]:
     """The lines of a schedule, to its end."""
     words, num_naps = list(profile.weights), 0
     num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
     slow = "none" if "beat" in words else rng.choice(["none", *run.world.engines])
-    heard_at = run.world.clock.now
     while len(run.lines) < num_steps:
         (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
-        if run.setting.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
+        if run.world.shape.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
-        if run.setting.gentle and run.setting.shape.run and run.world.clock.now > heard_at:
-            yield from _hear(run.world)
-            heard_at = run.world.clock.now
-    endings = list(profile.endings)
-    yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(endings)}"
+    yield f"end {ENDINGS[0] if run.world.shape.gentle else rng.choice(profile.endings)}"
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
@@ -304,93 +227,66 @@ def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
     elif word == "beat":
         yield from _beat(run.world)
     else:
-        uses_once = run.setting.gentle and len(run.world.decodes()) == 1
+        uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
         name = "decode once" if word == "decode" and uses_once else word
         drawn = [draw(run.world, rng) for draw in ARGUMENTS[name]]
         if None not in drawn:
             yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
 
 
-def _hear(world: World) -> Iterator[str]:
-    """A turn that posted runs took time: without faults, its heartbeats arrive before the next."""
-    for _ in range(len(world.network.packets)):
-        yield "deliver 0"
-    yield from _prefill_turns(world)
-
-
-def _prefill_turns(world: World) -> Iterator[str]:
+def _beat(world: World) -> Iterator[str]:
+    """A round, and then time passes; prefill notices that before it receives newer messages."""
+    yield from round_lines(world)
+    yield "wait 0.1"
     for rank in list(world.ranks()):
         if rank.seat.is_prefill:
             yield f"turn {rank.seat.name}"
 
 
-def _beat(world: World) -> Iterator[str]:
-    """A round, and then time passes; prefill notices that before it hears what was sent since."""
-    yield from round_lines(world)
-    yield "wait 0.1"
-    yield from _prefill_turns(world)
+def _choice(items: Callable[[World], Sequence[object]]) -> Draw:
+    """One of these, or None."""
+
+    def draw(world: World, rng: random.Random) -> object:
+        chosen = items(world)
+        return rng.choice(chosen) if chosen else None
+
+    return draw
 
 
 def _one_of(*values: object) -> Draw:
-    return lambda _world, rng: rng.choice(values)
+    return _choice(lambda _world: values)
 
 
 def _below(count: int) -> Draw:
-    return lambda _world, rng: rng.randrange(count)
+    return _choice(lambda _world: range(count))
 
 
 def _any_of(items: Callable[[World], Sequence[object]]) -> Draw:
     """The number of one of them."""
-
-    def draw(world: World, rng: random.Random) -> int | None:
-        count = len(items(world))
-        return rng.randrange(count) if count else None
-
-    return draw
-
-
-def _engine(world: World, rng: random.Random) -> str:
-    return rng.choice(list(world.engines))
-
-
-def _dead_engine(world: World, rng: random.Random) -> str | None:
-    dead = [name for name, engine in world.engines.items() if engine is None]
-    return rng.choice(dead) if dead else None
-
-
-def _decode_engine(world: World, rng: random.Random) -> str:
-    return rng.choice(list(world.engines)[0 if world.shape.both else world.shape.prefills :])
-
-
-def _prefill_engine(world: World, rng: random.Random) -> str:
-    """The first one is what a schedule means that names none."""
-    name = rng.choice(world.shape.prefill_names)
-    return "" if name == PREFILL else name
+    return _choice(lambda world: range(len(items(world))))
 
 
 def _engine_where(is_chosen: Callable[[Engine], object]) -> Draw:
-    def draw(world: World, rng: random.Random) -> str | None:
-        names = [engine.name for engine in world.alive() if is_chosen(engine)]
-        return rng.choice(names) if names else None
-
-    return draw
+    return _choice(lambda world: [each.name for each in world.alive() if is_chosen(each)])
 
 
 def _rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
-    def draw(world: World, rng: random.Random) -> str | None:
-        names = [rank.seat.name for rank in world.ranks() if is_chosen(rank)]
-        return rng.choice(names) if names else None
-
-    return draw
+    return _choice(lambda world: [rank.seat.name for rank in world.ranks() if is_chosen(rank)])
 
 
+_engine: Final = _choice(lambda world: list(world.engines))
+_dead_engine: Final = _choice(lambda world: [n for n, life in world.engines.items() if not life])
+_decode_engine: Final = _choice(
+    lambda world: list(world.engines)[0 if world.shape.both else world.shape.prefills :]
+)
+_prefill_engine: Final = _choice(lambda world: world.shape.prefill_names)
 _rank: Final = _rank_where(lambda _rank: True)
 _rank_with_work: Final = _rank_where(lambda rank: rank.num_waiting)
-_rank_that_joins: Final = _rank_where(lambda rank: rank.joining.waiting)
+_rank_that_joins: Final = _rank_where(lambda rank: len(rank.joining))
 
 
 def _mostly(share: float, first: Draw, other: Draw) -> Draw:
-    """The first; sometimes, or if there is none, the other."""
+    """The first; sometimes, or if that is None, the other."""
 
     def draw(world: World, rng: random.Random) -> object:
         drawn = first(world, rng) if rng.random() < share else None
@@ -408,7 +304,7 @@ _read: Final = _any_of(lambda world: world.fabric.reads())
 
 
 def _length(world: World, rng: random.Random) -> int | None:
-    """Of a prompt, if all that prefill have not many already."""
+    """The length of a prompt, unless the prefill engines have many already."""
     prefills = world.prefills()
     num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
     if prefills and num_requests >= MAX_PROMPTS * len(prefills):
@@ -417,21 +313,21 @@ def _length(world: World, rng: random.Random) -> int | None:
 
 
 def _great_length(world: World, rng: random.Random) -> int | None:
-    """Of a prompt that is the only one."""
+    """The length of a long prompt, if there is no other."""
     is_first = all(not engine.scheduler.requests for engine in world.alive())
     return rng.choice((40, 50, 60)) if is_first else None
 
 
 def _recent_ticket(world: World, rng: random.Random) -> int | None:
     """One of the last, which may have been used."""
-    count = len(world.router.tickets)
+    count = len(world.tickets)
     return max(0, count - rng.choice((1, 1, 1, 2, 2, 3))) if count else None
 
 
 def _next_ticket(world: World, _rng: random.Random) -> int | None:
     """Each is used once, in the order in which they came."""
-    number = world.router.num_used
-    return number if number < len(world.router.tickets) else None
+    number = world.num_used
+    return number if number < len(world.tickets) else None
 
 
 ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
@@ -478,4 +374,4 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "die p": (_rank_where(lambda rank: rank.seat.is_prefill), _below(4)),
     "die d": (_rank_where(lambda rank: not rank.seat.is_prefill), _below(8)),
 }
-"""Of each word of the profiles, its step's arguments. Where one is None, there is no step."""
+"""The arguments of the step for each word of the profiles. If one is None, there is no step."""

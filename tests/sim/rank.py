@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final
 
 from harness.local.engine import features_with
 from harness.local.memory_control import MemoryNetwork
@@ -16,33 +16,28 @@ from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import Buffer
 from sim.cache import RankCache
-from sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
-from sim.faults import Faults, InjectedError
-from sim.network import HOST, SimControl
-from sim.repeatable import Clock, Violation
+from sim.planes import (
+    HOST,
+    Faults,
+    InjectedError,
+    Process,
+    Read,
+    SimControl,
+    SimFabric,
+    SimSlots,
+    SimTransport,
+)
+from sim.repeatable import Violation
+from support.stepped import Background, Clock
 
+FAILED: Final = TransportError("the schedule let it fail")
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5
 """How long it takes to create or destroy an agent, while a rank stops."""
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
 
 
-class Observer(Protocol):
-    """Sees what leaves a rank at the moment in which it does."""
-
-    def on_result(self, rank: "RankLife", result: events.Result) -> None:
-        """The step thread may see this result from now on."""
-
-    def on_reply(self, control: SimControl, payload: bytes) -> None:
-        """A message is answered."""
-
-    def on_compared(self, rank: "RankLife", event: events.DigestCompared) -> None:
-        """Bytes that landed were compared with prefill's."""
-
-
 class _Results(deque[events.Result]):
-    """Results of a rank, each shown to the observer."""
-
     def __init__(self, on_result: Callable[[events.Result], None]) -> None:
         super().__init__()
         self._on_result = on_result
@@ -58,21 +53,17 @@ class _Results(deque[events.Result]):
 
 @dataclass
 class Environment:
-    """What all ranks share. The observer is set before anything happens."""
-
     clock: Clock
     network: MemoryNetwork
     fabric: SimFabric
     config: Config
     window: int = 0
     has_copy_failed: bool = False
-    observer: Observer = field(init=False)
+    observer: Any = field(init=False)  # `Invariants`
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank is in all of its lives."""
-
     process: Process
     number: Rank
     cache: RankCache
@@ -81,41 +72,32 @@ class Seat:
     port: int
     is_prefill: bool
     is_decode: bool
-    is_newer: bool
 
     @property
     def name(self) -> str:
-        """As schedules write it."""
         return f"{self.process.name}.{self.number}"
 
 
 class RankLife:
-    """See the module's head."""
-
     def __init__(self, seat: Seat, environment: Environment) -> None:
-        """Start a life."""
         self.seat = seat
         self._environment = environment
         self.is_stopped = False
-        self.has_died = False  # the loop restarts in place of its next turn
-        self.has_turned = False  # since somebody looked at its machines
+        self.has_died = False  # the loop restarts instead of its next turn
+        self.has_turned = False  # since its machines were checked
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
-        self.background = Background()
-        self.joining = Background()
-        self.copying = Background()
-        self.control = SimControl(
-            seat.name, seat.port, environment.network, self.faults, is_newer=seat.is_newer
-        )
+        self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
+        self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
-        self.control.on_reply = self._on_reply
+        self.control.on_reply = lambda payload: environment.observer.on_reply(self, payload)
         seat.slots.start_life(self.faults)
         self.engine = TransferEngine(
             RankSpec(
                 engine=EngineId(seat.process.name),
                 rank=seat.number,
-                layout=seat.cache.layout(environment.window),
+                layout=seat.cache.layout_with(environment.window),
                 model=MODEL,
                 config=environment.config,
                 host=HOST,
@@ -134,16 +116,16 @@ class RankLife:
                 clock=environment.clock,
             )
         )
-        self.loop = self.engine.start_stepped(results=_Results(self._on_result))
+        self.loop = self.engine.start_stepped(
+            results=_Results(lambda result: environment.observer.on_result(self, result))
+        )
         self._guard()
 
     def __repr__(self) -> str:
-        """Its name."""
         return f"<RankLife {self.seat.name}>"
 
     @property
     def parts(self) -> Parts:
-        """What the transfer engine consists of."""
         return self.loop.parts
 
     @property
@@ -154,11 +136,7 @@ class RankLife:
         return bool(commands or self.control.inbox or self.has_died or work)
 
     def turn(self) -> None:
-        """One turn of the loop; or its restart, if the last one died.
-
-        Raises:
-            Violation: if it dies of anything that the schedule did not plan.
-        """
+        """One turn of the loop; or its restart, if the last one died."""
         step, self.has_died = (self.loop.restart if self.has_died else self.loop.turn), False
         self.has_turned = True
         try:
@@ -174,17 +152,17 @@ class RankLife:
     @property
     def num_waiting(self) -> int:
         """How much there is to do beside the thread: with agents one thing, and all copies."""
-        return bool(self.background.waiting) + len(self.copying.waiting)
+        return bool(self.background) + len(self.copying)
 
     def work(self, *, fail: bool = False) -> None:
         """Make or destroy an agent, or else copy between the cache and the ring."""
-        self._environment.has_copy_failed |= fail and not self.background.waiting
-        (self.background if self.background.waiting else self.copying).work(fail=fail)
+        self._environment.has_copy_failed |= fail and not self.background
+        (self.background or self.copying).work(1, FAILED if fail else None)
 
     def join_at_once(self) -> None:
         """Peers are prepared as far as they can be, and what warms up has landed."""
-        while self.joining.waiting:
-            self.joining.work()
+        while self.joining:
+            self.joining.work(1)
         for agent in self.parts.agents.polled:
             for read in agent.warm_ups:
                 handle = getattr(read.op, "_handle", None)
@@ -192,12 +170,7 @@ class RankLife:
                     handle.land_all()
 
     def stop(self) -> None:
-        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile.
-
-        Raises:
-            Violation: if it does not stop in time, if a read may still write into its cache when it
-                has, or if a load is still owed.
-        """
+        """`Worker.stop`, which waits. Background work takes time meanwhile."""
         self.faults.dies_after = None
         clock = self._environment.clock
         until = clock.now + STOP_TIMEOUT_S
@@ -209,7 +182,7 @@ class RankLife:
                 if clock.now > until:
                     raise Violation("does not stop", f"{self.seat.name}: {error}") from error
             clock.now += WORK_S
-            self.background.work()
+            self.background.work(1)
         block_at = self.seat.cache.block_at
         reads = [block_at(read.addresses[0]) for read in self._environment.fabric.reads()]
         blocks = [block for block in reads if block is not None]
@@ -220,19 +193,13 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Before the forward, as `Worker.bind_connector_metadata`."""
         commands = list(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
         self.engine.submit(commands)
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
-        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed.
-
-        Raises:
-            Violation: if a rank that only prefills reports a load, or one that only decodes an
-                offer.
-        """
+        """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():
@@ -249,29 +216,19 @@ class RankLife:
                 failed.add(result.request)
         return ended, failed
 
-    def _on_result(self, result: events.Result) -> None:
-        self._environment.observer.on_result(self, result)
-
-    def _on_reply(self, control: SimControl, payload: bytes) -> None:
-        self._environment.observer.on_reply(control, payload)
-
     def _guard(self) -> None:
         """Machines and digests may be what the thread dies of; comparisons are shown."""
         parts = self.loop.parts
-        self.faults.guard(parts.prefill, "handle")
-        self.faults.guard(parts.decode, "handle")
-        self.faults.guard(parts.digests, "add")
-        self.faults.guard(parts.digests, "poll")
-        if parts.description.ring is not None:
-            self.faults.guard(parts.packs, "add")
-            self.faults.guard(parts.packs, "poll")
+        for machine in (parts.prefill, parts.decode):
+            self.faults.guard(machine, "handle")
+        for queue in (parts.digests, parts.packs) if parts.description.ring else (parts.digests,):
+            self.faults.guard(queue, "add")
+            self.faults.guard(queue, "poll")
         handle = parts.decode.handle
 
         def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:
             if isinstance(event, events.DigestCompared):
                 self._environment.observer.on_compared(self, event)
-            if isinstance(event, events.Tick):
-                self._environment.clock.now += self._environment.fabric.costs.tick
             return handle(event, now)
 
         setattr(parts.decode, "handle", observed)  # noqa: B010 - a method of one object

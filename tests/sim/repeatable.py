@@ -1,4 +1,4 @@
-"""What makes a schedule the same each time: a clock, random numbers, and violations with a name."""
+"""Schedules that repeat: seeded secrets and small sizes; and violations with a name."""
 
 import random
 from collections.abc import Iterator
@@ -21,31 +21,16 @@ QUEUE_BYTES: Final = 250
 
 
 class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
-    """A promise is broken. `check` names it in a few words."""
-
     def __init__(self, check: str, detail: str) -> None:
-        """Say which, and what happened."""
         super().__init__(f"{check}: {detail}")
         self.check = check
 
 
-class Clock:
-    """Virtual seconds, the same for all."""
-
-    def __init__(self) -> None:
-        """Start somewhere; a monotonic clock's zero means nothing."""
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        """As `time.monotonic`."""
-        return self.now
-
-
-class _SeededSecrets:
+class SeededSecrets:
     """In place of the module `secrets`: a schedule's random names are the same each time."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - nobody guesses here
+        self._random = random.Random(seed)  # noqa: S311 - not a secret
 
     def token_bytes(self, count: int) -> bytes:
         return self._random.randbytes(count)
@@ -61,7 +46,7 @@ def repeatable(seed: int = 0) -> Iterator[None]:
     A digest takes a step for each block, so that much happens while it is made.
     """
     with (
-        patch.object(ids, "secrets", _SeededSecrets(seed)),
+        patch.object(ids, "secrets", SeededSecrets(seed)),
         patch.object(digest, "STEP_BYTES", 1),
         patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),

@@ -1,116 +1,71 @@
 """One schedule: a world, its steps, its end, and what came of it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from nixl_kv.protocol.events import FailureKind
 from sim.cache import BLOCK_TOKENS
 from sim.ending import end
-from sim.invariants import FailedLoad, Invariants
+from sim.invariants import Invariants
 from sim.repeatable import Violation, repeatable
 from sim.steps import perform
 from sim.world import Shape, World
 
 MANY_SLOTS: Final = 16
-"""As many as there are ever offers at the same time."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a schedule starts with, its first line. `gentle`: every load has to be good."""
-
-    shape: Shape = field(default_factory=Shape)
-    gentle: bool = False
-
-    def __str__(self) -> str:
-        """As that line: what differs from the plainest world."""
-        values = asdict(self.shape) | {"gentle": self.gentle}
-        plain = asdict(Shape()) | {"gentle": False}
-        changed = [f"{name}={float(v):g}" for name, v in values.items() if v != plain[name]]
-        return " ".join(["world", *changed])
-
-    @classmethod
-    def parse(cls, line: str) -> "Setting":
-        """The same, back.
-
-        Raises:
-            ValueError: if it is no such line.
-        """
-        word, *pairs = line.split()
-        if word != "world":
-            raise ValueError(f"a schedule starts with 'world', not with {line!r}")
-        given = dict(pair.split("=") for pair in pairs)
-        gentle = bool(float(given.pop("gentle", "0")))
-        return cls(_parse_shape(given), gentle)
-
-
-def _parse_shape(given: Mapping[str, str]) -> Shape:
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(Shape)}
-    return Shape(**{n: type(defaults[n])(float(value)) for n, value in given.items()})
+"""There are never more offers at the same time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a schedule. Its lines reach to the step that broke a promise."""
+    """The lines of a schedule, up to the step that broke a promise."""
 
     lines: list[str]
     violation: Violation | None
-    num_good: int
-    num_verified: int  # of these
-    failed: list[FailedLoad]
 
 
 class Run:
-    """A schedule under way."""
-
-    def __init__(self, setting: Setting) -> None:
-        """Start its world."""
-        self.setting = setting
+    def __init__(self, shape: Shape) -> None:
         self.lines: list[str] = []
-        self.world = World(setting.shape)
+        self.world = World(shape)
         self.invariants = Invariants(self.world, is_served=self._is_served)
         self._started_at = self._ended_at = self.world.clock.now
 
-    def do(self, line: str) -> None:
-        """One step, and what must hold after it.
-
-        Raises:
-            Violation: if it does not.
-        """
-        self.lines.append(line)
-        word, _, rest = line.partition(" ")
-        if word == "end":
-            self._ended_at = self.world.clock.now
-            end(self.world, rest, self.invariants)
-            self._check_needless()
-        else:
-            perform(self.world, line)
-            self.invariants.check()
+    def do(self, *lines: str) -> None:
+        """Steps, and what must hold after each."""
+        for line in lines:
+            self.lines.append(line)
+            word, _, rest = line.partition(" ")
+            if word == "end":
+                self._ended_at = self.world.clock.now
+                end(self.world, rest, self.invariants)
+                self._check_needless()
+            else:
+                perform(self.world, line)
+                self.invariants.check()
 
     def _has(self, *words: str) -> bool:
         return any(line.startswith(words) for line in self.lines)
 
     def _is_served(self) -> bool:
         """Whether no lease can have run out, and no engine has died."""
-        return self.setting.gentle and not self._has("kill", "hang")
+        return self.world.shape.gentle and not self._has("kill", "hang")
 
     def _check_needless(self) -> None:
         """In a gentle schedule no load fails that nothing stood in the way of.
 
         An ask may be denied if there is another one's, if its offer may have been revoked or have
         run out of time, or if there are few slots; a grant recalled if it may be old, or others
-        wait for blocks. What is connected while prefill is started again may be lost with the old
-        connections, and a read that hangs is late.
+        wait for blocks. A restart of prefill may break new connections together with the old
+        ones, and a read that hangs is late.
         """
-        shape, lives = self.setting.shape, [e.description for e in self.world.prefills()]
-        if not self.setting.gentle:
+        shape, lives = self.world.shape, [e.description for e in self.world.prefills()]
+        if not self.world.shape.gentle:
             return
         excused: set[FailureKind] = set()
         seconds = self._ended_at - self._started_at
         is_old = seconds > self.world.environment.config.offer_ttl_s / 2
-        is_crowded = self.world.router.num_tokens > shape.blocks * BLOCK_TOKENS
+        is_crowded = self.world.num_tokens > shape.blocks * BLOCK_TOKENS
         if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
         if is_old or self._has("occupy"):
@@ -138,28 +93,17 @@ Source: TypeAlias = Callable[[Run], Iterator[str]]
 """Makes the lines of a run, one after the other, from what came of those before."""
 
 
-def follow(setting: Setting, source: Source) -> Outcome:
-    """Run the lines of a source."""
+def follow(shape: Shape, source: Source) -> Outcome:
     with repeatable():
-        run = Run(setting)
+        run = Run(shape)
         violation = None
         try:
             for line in source(run):
                 run.do(line)
         except Violation as error:
             violation = error
-        seen, lines = run.invariants, [str(setting), *run.lines]
-        return Outcome(lines, violation, seen.num_good, seen.num_verified, seen.failed)
+        return Outcome([str(shape), *run.lines], violation)
 
 
 def replay(lines: Sequence[str]) -> Outcome:
-    """Run a whole schedule, its first line included."""
-    return follow(Setting.parse(lines[0]), lambda _: iter(lines[1:]))
-
-
-def read_schedule(text: str) -> list[str]:
-    """The lines of a schedule: of a file, or as it is, with ';' between its steps."""
-    is_file = ";" not in text and Path(text).is_file()
-    text = Path(text).read_text(encoding="utf-8") if is_file else text.replace(";", "\n")
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    return follow(Shape.parse(lines[0]), lambda _: iter(lines[1:]))

@@ -1,187 +1,50 @@
-"""What vLLM's scheduler does for requests, around the connector's real halves of it."""
+"""The steps of vLLM's scheduler, around the real schedulers of the connector."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
-from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
-from sim.cache import BLOCK_TOKENS, RankCache
-from sim.rank import Seat
-from sim.repeatable import Clock, Violation
-from sim.tickets import IssuedTicket, newer
-from sim.vllm import BlockManager, Forward, Request, Status
+from sim.cache import BLOCK_TOKENS
+from sim.rank import Environment, Seat
+from sim.repeatable import Violation
+from sim.vllm import BlockManager, Forward, IssuedTicket, Request, Status
 
 OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
-class Half(ABC):
+@dataclass(eq=False)
+class _Half:
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
-    def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], admission: PrefillScheduler
-    ) -> None:
-        """Start without requests. `admission` hears of all requests, of both halves."""
-        self.blocks = blocks
-        self._admission = admission
-        self.requests: dict[RequestId, Request] = {}
-        self._caches = caches
-
-    @abstractmethod
-    def add(self, request: Request) -> None:
-        """A request arrives."""
-
-    @abstractmethod
-    def schedule(self) -> list[Forward]:
-        """Begin a step: what is computed."""
-
-    @abstractmethod
-    def pop_commands(self) -> list[events.Command]:
-        """The commands of this step."""
-
-    @abstractmethod
-    def update(self) -> None:
-        """End a step: go on with what was computed."""
-
-    @abstractmethod
-    def expects_end(self, request: Request) -> bool:
-        """Whether vLLM accepts a report that a request's load, or its offer, has ended."""
-
-    @abstractmethod
-    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """Loads, or offers, have ended on all ranks."""
-
-    @abstractmethod
-    def finish(self, request: Request, status: Status) -> None:
-        """A request is over, in the middle or at its end."""
-
-    @abstractmethod
-    def preempt(self, request: Request) -> None:
-        """Free a request's blocks, as vLLM does when they are scarce."""
+    blocks: BlockManager
+    seats: Sequence[Seat]
+    admission: PrefillScheduler  # it hears of all requests, of both halves
+    requests: dict[RequestId, Request] = field(default_factory=dict)
 
     def living(self) -> list[Request]:
-        """The requests whose clients wait."""
         return [request for request in self.requests.values() if not request.is_finished]
 
+    def preempt(self, request: Request) -> None:
+        """One that runs is computed again later."""
+        if request.status is Status.RUNNING:
+            self.blocks.free(request.request_id)
+            request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+            request.local = 0
+
     def release(self, request: Request) -> None:
-        """Free its blocks, and forget it."""
         self.blocks.free(request.request_id)
         del self.requests[request.request_id]
-
-
-class EngineScheduler:
-    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
-
-    def __init__(
-        self,
-        seat: Seat,
-        caches: list[RankCache],
-        blocks: BlockManager,
-        config: Config,
-        clock: Clock,
-    ) -> None:
-        """Start without requests, as the engine of this seat."""
-        self.blocks = blocks
-        pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
-        trust = Trust.of(config)
-        decode = DecodeScheduler(
-            pagings,
-            trust.check,
-            verify=config.verify,
-            clock=clock,
-            draw=Random(0).random,  # noqa: S311 - nobody guesses here
-        )
-        prefill = PrefillScheduler(
-            RequestBlocks(pagings, seat.cache.num_blocks, blocks),
-            config.offer_share,
-            trust.seal,
-            is_decoding=lambda: decode.is_in_use,
-            clock=clock,
-        )
-        self.prefill = PrefillHalf(blocks, caches, prefill, seat)
-        self.decode = DecodeHalf(blocks, caches, prefill, decode)
-        self._halves: tuple[Half, ...] = (self.prefill, self.decode)
-        blocks.on_free = prefill.on_free
-
-    def __repr__(self) -> str:
-        """All requests and their states."""
-        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
-
-    @property
-    def requests(self) -> Mapping[RequestId, Request]:
-        """All of them."""
-        return ChainMap(self.prefill.requests, self.decode.requests)
-
-    def living(self) -> list[Request]:
-        """The requests whose clients wait."""
-        return [request for half in self._halves for request in half.living()]
-
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
-        """Begin a step: its commands, those of prefill first, and what is computed."""
-        forwards = [forward for half in self._halves for forward in half.schedule()]
-        return [command for half in self._halves for command in half.pop_commands()], forwards
-
-    def update(self) -> None:
-        """End a step."""
-        for half in self._halves:
-            half.update()
-
-    def expects_end(self, request: RequestId) -> bool:
-        """See `Half.expects_end`."""
-        known = self.requests.get(request)
-        return known is not None and self._half_of(known).expects_end(known)
-
-    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """See `Half.on_ends`."""
-        requests = list(requests)
-        for half in self._halves:
-            half.on_ends([request for request in requests if request in half.requests], failed)
-
-    def abort(self, request: Request) -> None:
-        """A client has left."""
-        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
-
-    def preempt(self, request: Request) -> None:
-        """See `Half.preempt`."""
-        self._half_of(request).preempt(request)
-
-    def reset(self) -> None:
-        """As vLLM's `reset_prefix_cache` of the connector, without a pause: what runs goes on."""
-        self.prefill.reset()
-        self.decode.reset()
-
-    def is_offer(self, request: Request) -> bool:
-        """Whether its blocks are held for a reader."""
-        return self._half_of(request) is self.prefill and request.is_finished
-
-    def is_load(self, request: Request) -> bool:
-        """Whether its blocks may be read into."""
-        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
-        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
-
-    def occupy(self) -> None:
-        """Others get all blocks that are free."""
-        held = len(self.blocks.table(OTHERS))
-        wanted = BLOCK_TOKENS * (held + len(self.blocks.block_pool.free))
-        self.blocks.allocate(OTHERS, 0, wanted)
-
-    def vacate(self) -> None:
-        """Others free theirs."""
-        self.blocks.free(OTHERS)
-
-    def _half_of(self, request: Request) -> Half:
-        return next(half for half in self._halves if request.request_id in half.requests)
 
 
 @dataclass
@@ -191,51 +54,26 @@ class _Step:
     refused: list[Request] = field(default_factory=list)  # for lack of room, in order
 
 
-class PrefillHalf(Half):
-    """On prefill, around `PrefillScheduler`."""
-
-    def __init__(
-        self,
-        blocks: BlockManager,
-        caches: list[RankCache],
-        connector: PrefillScheduler,
-        seat: Seat,
-    ) -> None:
-        """Start without requests, as the engine of this seat."""
-        super().__init__(blocks, caches, connector)
-        self._connector = connector
-        self.tickets: list[IssuedTicket] = []
-        self._seat = seat
-        self._step = _Step()
-
-    def set_address(self, address: Address) -> None:
-        """What the tickets of this life say."""
-        self._connector.address = address
+@dataclass(eq=False)
+class PrefillHalf(_Half):
+    tickets: list[IssuedTicket] = field(default_factory=list)
+    step: _Step = field(default_factory=_Step)
 
     def reset(self) -> None:
-        """Of `PrefillScheduler`. The tickets that are out are not to be granted to new loads."""
-        address = self._connector.address
+        """`PrefillScheduler.reset_cache`. New loads get no grants for older tickets."""
+        address = self.admission.address
         if address is not None:
-            self._connector.address = replace(address, epoch=address.epoch + 1)
-        self._connector.reset_cache()
+            self.admission.address = replace(address, epoch=address.epoch + 1)
+        self.admission.reset_cache()
 
     def add(self, request: Request) -> None:
-        """A request whose answer is to be decoded elsewhere."""
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
-        self._connector.on_new_request(name, length, request.connector_prompt.context)
-
-    def preempt(self, request: Request) -> None:
-        """It starts again later, if it has begun."""
-        if request.status is not Status.RUNNING:
-            return
-        self.blocks.free(request.request_id)
-        request.num_computed_tokens = 0
-        request.status = Status.PREEMPTED
+        self.admission.on_new_request(name, length, request.connector_prompt.context)
 
     def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
-        self._step = step = _Step()
+        self.step = step = _Step()
         for request in self.living():
             self._add_to(step, request)
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
@@ -246,24 +84,23 @@ class PrefillHalf(Half):
         return step.forwards
 
     def pop_commands(self) -> list[events.Command]:
-        """Of `PrefillScheduler`."""
-        return self._connector.build_connector_meta(
+        return self.admission.build_connector_meta(
             (r.request_id, range(r.num_computed_tokens - count, r.num_computed_tokens))
-            for r, count in self._step.scheduled
+            for r, count in self.step.scheduled
         )
 
     def update(self) -> None:
         """A request that has its whole answer ends; routers ask for one token."""
-        for request, _ in self._step.scheduled:
+        for request, _ in self.step.scheduled:
             if not request.is_finished and request.num_computed_tokens == _end(request):
                 self.finish(request, Status.FINISHED_LENGTH_CAPPED)
-        self._step = _Step()
+        self.step = _Step()
 
     def finish(self, request: Request, status: Status) -> None:
         """Its blocks stay if its ticket goes out."""
         request.status = status
         is_complete = status is Status.FINISHED_LENGTH_CAPPED
-        keep, params = self._connector.request_finished(
+        keep, params = self.admission.request_finished(
             request.request_id,
             self.blocks.get_block_ids(request.request_id),
             reason="" if is_complete else f"it ended as {status.name}",
@@ -273,20 +110,16 @@ class PrefillHalf(Half):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            # Two releases may differ in their messages alone, as far as the simulator knows.
-            says_so = self._seat.is_newer and len(self.tickets) % 2 == 0
-            params = newer(params) if says_so else params
-            self.tickets.append(IssuedTicket(params, request.prompt, self._seat.process.name))
+            self.tickets.append(IssuedTicket(params, request.prompt, self.seats[0].process.name))
 
     def expects_end(self, request: Request) -> bool:
-        """An offer ends after its ticket went out."""
         return request.is_finished
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Blocks of offers that ended are free."""
         del failed
         ended = list(requests)
-        self._connector.update_connector_output(ended)
+        self.admission.update_connector_output(ended)
         for request in ended:
             self.release(self.requests[request])
 
@@ -294,7 +127,7 @@ class PrefillHalf(Half):
         computed = request.num_computed_tokens
         count = min(CHUNK, _end(request) - computed)
         begins = request.status is not Status.RUNNING
-        if begins and not self._admission.may_begin(request.request_id, request.prompt.length):
+        if begins and not self.admission.may_begin(request.request_id, request.prompt.length):
             step.refused.append(request)
             return
         if begins and not self.blocks.fits(_end(request)):
@@ -303,7 +136,7 @@ class PrefillHalf(Half):
             return
         if begins:
             request.status = Status.RUNNING
-            self._admission.update_state_after_alloc(request.request_id)
+            self.admission.update_state_after_alloc(request.request_id)
             if step.refused:  # it would wait for ever if this went on
                 overtaken = step.refused[0].request_id
                 raise Violation("overtaken", f"{overtaken}, by {request.request_id}")
@@ -318,40 +151,22 @@ def _end(request: Request) -> int:
     return request.prompt.length + request.steps_left - 1
 
 
-class DecodeHalf(Half):
-    """On decode, around `DecodeScheduler`."""
-
-    def __init__(
-        self,
-        blocks: BlockManager,
-        caches: list[RankCache],
-        admission: PrefillScheduler,
-        connector: DecodeScheduler,
-    ) -> None:
-        """Start without requests."""
-        super().__init__(blocks, caches, admission)
-        self._connector = connector
-        self._received: set[RequestId] = set()
-        self._void: set[RequestId] = set()  # loads that were under way when the cache was reset
-        self._failed: set[RequestId] = set()
-        self._running: list[Request] = []
+@dataclass(eq=False)
+class DecodeHalf(_Half):
+    connector: DecodeScheduler = field(kw_only=True)
+    received: set[RequestId] = field(default_factory=set)
+    void: set[RequestId] = field(default_factory=set)  # under way when the cache was reset
+    failed: set[RequestId] = field(default_factory=set)
+    running: list[Request] = field(default_factory=list)
 
     def add(self, request: Request) -> None:
-        """A request with a ticket; with one that is not valid it is computed here."""
         self.requests[request.request_id] = request
         with contextlib.suppress(RemoteProtocolError):
-            self._connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
-
-    def preempt(self, request: Request) -> None:
-        """One that runs is computed again later."""
-        if request.status is Status.RUNNING:
-            self.blocks.free(request.request_id)
-            request.status, request.num_computed_tokens = Status.PREEMPTED, 0
-            request.local = 0
+            self.connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
 
     def schedule(self) -> list[Forward]:
-        """Go on with what runs, park what loads, and start what has room."""
-        self._running, forwards = [], []
+        """Continue running requests, park loads, and start requests that have room."""
+        self.running, forwards = [], []
         for request in self.living():
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 self._unpark(request)
@@ -362,102 +177,98 @@ class DecodeHalf(Half):
         return forwards
 
     def reset(self) -> None:
-        """Of `DecodeScheduler`: no load from before is to end well, and none is to begin."""
+        """`DecodeScheduler.reset_cache`. No earlier load may end well, and none may begin."""
         parked = {r.request_id for r in self.living() if r.status is Status.WAITING_FOR_REMOTE_KVS}
-        self._void |= parked - self._received
-        self._connector.reset_cache()
+        self.void |= parked - self.received
+        self.connector.reset_cache()
         for request in self.living():
             name = request.request_id
-            if self._connector.get_num_new_matched_tokens(name, 0) != (0, False):
+            if self.connector.get_num_new_matched_tokens(name, 0) != (0, False):
                 raise Violation("KV from before a reset", f"{name} would still be loaded")
 
     def pop_commands(self) -> list[events.Command]:
-        """Of `DecodeScheduler`."""
-        return self._connector.build_connector_meta()
+        return self.connector.build_connector_meta()
 
     def update(self) -> None:
-        """What has its whole answer ends."""
-        for request in self._running:
+        for request in self.running:
             request.steps_left -= 1
             if request.steps_left <= 0 and not request.is_finished:
                 self._check(request, request.prompt.length)
                 self.finish(request, Status.FINISHED_LENGTH_CAPPED)
 
     def finish(self, request: Request, status: Status) -> None:
-        """The blocks of one that loads stay until that is over."""
+        """The blocks of a load stay until it ends."""
         name = request.request_id
-        is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self._received
-        for loads in (self._received, self._failed, self._void):
+        is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self.received
+        for loads in (self.received, self.failed, self.void):
             loads.discard(name)
         request.status = status
-        self._connector.request_finished(name)
+        self.connector.request_finished(name)
         if not is_loading:
             self.release(request)
 
     def expects_end(self, request: Request) -> bool:
-        """A load ends while its request is parked, or over before its time."""
         return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """Parked requests may go on. What was held back is reported anew, as failed."""
-        again = self._connector.pop_held_back()
-        held_back = self._connector.update_connector_output(requests, failed)
+        """Unpark requests. Loads that were held back are reported again, as failed."""
+        again = self.connector.pop_held_back()
+        held_back = self.connector.update_connector_output(requests, failed)
         for name in [*again, *(name for name in requests if name not in held_back)]:
             request, failed = self.requests[name], failed | set(again)
-            if name in self._void and name not in failed:
+            if name in self.void and name not in failed:
                 raise Violation("KV from before a reset", f"{name} counts as loaded")
-            self._void.discard(name)
+            self.void.discard(name)
             if request.is_finished:
                 self.release(request)
                 continue
-            self._received.add(name)
+            self.received.add(name)
             if name in failed:
-                self._failed.add(name)
+                self.failed.add(name)
                 request.num_computed_tokens = 0
 
     @property
     def has_good_loads(self) -> bool:
         """Whether requests are parked whose load was reported, and is good."""
-        return self._received > self._failed
+        return self.received > self.failed
 
     def _unpark(self, request: Request) -> None:
         name = request.request_id
-        if name not in self._received:
+        if name not in self.received:
             return
-        self._received.remove(name)
+        self.received.remove(name)
         request.status = Status.WAITING
-        if name in self._failed:
-            self._failed.remove(name)
+        if name in self.failed:
+            self.failed.remove(name)
             self.blocks.free(name)
             request.local = 0
         else:
             self._check(request, request.num_computed_tokens)
 
     def _admit(self, request: Request) -> None:
-        """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
-            self._admission.may_begin(request.request_id, request.prompt.length)
-            load, parks = self._connector.get_num_new_matched_tokens(name, request.local)
+            self.admission.may_begin(request.request_id, request.prompt.length)
+            load, parks = self.connector.get_num_new_matched_tokens(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
         is_first = not self.blocks.table(name)
         if not self.blocks.allocate(name, computed, wanted):
-            if not self._running:  # what has been loaded is given up rather than waited for
+            if not self.running:  # give up its loaded blocks rather than wait
                 self.blocks.free(name)
                 request.num_computed_tokens = request.local = 0
             return
         table = self.blocks.table(name)
         if is_first and request.local:  # what its own cache has of it
-            for cache in self._caches:
+            for cache in [seat.cache for seat in self.seats]:
                 cache.write(request.prompt, table, range(request.local))
-        self._admission.update_state_after_alloc(request.request_id)
-        self._connector.update_state_after_alloc(name, [table], load)
+        self.admission.update_state_after_alloc(request.request_id)
+        self.connector.update_state_after_alloc(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING
 
     def _run(self, request: Request) -> Forward:
-        self._running.append(request)
+        self.running.append(request)
         tokens = range(request.num_computed_tokens, request.prompt.length)
         request.num_computed_tokens = request.prompt.length
         return Forward(request.prompt, self.blocks.table(request.request_id), tokens)
@@ -465,8 +276,95 @@ class DecodeHalf(Half):
     def _check(self, request: Request, num_tokens: int) -> None:
         """Every token that vLLM counts as computed has its own bytes."""
         table = self.blocks.table(request.request_id)
-        for rank, cache in enumerate(self._caches):
+        for rank, cache in enumerate(seat.cache for seat in self.seats):
             wrong = cache.wrong_tokens(request.prompt, table, range(num_tokens))
             if wrong:
                 detail = f"{request.request_id}, rank {rank}: tokens {wrong}"
                 raise Violation("wrong bytes", detail)
+
+
+class EngineScheduler:
+    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
+
+    def __init__(
+        self, seats: Sequence[Seat], blocks: BlockManager, environment: Environment
+    ) -> None:
+        self.blocks = blocks
+        config, clock = environment.config, environment.clock
+        pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
+        trust = Trust.of(config)
+        decode = DecodeScheduler(
+            pagings,
+            trust.check,
+            verify=config.verify,
+            clock=clock,
+            draw=Random(0).random,  # noqa: S311 - not a secret
+        )
+        prefill = PrefillScheduler(
+            RequestBlocks(pagings, seats[0].cache.num_blocks, blocks),
+            config.offer_share,
+            trust.seal,
+            is_decoding=lambda: decode.is_in_use,
+            clock=clock,
+        )
+        self.prefill = PrefillHalf(blocks, seats, prefill)
+        self.decode = DecodeHalf(blocks, seats, prefill, connector=decode)
+        self._halves = (self.prefill, self.decode)
+        blocks.on_free = prefill.on_free
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+
+    @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        return ChainMap(self.prefill.requests, self.decode.requests)
+
+    def living(self) -> list[Request]:
+        return [request for half in self._halves for request in half.living()]
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Begin a step: its commands, prefill's first, and its forwards."""
+        forwards = [forward for half in self._halves for forward in half.schedule()]
+        return [command for half in self._halves for command in half.pop_commands()], forwards
+
+    def update(self) -> None:
+        for half in self._halves:
+            half.update()
+
+    def expects_end(self, request: RequestId) -> bool:
+        known = self.requests.get(request)
+        return known is not None and self._half_of(known).expects_end(known)
+
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
+        requests = list(requests)
+        for half in self._halves:
+            half.on_ends([request for request in requests if request in half.requests], failed)
+
+    def abort(self, request: Request) -> None:
+        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
+
+    def preempt(self, request: Request) -> None:
+        self._half_of(request).preempt(request)
+
+    def reset(self) -> None:
+        """vLLM's `reset_prefix_cache` of the connector, without a pause: requests go on."""
+        self.prefill.reset()
+        self.decode.reset()
+
+    def is_offer(self, request: Request) -> bool:
+        return self._half_of(request) is self.prefill and request.is_finished
+
+    def is_load(self, request: Request) -> bool:
+        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
+
+    def occupy(self) -> None:
+        held = len(self.blocks.table(OTHERS))
+        wanted = BLOCK_TOKENS * (held + len(self.blocks.block_pool.free))
+        self.blocks.allocate(OTHERS, 0, wanted)
+
+    def vacate(self) -> None:
+        self.blocks.free(OTHERS)
+
+    def _half_of(self, request: Request) -> PrefillHalf | DecodeHalf:
+        return next(half for half in self._halves if request.request_id in half.requests)

@@ -4,7 +4,7 @@ A number picks among what there is at that moment, counted round; a step that ha
 nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
     prefill LENGTH STEPS [P]         a prompt comes to prefill (the first, unless one is named)
-    decode D TICKET BLOCKS           its ticket comes to decode, which has so many blocks of it
+    decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
     foreign D TICKET                 the same ticket with another prompt
     step E, piece E                  vLLM's step, or a piece of it
     pause E, resume E                vLLM makes no steps; the transfer threads go on
@@ -33,60 +33,38 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from harness.local.memory_control import MemoryLink, Packet
 from nixl_kv.ids import RequestId
 from sim.cache import BLOCK_TOKENS
-from sim.data_plane import Read
 from sim.engine import Engine
-from sim.rank import RankLife
-from sim.tickets import IssuedTicket
-from sim.vllm import Request
+from sim.planes import Faults, Read
+from sim.rank import FAILED, RankLife
+from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World
 
 DIGEST_TURNS: Final = 20
-"""Of a rank in each round: a digest has a step for each block, and waits for nothing."""
+"""A rank has as many in each round: a digest has a step for each block."""
 
 _Item = TypeVar("_Item")
 Find = Callable[[World, str], object]
-"""What an argument means in a world; None: there is no such thing, or it does nothing now."""
+"""The meaning of an argument in a world; None: no such thing, or it does nothing now."""
 
-
-class Step:
-    """What a word does: `act` with the world, and with what its arguments mean."""
-
-    def __init__(self, act: Callable[..., object], *finds: Find, default: str = "") -> None:
-        """One `find` for each argument, the last of which may be left out if it has a default."""
-        self._act = act
-        self._finds = finds
-        self._default = default
-
-    def __call__(self, world: World, arguments: Sequence[str]) -> None:
-        """Do it; nothing, if an argument means nothing.
-
-        Raises:
-            ValueError: if there are more arguments, or less.
-        """
-        if self._default and len(arguments) < len(self._finds):
-            arguments = [*arguments, self._default]
-        pairs = zip(self._finds, arguments, strict=True)
-        meant = [find(world, argument) for find, argument in pairs]
-        if not any(each is None for each in meant):
-            self._act(world, *meant)
+Step = tuple[Any, ...]
+"""The function of a word, and a `Find` for each of its arguments."""
 
 
 def perform(world: World, line: str) -> None:
-    """Do one step.
-
-    Raises:
-        Violation: if a promise is broken.
-        ValueError: if there is no such step.
-    """
+    """Do one step; nothing, if an argument means nothing."""
     word, *arguments = line.split()
     if word not in STEPS:
         raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
-    STEPS[word](world, arguments)
+    act, *finds = STEPS[word]
+    if word == "prefill" and len(arguments) < len(finds):
+        arguments.append(PREFILL)
+    meant = [find(world, argument) for find, argument in zip(finds, arguments, strict=True)]
+    if not any(each is None for each in meant):
+        act(world, *meant)
     world.join_at_once()
     world.fabric.flow()
     for engine in world.alive():
@@ -102,8 +80,16 @@ def _pick(items: Sequence[_Item], number: str) -> _Item | None:
     return items[int(number) % len(items)] if items else None
 
 
+def _any_of(items: Callable[[World], Sequence[object]]) -> Find:
+    return lambda world, number: _pick(items(world), number)
+
+
 def _number(_world: World, text: str) -> int:
     return int(text)
+
+
+def _seconds(_world: World, text: str) -> float:
+    return float(text)
 
 
 def _engine(world: World, name: str) -> Engine | None:
@@ -113,7 +99,7 @@ def _engine(world: World, name: str) -> Engine | None:
 
 
 def _settled(world: World, name: str) -> Engine | None:
-    """An engine between two steps: only then does vLLM handle what comes from outside."""
+    """An engine between two steps: only then vLLM handles requests from outside."""
     engine = _engine(world, name)
     return engine if engine is not None and engine.settle() else None
 
@@ -129,39 +115,24 @@ def _life(world: World, name: str) -> str | None:
     return name if name in world.engines else None
 
 
-def _rank(world: World, name: str) -> RankLife | None:
-    """One that lives, whether it runs or not."""
-    return next((rank for rank in world.ranks() if rank.seat.name == name), None)
-
-
-def _running(world: World, name: str) -> RankLife | None:
-    rank = _rank(world, name)
-    return None if rank is None or rank.is_stopped else rank
-
-
 def _ranks(world: World, name: str) -> list[RankLife]:
     """One rank, or all of an engine."""
     return [r for r in world.ranks() if name in (r.seat.name, r.seat.process.name)]
 
 
-def _ticket(world: World, number: str) -> IssuedTicket | None:
-    return _pick(world.router.tickets, number)
+def _running(world: World, name: str) -> RankLife | None:
+    return next((r for r in world.ranks() if r.seat.name == name and not r.is_stopped), None)
 
 
-def _packet(world: World, number: str) -> Packet | None:
-    return _pick(world.network.packets, number)
+def _faults(world: World, name: str) -> Faults | None:
+    return next((r.faults for r in world.ranks() if r.seat.name == name), None)
 
 
-def _working_link(world: World, number: str) -> MemoryLink | None:
-    return _pick(world.network.working(), number)
-
-
-def _broken_link(world: World, number: str) -> MemoryLink | None:
-    return _pick(world.network.unreported(), number)
-
-
-def _read(world: World, number: str) -> Read | None:
-    return _pick(world.fabric.reads(), number)
+_ticket: Final = _any_of(lambda world: world.tickets)
+_packet: Final = _any_of(lambda world: world.network.packets)
+_working: Final = _any_of(lambda world: world.network.working())
+_unreported: Final = _any_of(lambda world: world.network.unreported())
+_read: Final = _any_of(lambda world: world.fabric.reads())
 
 
 # --- vLLM and its clients
@@ -176,7 +147,7 @@ def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
 def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
     if engine.name == ticket.engine:
         return  # no router sends a request back to where it comes from
-    world.router.num_used += 1
+    world.num_used += 1
     local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     _add_to_decode(world, engine, ticket, local)
 
@@ -201,7 +172,7 @@ def _on_request(act: Callable[[Engine, Request], None]) -> Step:
         if request is not None:
             act(engine, request)
 
-    return Step(step, _settled, _number)
+    return step, _settled, _number
 
 
 # --- the data plane
@@ -210,20 +181,14 @@ def _on_request(act: Callable[[Engine, Request], None]) -> Step:
 def _land(world: World, read: Read, num_pieces: int) -> None:
     if world.fabric.rate or not read.serve():
         return
-    if world.damage.is_due:
-        _damage(world, read)
+    request = _verified_by(world, read) if world.is_damage_due else None
+    if request is not None:  # damage of other loads stays unseen
+        world.is_damage_due, read.is_damaged = False, True
+        world.damaged.add(request)
     if num_pieces == 0:
         read.land_all()
     for number in range(num_pieces):
         read.land(number * 7)
-
-
-def _damage(world: World, read: Read) -> None:
-    """Only if it is for a load that is verified: nobody notices it in others."""
-    request = _verified_by(world, read)
-    if request is not None:
-        world.damage.is_due, read.is_damaged = False, True
-        world.damage.requests.add(request)
 
 
 def _verified_by(world: World, read: Read) -> RequestId | None:
@@ -241,45 +206,21 @@ def _verified_by(world: World, read: Read) -> RequestId | None:
 # --- processes and time
 
 
+def _set(attribute: str, value: object = None) -> Callable[..., None]:
+    """Set it to this value, or to the step's last argument."""
+    return lambda _world, target, *given: setattr(target, attribute, *given or (value,))
+
+
 def _stop(*, is_stopped: bool) -> Step:
     def step(_world: World, ranks: list[RankLife]) -> None:
         for rank in ranks:
             rank.is_stopped = is_stopped
 
-    return Step(step, _ranks)
-
-
-def _pause(*, is_paused: bool) -> Step:
-    """Between two steps of vLLM's."""
-
-    def step(_world: World, engine: Engine) -> None:
-        engine.is_paused = is_paused
-
-    return Step(step, _settled)
-
-
-def _drain(_world: World, engine: Engine) -> None:
-    engine.is_draining = True
-
-
-def _mute(_world: World, rank: RankLife, count: int) -> None:
-    rank.faults.unsent = count
-
-
-def _die(_world: World, rank: RankLife, number: int) -> None:
-    rank.faults.dies_after = number
-
-
-def _refuse(_world: World, rank: RankLife) -> None:
-    rank.faults.refuses_peer = True
+    return step, _ranks
 
 
 def _wait(world: World, seconds: float) -> None:
     world.clock.now += seconds
-
-
-def _plan_damage(world: World) -> None:
-    world.damage.is_due = True
 
 
 def _turns(rank: RankLife) -> Iterator[str]:
@@ -300,7 +241,7 @@ def round_lines(world: World) -> Iterator[str]:
         yield from _turns(rank)
         for _ in range(rank.num_waiting):
             yield f"work {rank.seat.name}"
-        for _ in range(len(rank.joining.waiting)):
+        for _ in range(len(rank.joining)):
             yield f"join {rank.seat.name}"
     for number in range(len(world.fabric.reads()) - 1, -1, -1):
         yield f"land {number} 0"
@@ -309,42 +250,42 @@ def round_lines(world: World) -> Iterator[str]:
 
 
 STEPS: Final[Mapping[str, Step]] = {
-    "prefill": Step(_prefill, _number, _number, _settled, default=PREFILL),
-    "decode": Step(_decode, _settled, _ticket, _number),
-    "foreign": Step(_foreign, _settled, _ticket),
-    "step": Step(lambda _world, engine: engine.step(), _engine),
-    "piece": Step(lambda _world, engine: engine.piece(), _half_awake),
+    "prefill": (_prefill, _number, _number, _settled),
+    "decode": (_decode, _settled, _ticket, _number),
+    "foreign": (_foreign, _settled, _ticket),
+    "step": (lambda _, engine: engine.step(), _engine),
+    "piece": (lambda _, engine: engine.piece(), _half_awake),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
-    "reset": Step(lambda _world, engine: engine.scheduler.reset(), _engine),
-    "pause": _pause(is_paused=True),
-    "resume": _pause(is_paused=False),
-    "sleep": Step(lambda _world, engine: engine.go_to_sleep(), _settled),
-    "freeze": Step(lambda _world, engine: engine.freeze(), _settled),
-    "wake": Step(lambda _world, engine: engine.wake(), _settled),
-    "drain": Step(_drain, _settled),
-    "occupy": Step(lambda _world, engine: engine.scheduler.occupy(), _settled),
-    "vacate": Step(lambda _world, engine: engine.scheduler.vacate(), _settled),
-    "turn": Step(lambda _world, rank: rank.turn(), _running),
-    "die": Step(_die, _rank, _number),
-    "refuse": Step(_refuse, _running),
-    "mute": Step(_mute, _running, _number),
-    "work": Step(lambda _world, rank: rank.work(), _running),
-    "fail": Step(lambda _world, rank: rank.work(fail=True), _running),
-    "join": Step(lambda _world, rank: rank.joining.work(), _running),
-    "balk": Step(lambda _world, rank: rank.joining.work(fail=True), _running),
-    "deliver": Step(lambda world, packet: world.network.deliver(packet), _packet),
-    "repeat": Step(lambda world, packet: world.network.deliver(packet, again=True), _packet),
-    "lose": Step(lambda world, packet: world.network.packets.remove(packet), _packet),
-    "cut": Step(lambda world, link: world.network.cut(link), _working_link),
-    "report": Step(lambda world, link: world.network.report_loss(link), _broken_link),
-    "land": Step(_land, _read, _number),
-    "hang": Step(lambda _world, read: read.hang(), _read),
-    "break": Step(lambda _world, read: read.fail(), _read),
-    "damage": Step(_plan_damage),
-    "kill": Step(World.kill, _life),
-    "start": Step(World.start, _life),
+    "reset": (lambda _, engine: engine.scheduler.reset(), _engine),
+    "pause": (_set("is_paused", value=True), _settled),
+    "resume": (_set("is_paused", value=False), _settled),
+    "sleep": (lambda _, engine: engine.go_to_sleep(), _settled),
+    "freeze": (lambda _, engine: engine.freeze(), _settled),
+    "wake": (lambda _, engine: engine.wake(), _settled),
+    "drain": (_set("is_draining", value=True), _settled),
+    "occupy": (lambda _, engine: engine.scheduler.occupy(), _settled),
+    "vacate": (lambda _, engine: engine.scheduler.vacate(), _settled),
+    "turn": (lambda _, rank: rank.turn(), _running),
+    "die": (_set("dies_after"), _faults, _number),
+    "refuse": (_set("refuses_peer", value=True), _faults),
+    "mute": (_set("unsent"), _faults, _number),
+    "work": (lambda _, rank: rank.work(), _running),
+    "fail": (lambda _, rank: rank.work(fail=True), _running),
+    "join": (lambda _, rank: rank.joining.work(1), _running),
+    "balk": (lambda _, rank: rank.joining.work(1, FAILED), _running),
+    "deliver": (lambda world, packet: world.network.deliver(packet), _packet),
+    "repeat": (lambda world, packet: world.network.deliver(packet, again=True), _packet),
+    "lose": (lambda world, packet: world.network.packets.remove(packet), _packet),
+    "cut": (lambda world, link: world.network.cut(link), _working),
+    "report": (lambda world, link: world.network.report_loss(link), _unreported),
+    "land": (_land, _read, _number),
+    "hang": (_set("hangs", value=True), _read),
+    "break": (_set("is_broken", value=True), _read),
+    "damage": (lambda world: setattr(world, "is_damage_due", True),),
+    "kill": (World.kill, _life),
+    "start": (World.start, _life),
     "stop": _stop(is_stopped=True),
     "cont": _stop(is_stopped=False),
-    "wait": Step(_wait, lambda _world, text: float(text)),
+    "wait": (_wait, _seconds),
 }

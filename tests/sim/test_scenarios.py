@@ -1,4 +1,4 @@
-"""What a prefill and a decode engine do, step by step: who holds what, until when."""
+"""Stories of a prefill and a decode engine: which one holds which blocks, until when."""
 
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -9,7 +9,7 @@ import pytest
 from nixl_kv.protocol.events import FailureKind
 from nixl_kv.reading import paths
 from sim.repeatable import repeatable
-from sim.schedule import Run, Setting
+from sim.schedule import Run
 from sim.steps import round_lines
 from sim.world import Shape
 
@@ -18,24 +18,16 @@ FENCED = "prefill rank 0 took its blocks back during the read (fenced)"
 DENIED = "prefill rank 0 denied (denied)"
 
 
-class Scenario:
+class Scenario(Run):
     """A schedule that is written while it runs."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.run = Run(Setting(shape))
-        self.world = self.run.world
-
-    def do(self, *lines: str) -> None:
-        for line in lines:
-            self.run.do(line)
 
     # --- longer steps
 
     def offer(self) -> int:
         """A prompt of two blocks is computed, and its ticket is out. Returns its number."""
-        number = len(self.world.router.tickets)
+        number = len(self.world.tickets)
         self.do("prefill 8 1")
-        while len(self.world.router.tickets) == number:
+        while len(self.world.tickets) == number:
             self.do("step p")
         self.do("step p", "turn p.0")
         return number
@@ -44,11 +36,10 @@ class Scenario:
         """A request comes with a ticket, and gets blocks."""
         self.do(f"decode {engine} {ticket} 0", f"step {engine}", f"turn {engine}.0")
 
-    def park(self, *tickets: int) -> None:
-        """Requests come to decode, which has no blocks for them: prefill holds what is granted."""
+    def park(self) -> None:
+        """A request comes to decode, which has no blocks for it: prefill holds the granted ones."""
         self.do("occupy d0")
-        for ticket in tickets:
-            self.load(ticket)
+        self.load(self.offer())
         self.deliver_all()
         assert any(self.valid_slots())
 
@@ -67,7 +58,8 @@ class Scenario:
             self.turn_all()
 
     def start_reading(self) -> None:
-        """Up to the moment when the read of the data has been posted; no digest is made yet."""
+        """Up to the moment when a read of the data has been posted; no digest is made yet."""
+        self.load(self.offer())
         self.deliver_until("Ask")
         self.do("deliver 0", "turn p.0")
         self.do(f"deliver {self.kinds().index('Grant')}", "turn d0.0")
@@ -87,22 +79,15 @@ class Scenario:
         for _ in range(count):
             self.do(*round_lines(self.world), f"wait {seconds}")
 
-    def end(self) -> None:
-        """Whatever happened, all of it ends, and nothing is left."""
-        self.do("end calm")
-
     # --- what there is
 
     def kinds(self) -> list[str]:
-        """Of the messages under way."""
         return [msgspec.msgpack.decode(p.payload)[0] for p in self.world.network.packets]
 
     def reads(self) -> int:
-        """How many are under way."""
         return len(self.world.fabric.reads())
 
     def blocks(self, engine: str = "p") -> int:
-        """How many are used."""
         life = self.world.engines[engine]
         assert life is not None
         return life.scheduler.blocks.block_pool.num_used
@@ -113,15 +98,15 @@ class Scenario:
 
     @property
     def failures(self) -> list[str]:
-        return [str(each.failure) for each in self.run.invariants.failed]
+        return [str(each.failure) for each in self.invariants.failed]
 
     @property
     def good(self) -> int:
-        return self.run.invariants.num_good
+        return self.invariants.num_good
 
     @property
     def verified(self) -> int:
-        return self.run.invariants.num_verified
+        return self.invariants.num_verified
 
 
 Make = Callable[..., Scenario]
@@ -139,7 +124,7 @@ def make() -> Iterator[Make]:
     with repeatable(), patch.object(paths, "SLICE_RUNS", 1 << 14):  # a read is one slice
         yield make_one
         for scenario in scenarios:
-            scenario.end()
+            scenario.do("end calm")
 
 
 @pytest.fixture
@@ -154,49 +139,23 @@ def verifying(make: Make) -> Scenario:
     return make(verify=1.0)
 
 
-@pytest.fixture
-def two(make: Make) -> Scenario:
-    """One prefill engine and two decode engines."""
-    return make(engines=2)
-
-
 # --- without faults
 
 
-def test_a_prompt_is_read_and_its_blocks_are_free(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.rounds(12, seconds=0.05)
-    assert (one.good, one.failures) == (1, [])
-    assert one.blocks() == 0
-    assert one.valid_slots() == [False] * 3
-
-
-def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+def test_what_waits_for_blocks_of_decode_is_held_and_recalled_in_the_end(one: Scenario) -> None:
+    one.park()
     one.rounds(9, seconds=HOLD_S / 10)
     assert one.blocks() == 2
-    one.do("vacate d0")
-    one.rounds(8)
-    assert (one.good, one.failures) == (1, [])
-
-
-def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
-    one.rounds(13, seconds=HOLD_S / 10)
+    one.rounds(4, seconds=HOLD_S / 10)
     assert one.blocks() == 0
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     assert one.failures == [
         "prefill rank 0 recalled its blocks before decode had its own (recalled)"
     ]
 
 
 def test_an_offer_that_is_not_needed_is_freed_at_once(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     assert one.blocks() == 2
     one.do("abort d0 0")
     one.rounds(3, seconds=0)
@@ -214,99 +173,64 @@ def test_an_offer_that_nobody_wants_is_freed_in_time(one: Scenario) -> None:
 # --- the fence
 
 
-def test_blocks_that_are_freed_during_a_read_fail_it(one: Scenario) -> None:
-    one.offer()
-    one.load()
+@pytest.mark.parametrize(
+    ("landed", "failures"),
+    [
+        pytest.param(["land 0 1"], [FENCED], id="during a read"),
+        pytest.param(
+            ["land 0 0", "turn d0.0"], [FENCED], id="right bytes, before the slot is read"
+        ),
+        pytest.param(["land 0 0", "turn d0.0", "land 0 0"], [], id="after the slot was read"),
+    ],
+)
+def test_a_read_is_good_if_its_blocks_are_freed_after_the_slot_was_read(
+    one: Scenario, landed: list[str], failures: list[str]
+) -> None:
     one.start_reading()
-    one.do("land 0 1")
+    one.do(*landed)
     one.prefill_alone(LEASE_S)
     assert one.blocks() == 0
-    one.end()
-    assert one.failures == [FENCED]
+    one.do("end calm")
+    assert (one.good, one.failures) == (1 - len(failures), failures)
 
 
-def test_blocks_that_are_freed_before_the_slot_is_read_fail_the_read(one: Scenario) -> None:
-    """The bytes are right, but nobody knows."""
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do("land 0 0", "turn d0.0")
-    one.prefill_alone(LEASE_S)
-    assert one.blocks() == 0
-    one.end()
-    assert one.failures == [FENCED]
-
-
-def test_blocks_that_are_freed_after_the_slot_was_read_do_not_matter(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do("land 0 0", "turn d0.0", "land 0 0")
-    one.prefill_alone(LEASE_S)
-    assert one.blocks() == 0
-    one.do("turn d0.0")
-    assert (one.good, one.failures) == (1, [])
-
-
-def test_the_slot_of_another_grant_does_not_prove_a_read(two: Scenario) -> None:
+def test_the_slot_of_another_grant_does_not_prove_a_read(make: Make) -> None:
     """Blocks are freed, and given to the next prompt, whose grant has the same slot."""
-    two.offer()
-    two.load()
+    two = make(engines=2)
     two.start_reading()
     before = two.valid_slots()
     two.prefill_alone(LEASE_S)
     two.load(two.offer(), engine="d1")
     two.deliver_until("Grant")
     assert two.valid_slots() == before
-    two.end()
+    two.do("end calm")
     assert (two.good, two.failures) == (1, [FENCED])
 
 
 # --- digests
 
 
-def test_a_read_is_verified(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
-    verifying.end()
-    assert (verifying.good, verifying.verified, verifying.failures) == (1, 1, [])
-
-
-def test_a_digest_is_asked_for_with_the_blocks(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
-    verifying.deliver_until("Ask")
-    assert verifying.kinds() == ["Ask", "DigestRequest"]
-    verifying.end()
-    assert (verifying.verified, verifying.failures) == (1, [])
-
-
 def test_a_digest_that_is_asked_for_before_the_blocks_is_asked_for_again(
     verifying: Scenario,
 ) -> None:
-    verifying.offer()
-    verifying.load()
+    verifying.load(verifying.offer())
     verifying.deliver_until("Ask")
     verifying.do("deliver 1", "turn p.0")
     assert verifying.kinds() == ["Ask"]
-    verifying.end()
+    verifying.do("end calm")
     assert (verifying.verified, verifying.failures) == (1, [])
 
 
 def test_damaged_bytes_are_not_used(verifying: Scenario) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.do("damage")
     verifying.rounds(8)
-    assert [each.failure.kind for each in verifying.run.invariants.failed] == [FailureKind.CORRUPT]
+    assert [each.failure.kind for each in verifying.invariants.failed] == [FailureKind.CORRUPT]
     assert verifying.blocks() == 0
 
 
 @pytest.mark.parametrize("kind", ["DigestRequest", "DigestReply"])
 def test_a_digest_that_is_lost_is_asked_for_again(verifying: Scenario, kind: str) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     if kind == "DigestReply":
         verifying.do("deliver 0")
@@ -315,15 +239,13 @@ def test_a_digest_that_is_lost_is_asked_for_again(verifying: Scenario, kind: str
     assert verifying.kinds() == [kind]
     verifying.do("lose 0")
     verifying.land_all()
-    verifying.end()
+    verifying.do("end calm")
     assert (verifying.verified, verifying.failures) == (1, [])
 
 
 @pytest.mark.parametrize("turns", range(1, 4))
 def test_a_digest_of_blocks_that_were_freed_is_not_sent(verifying: Scenario, turns: int) -> None:
     """However much of them it had covered."""
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.land_all()
     verifying.do("deliver 0")
@@ -333,15 +255,13 @@ def test_a_digest_of_blocks_that_were_freed_is_not_sent(verifying: Scenario, tur
     while not verifying.kinds():
         verifying.do("turn p.0")
     assert verifying.kinds() == ["Deny"]
-    verifying.end()
+    verifying.do("end calm")
     assert verifying.failures == [DENIED]
 
 
 def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
     verifying: Scenario,
 ) -> None:
-    verifying.offer()
-    verifying.load()
     verifying.start_reading()
     verifying.land_all()
     verifying.do("abort d0 0", "step d0", "turn d0.0")
@@ -353,22 +273,11 @@ def test_a_load_that_is_cancelled_while_it_is_verified_is_released_at_once(
     assert verifying.kinds() == ["Deny"]
 
 
-def test_who_was_not_granted_gets_no_digest(make: Make) -> None:
-    both = make(engines=2, verify=1.0)
-    both.offer()
-    both.load()
-    both.load(engine="d1")
-    both.end()
-    assert (both.verified, both.failures) == (1, [DENIED])
-
-
-# --- readers that do not want it any more
+# --- readers that leave
 
 
 def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:
     """Its blocks are held on both sides, as long as it takes."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("abort d0 0", "step d0")
     for _ in range(100):
@@ -383,33 +292,8 @@ def test_a_read_that_is_cancelled_is_served_to_its_end(one: Scenario) -> None:
     assert (one.blocks(), one.blocks("d0")) == (0, 0)
 
 
-def test_a_late_read_is_given_up_when_it_has_ended(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.start_reading()
-    one.do(f"wait {TIMEOUT_S}", "turn d0.0")
-    assert one.failures == []
-    one.do("land 0 0", "turn d0.0")
-    assert one.failures == ["nothing moved for 4 s (late)"]
-
-
-def test_a_grant_after_the_cancellation_is_released_at_once(one: Scenario) -> None:
-    one.offer()
-    one.load()
-    one.deliver_until("Ask")
-    one.do("abort d0 0", "step d0", "turn d0.0")
-    assert one.kinds() == ["Ask", "Release"]
-    one.do("lose 1", "deliver 0", "turn p.0")
-    assert one.kinds() == ["Grant"]
-    one.do("deliver 0", "turn d0.0")
-    assert one.kinds() == ["Release"]
-    one.do("deliver 0", "turn p.0", "step p")
-    assert one.blocks() == 0
-
-
 def test_a_release_that_overtakes_its_ask_ends_the_offer(one: Scenario) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     one.deliver_until("Ask")
     one.do("abort d0 0", "step d0", "turn d0.0")
     one.do("deliver 1", "turn p.0", "step p")
@@ -419,13 +303,11 @@ def test_a_release_that_overtakes_its_ask_ends_the_offer(one: Scenario) -> None:
 
 
 def test_a_lease_that_runs_out_fails_what_waits_for_blocks(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.prefill_alone(LEASE_S)
     assert one.blocks() == 0
     one.rounds(3)
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     assert one.failures == ["prefill rank 0 let the lease run out (lease_lost)"]
 
 
@@ -434,19 +316,16 @@ def test_a_lease_that_runs_out_fails_what_waits_for_blocks(one: Scenario) -> Non
 
 @pytest.mark.parametrize("kind", ["Ask", "Grant"])
 def test_what_is_lost_before_the_grant_is_asked_again(one: Scenario, kind: str) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     one.deliver_until(kind)
     one.do("lose 0")
     assert one.kinds() == []
-    one.end()
+    one.do("end calm")
     assert (one.good, one.failures) == (1, [])
 
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["read", "aborted"])
 def test_a_release_that_is_lost_costs_a_lease(one: Scenario, *, is_aborted: bool) -> None:
-    one.offer()
-    one.load()
     one.start_reading()
     one.do(*["abort d0 0", "step d0", "turn d0.0"] if is_aborted else [])
     one.do("land 0 0", "turn d0.0", "land 0 0", "turn d0.0")
@@ -458,93 +337,43 @@ def test_a_release_that_is_lost_costs_a_lease(one: Scenario, *, is_aborted: bool
     assert one.blocks() == 0
 
 
-def test_a_release_that_is_lost_costs_less_if_the_reader_renews_others(one: Scenario) -> None:
-    one.load(one.offer())
-    one.load(one.offer())
-    one.deliver_all()
-    one.do("land 1 0", "turn d0.0", "land 1 0", "turn d0.0")
-    assert one.kinds() == ["Release"]
-    one.do("lose 0", "wait 0.2", "turn d0.0")
-    assert one.kinds() == ["Heartbeat"]
-    one.do("deliver 0", "turn p.0", "step p")
-    assert one.blocks() == 2
-
-
 def test_messages_that_come_twice_do_no_harm(one: Scenario) -> None:
-    one.offer()
-    one.load()
+    one.load(one.offer())
     while one.kinds():
         one.do("repeat 0")
         one.turn_all()
         one.do("deliver 0")
         one.turn_all()
-    one.end()
+    one.do("end calm")
     assert (one.good, one.failures) == (1, [])
 
 
 # --- several readers
 
 
-def test_a_ticket_is_good_for_one(two: Scenario) -> None:
+def test_a_ticket_is_good_for_one(make: Make) -> None:
+    two = make(engines=2)
     two.offer()
     two.load(engine="d0")
     two.load(engine="d1")
-    two.end()
+    two.do("end calm")
     assert (two.good, two.failures) == (1, [DENIED])
-
-
-def test_who_comes_late_ends_nothing_of_the_first(two: Scenario) -> None:
-    two.offer()
-    two.load(engine="d0")
-    two.start_reading()
-    two.do("occupy d1")
-    two.load(engine="d1")
-    two.do("abort d1 0", "step d1", "turn d1.0")
-    two.deliver_all()
-    two.do("step p")
-    assert two.blocks() == 2
-    two.end()
-    assert (two.good, two.failures) == (1, [])
-
-
-def test_an_offer_beyond_the_last_slot_is_denied(make: Make) -> None:
-    few = make(slots=2, share=1.0)
-    for ticket in range(3):
-        assert few.offer() == ticket
-    few.park(0, 1, 2)
-    few.do("vacate d0")
-    few.end()
-    assert (few.good, few.failures) == (2, [DENIED])
 
 
 # --- lives
 
 
-def test_a_ticket_of_a_former_life_is_refused(one: Scenario) -> None:
-    one.offer()
-    one.do("kill p", "start p")
-    one.load()
-    one.end()
-    (failure,) = one.failures
-    assert failure.startswith("incarnation is ")
-    assert failure.endswith("(unreachable)")
-
-
 def test_a_restart_of_prefill_ends_what_is_not_read(one: Scenario) -> None:
-    one.offer()
-    one.park(0)
+    one.park()
     one.do("kill p", "start p")
     one.rounds(4)
-    one.do("vacate d0")
-    one.end()
+    one.do("vacate d0", "end calm")
     (failure,) = one.failures
     assert failure.endswith("(lease_lost)"), "its successor at the same endpoint says so"
 
 
 def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) -> None:
     """They hang, and the rank has its port again."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("hang 0", "kill p", "start p", "report 0")
     one.load(one.offer())
@@ -552,115 +381,15 @@ def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) ->
         one.do(*[line for line in round_lines(one.world) if not line.startswith("land 0")])
         one.do("wait 0.1")
     assert (one.good, one.failures) == (1, [])
-    one.end()
+    one.do("end calm")
     assert len(one.failures) == 1
 
 
-# --- several prefill engines, and engines that do both
-
-
-def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) -> None:
-    both = make(prefills=2)
-    both.do("prefill 8 1", "prefill 8 1 p1", *["step p", "step p1"] * 3, "turn p.0", "turn p1.0")
-    assert [ticket.engine for ticket in both.world.router.tickets] == ["p", "p1"]
-    both.load(0)
-    both.load(1)
-    while both.reads() < 2:
-        both.do("deliver 0")
-        both.turn_all()
-    both.do("kill p1")
-    both.end()
-    assert both.good == 1
-    (failure,) = both.failures
-    assert failure.startswith("prefill fell silent")
-
-
-def test_two_engines_prefill_for_each_other(make: Make) -> None:
-    pair = make(prefills=2, both=True, engines=0)
-    pair.do("prefill 8 1", "prefill 8 1 p1", *["step p", "step p1"] * 3)
-    pair.do("decode p1 0 0", "decode p 1 0")
-    pair.end()
-    assert (pair.good, pair.failures) == (2, [])
-
-
-def test_ranks_read_several_ranks_that_have_several_readers(make: Make) -> None:
-    """Of six heads each prefill rank has three, and each decode rank two."""
-    odd = make(prefill=2, decode=3, heads=6)
-    odd.offer()
-    odd.load()
-    odd.end()
-    assert (odd.good, odd.failures) == (3, [])
-
-
-# --- what takes time, and what cannot be sent
-
-
-def test_leases_are_renewed_while_many_peers_are_joined(make: Make) -> None:
-    """Twelve ranks, of 0.14 s each: far longer than a lease."""
-    many = make(prefill=3, prefills=4, heads=3, blocks=60, join=0.14, share=1.0)
-    many.do(*[f"prefill 8 1 p{number}" for number in ("", 1, 2, 3)])
-    many.rounds(3)
-    many.do("occupy d0", "decode d0 0 0")
-    many.rounds(5)
-    many.do("decode d0 1 0", "decode d0 2 0", "decode d0 3 0")
-    before = many.world.clock.now
-    for _ in range(12):
-        many.rounds(1, seconds=0.01)
-        many.do(*[f"turn {rank.seat.name}" for rank in many.world.ranks() if rank.seat.is_prefill])
-    assert many.world.clock.now > before + 9 * 0.14
-    many.do("vacate d0")
-    many.end()
-    assert (many.good, many.failures) == (4, [])
-
-
-def test_reads_that_share_a_link_land_side_by_side(make: Make) -> None:
-    """A hundred bytes a second: 128 bytes of data take 1.3 s, and twice that for two."""
-    slow = make(rate=100, share=1.0)
-    for ticket in range(2):
-        assert slow.offer() == ticket
-    slow.load(0)
-    slow.load(1)
-    slow.deliver_all()
-    assert slow.reads() == 2
-    slow.do("land 0 0")
-    assert slow.reads() == 2
-    for _ in range(20):
-        slow.do("wait 0.1", "turn p.0", "turn d0.0")
-        slow.deliver_all()
-    assert (slow.good, slow.reads()) == (0, 2)
-    slow.end()
-    assert (slow.good, slow.failures) == (2, [])
-
-
-def test_a_message_that_cannot_be_sent_costs_one_load(one: Scenario) -> None:
-    one.offer()
-    one.do("decode d0 0 0", "step d0", "mute d0.0 1", "turn d0.0")
-    one.rounds(3)
-    (failure,) = one.failures
-    assert failure.endswith("the schedule let it fail (unreachable)")
-
-
-def test_a_connection_that_a_listener_does_not_take_is_lost(make: Make) -> None:
-    crowd = make(engines=2, links=1, share=1.0)
-    for ticket in range(2):
-        assert crowd.offer() == ticket
-    crowd.load(0, "d0")
-    crowd.deliver_until("Grant")
-    crowd.load(1, "d1")
-    crowd.deliver_all()
-    crowd.end()
-    assert crowd.good == 1
-    (failure,) = crowd.failures
-    assert failure.endswith("(unreachable)")
-
-
-# --- vLLM pauses and sleeps; releases differ
+# --- vLLM pauses and sleeps
 
 
 def test_a_read_ends_while_vllm_pauses(one: Scenario) -> None:
     """Prefill has its blocks back; decode's request goes on when vLLM does."""
-    one.offer()
-    one.load()
     one.start_reading()
     one.do("pause d0")
     one.rounds(5)
@@ -685,19 +414,7 @@ def test_an_engine_sleeps_when_its_offers_have_ended_and_wakes_to_another_life(
     assert engine.description.incarnation != before
     one.load(0)
     one.load(one.offer())
-    one.end()
+    one.do("end calm")
     assert one.good == 1
     (failure,) = one.failures
     assert failure.startswith("incarnation is ")
-
-
-@pytest.mark.parametrize("newer", [1, -1], ids=["prefill", "decode"])
-def test_the_next_release_is_not_understood_and_nothing_is_held(make: Make, newer: int) -> None:
-    """A ticket that says so is refused at once; what only its messages say costs a load's time."""
-    mixed = make(newer=newer, share=1.0)
-    for ticket in range(2):
-        assert mixed.offer() == ticket
-    mixed.load(0)
-    mixed.load(1)
-    mixed.end()
-    assert (mixed.good, len(mixed.failures)) == (0, 1 if newer > 0 else 2)

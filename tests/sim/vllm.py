@@ -1,7 +1,7 @@
 """The parts of vLLM that connectors see: blocks, requests, and the union of all ranks' reports.
 
-A freed block is the next to be given out, which is the worst that may happen to it; and whoever
-gets all of its blocks back has them in another order.
+A freed block is the next to be given out, the worst case; a request that gets all of its blocks
+back has them in another order.
 """
 
 import enum
@@ -17,7 +17,7 @@ from sim.repeatable import Violation
 
 @dataclass(eq=False)
 class Block:
-    """As vLLM's KVCacheBlock, and whose it is."""
+    """vLLM's KVCacheBlock, with its owner."""
 
     block_id: int
     ref_cnt: int = 0
@@ -25,37 +25,31 @@ class Block:
 
     @property
     def is_null(self) -> bool:
-        """Whether it only fills gaps of a table."""
         return self.block_id == NULL_BLOCK
 
 
 class BlockPool:
-    """As vLLM's. `on_free` is called with the blocks that nobody refers to any more."""
+    """vLLM's. `on_free` is called with the blocks that have no reference left."""
 
     def __init__(self, count: int, on_free: Callable[[list[int]], None]) -> None:
-        """All are free, but the null block."""
         self.blocks = [Block(number) for number in range(count)]
         self.free = self.blocks[:NULL_BLOCK:-1]
         self._on_free = on_free
 
     @property
     def num_used(self) -> int:
-        """How many blocks somebody refers to."""
         return len(self.blocks) - 1 - len(self.free)
 
     def get_new_block(self, owner: RequestId) -> Block:
-        """Give out the block that was freed last."""
         block = self.free.pop()
         block.owner, block.ref_cnt = owner, 1
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One reference more."""
         for block in blocks:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
-        """One reference less."""
         unused = []
         for block in blocks:
             if block.is_null:
@@ -71,14 +65,12 @@ class BlockPool:
 
 
 class Blocks(NamedTuple):
-    """As vLLM's KVCacheBlocks: those of each group."""
-
     blocks: tuple[list[Block], ...]
 
 
 @dataclass
 class BlockManager:
-    """As vLLM's KVCacheManager, with one group and no prefix cache."""
+    """vLLM's KVCacheManager, with one group and no prefix cache."""
 
     block_pool: BlockPool
     window: int = 0
@@ -86,9 +78,9 @@ class BlockManager:
     _tables: dict[RequestId, list[Block]] = field(default_factory=dict)
 
     def allocate(self, request: RequestId, computed: int, total: int) -> bool:
-        """Let a request have blocks for so many tokens in all; False if there are too few.
+        """Allocate blocks for `total` tokens; False if there are too few.
 
-        Blocks that no token after the `computed` ones looks at are given back, or never given.
+        Blocks outside the window of the tokens after `computed` are freed, or never allocated.
         """
         table = self._tables.setdefault(request, [])
         skipped = max(0, computed - self.window + 1) // BLOCK_TOKENS if self.window else 0
@@ -102,27 +94,21 @@ class BlockManager:
         return True
 
     def fits(self, total: int) -> bool:
-        """Whether there are blocks for so many tokens: only then vLLM begins a request."""
+        """Whether there are blocks for `total` tokens: only then vLLM begins a request."""
         return -(-total // BLOCK_TOKENS) <= len(self.block_pool.free)
 
     def free(self, request: RequestId) -> None:
-        """The request does not need its blocks any more; the last ones go first.
-
-        The connector hears of it, as `RequestBlocks.bind` arranges with vLLM.
-        """
+        """Free a request's blocks, the last ones first. `RequestBlocks.bind` adds `on_free`."""
         self.on_free(request)
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
 
     def get_blocks(self, request: RequestId) -> Blocks:
-        """As vLLM's."""
         return Blocks((self._tables.get(request, []),))
 
     def get_block_ids(self, request: RequestId) -> tuple[list[int], ...]:
-        """As vLLM's."""
         return (self.table(request),)
 
     def table(self, request: RequestId) -> list[int]:
-        """Of the one group."""
         return [block.block_id for block in self._tables.get(request, [])]
 
     def _skip(self, table: list[Block], skipped: int) -> None:
@@ -132,8 +118,6 @@ class BlockManager:
 
 
 class Status(enum.Enum):
-    """As vLLM's RequestStatus."""
-
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
@@ -144,8 +128,6 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One request of one engine."""
-
     request_id: RequestId
     prompt: KnownPrompt
     kv_transfer_params: Any = None
@@ -156,19 +138,24 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is over for its client."""
         return self.status in (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_ABORTED)
 
     @property
     def connector_prompt(self) -> Prompt:
-        """As `connector.vllm_config.prompt_of` has it."""
         return Prompt(self.request_id, self.prompt.length, self.prompt.token_ids)
 
 
 @dataclass(frozen=True)
-class Forward:
-    """What a step computes of one request."""
+class IssuedTicket:
+    """The response of a prefill engine, as the router has it."""
 
+    params: dict[str, Any]
+    prompt: KnownPrompt
+    engine: str
+
+
+@dataclass(frozen=True)
+class Forward:
     prompt: KnownPrompt
     table: list[int]
     tokens: range
@@ -176,7 +163,7 @@ class Forward:
 
 @dataclass
 class Aggregator:
-    """As vLLM's KVOutputAggregator: an id is complete when all ranks have reported it."""
+    """vLLM's KVOutputAggregator: an id is complete when all ranks have reported it."""
 
     num_ranks: int
     _left: dict[RequestId, int] = field(default_factory=dict)
@@ -186,11 +173,6 @@ class Aggregator:
     def add(
         self, rank: int, requests: Iterable[RequestId], is_expected: Callable[[RequestId], bool]
     ) -> None:
-        """One rank's report.
-
-        Raises:
-            Violation: if vLLM would end the engine for it.
-        """
         for request in sorted(requests):
             if (rank, request) in self._reported:
                 raise Violation("reported twice", f"rank {rank}: {request}")
@@ -203,6 +185,5 @@ class Aggregator:
                 self._complete.append(request)
 
     def pop_complete(self) -> list[RequestId]:
-        """What is complete since the last call."""
         complete, self._complete = self._complete, []
         return complete

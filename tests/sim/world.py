@@ -4,21 +4,20 @@ Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from harness.local.engine import HOST_PATHS
+from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.reading.paths import allocate
-from sim.cache import Heads, KnownPrompt, RankCache
-from sim.data_plane import Process, SimFabric, SimSlots
+from sim.cache import KnownPrompt, RankCache
 from sim.engine import Engine
-from sim.faults import Costs
-from sim.network import SimNetwork
+from sim.planes import Process, SimFabric, SimSlots
 from sim.rank import Environment, RankLife, Seat
-from sim.repeatable import Clock
-from sim.tickets import IssuedTicket
+from sim.vllm import IssuedTicket
+from support.stepped import Clock
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -45,42 +44,36 @@ class Shape:
     verify: float = 0.0  # share of the loads whose bytes are compared
     window: int = 0  # tokens that a layer looks at; 0 for all
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
-    join: float = 0.0  # seconds that it takes to join a rank of a peer,
-    post: float = 0.0  # to post a read,
-    run: float = 0.0  # and each of its runs,
-    tick: float = 0.0  # and to do what is due
-    links: int = 0  # connections that a listener takes; 0: all
     apart: bool = False  # peers are prepared when the schedule says so, not at once
-    staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
-    newer: int = 0  # so many engines are of the next release, if below 0 of the last ones
+    staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
+    gentle: bool = False  # every load has to be good
 
     def __str__(self) -> str:
-        """Short, for tables."""
-        more = [f"{self.prefills} prefills"] if self.prefills > 1 else []
-        more += [f"{self.engines} engines"] if self.engines != 1 else []
-        more += ["both"] if self.both else []
-        more += ["copies"] if self.heads < self.prefill else []
-        flags = "tcp", "window", "verify", "rate", "join", "post", "run", "tick", "links", "staged"
-        more += [name for name in (*flags, "apart", "newer") if getattr(self, name)]
-        return " ".join([f"{self.prefill}x{self.decode}", *more])
+        """The first line of a schedule: what differs from the plainest world."""
+        values, plain = asdict(self), asdict(Shape())
+        return " ".join(
+            ["world", *(f"{n}={float(v):g}" for n, v in values.items() if v != plain[n])]
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> "Shape":
+        """The same, back."""
+        word, *pairs = line.split()
+        if word != "world":
+            raise ValueError(f"a schedule starts with 'world', not with {line!r}")
+        kinds = {name: type(value) for name, value in asdict(cls()).items()}
+        given = dict(pair.split("=") for pair in pairs)
+        return cls(**{name: kinds[name](float(value)) for name, value in given.items()})
 
     @property
     def prefill_names(self) -> list[str]:
-        """The engines that prefill."""
         return [PREFILL, *(f"{PREFILL}{number}" for number in range(1, self.prefills))]
 
     @property
     def names(self) -> list[str]:
-        """All engines."""
         return self.prefill_names + [f"d{number}" for number in range(self.engines)]
 
-    def is_newer(self, name: str) -> bool:
-        """Whether an engine is of the next release."""
-        names = self.names
-        return name in (names[: self.newer] if self.newer > 0 else names[len(names) + self.newer :])
-
     def config(self) -> Config:
-        """Of all engines: short times, and no key."""
         return Config(
             insecure=True,
             peers=ANYWHERE,
@@ -94,40 +87,21 @@ class Shape:
         )
 
 
-@dataclass
-class Router:
-    """What the clients and the router know, through all lives of the engines."""
-
-    tickets: list[IssuedTicket] = field(default_factory=list)
-    num_prompts: int = 0
-    num_tokens: int = 0  # of all prompts
-    num_requests: int = 0
-    num_used: int = 0  # how often a ticket was used
-
-
-@dataclass
-class Damage:
-    """Whether the next piece of a load that is verified is damaged, and the loads that were."""
-
-    is_due: bool = False
-    requests: set[RequestId] = field(default_factory=set)
-
-
 class World:
-    """See the module's head."""
-
     def __init__(self, shape: Shape) -> None:
-        """Start with all engines alive, and nothing to do."""
         self.shape = shape
         self.clock = Clock()
-        self.network = SimNetwork(held=True, max_links=shape.links)
-        costs = Costs(shape.join, shape.post, shape.run, shape.tick)
-        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
+        self.network = MemoryNetwork(held=True)
+        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate)
         self.environment = Environment(
             self.clock, self.network, self.fabric, shape.config(), shape.window
         )
-        self.router = Router()
-        self.damage = Damage()
+        # What the clients and the router know, through all lives of the engines.
+        self.tickets: list[IssuedTicket] = []
+        self.num_prompts = self.num_tokens = self.num_requests = 0  # tokens of all prompts
+        self.num_used = 0  # how often a ticket was used
+        self.is_damage_due = False  # for the next piece of a load that is verified
+        self.damaged: set[RequestId] = set()
         self._seats = {
             name: self._make_seats(name, FIRST_PORT + 100 * number)
             for number, name in enumerate(shape.names)
@@ -143,10 +117,9 @@ class World:
         seats = self._seats[name]
         self.engines[name] = engine = Engine(seats, self.environment)
         seats[0].process.is_up = True
-        engine.scheduler.prefill.tickets = self.router.tickets
+        engine.scheduler.prefill.tickets = self.tickets
 
     def kill(self, name: str) -> None:
-        """An engine dies with all of its ranks."""
         engine, process = self.engines[name], self._seats[name][0].process
         if engine is None:
             return
@@ -156,45 +129,32 @@ class World:
         engine.leave()
 
     def prefills(self) -> list[Engine]:
-        """The engines that live and prefill."""
         return [engine for engine in self.alive() if engine.is_prefill]
 
     def decodes(self) -> list[Engine]:
-        """The engines that live and decode."""
         return [engine for engine in self.alive() if engine.is_decode]
 
     def alive(self) -> list[Engine]:
-        """All engines that live."""
         return [engine for engine in self.engines.values() if engine is not None]
 
     def ranks(self) -> Iterator[RankLife]:
-        """All ranks that live."""
         for engine in self.alive():
             yield from engine.ranks
 
     def join_at_once(self) -> None:
-        """What goes on beside the transfer threads ends, where the schedule does not say when.
-
-        Ranks do it at the same time.
-        """
-        began = ended = self.clock.now
+        """All ranks join their peers, unless the schedule says when."""
         for rank in [] if self.shape.apart else self.ranks():
             if not rank.is_stopped:
-                self.clock.now = began
                 rank.join_at_once()
-                ended = max(ended, self.clock.now)
-        self.clock.now = ended
 
     def new_prompt(self, length: int) -> KnownPrompt:
-        """One that nobody has seen."""
-        self.router.num_prompts += 1
-        self.router.num_tokens += length
-        return KnownPrompt(self.router.num_prompts, length, self.shape.heads)
+        self.num_prompts += 1
+        self.num_tokens += length
+        return KnownPrompt(self.num_prompts, length, self.shape.heads)
 
     def new_request_id(self, engine: str) -> RequestId:
-        """One that was never used."""
-        self.router.num_requests += 1
-        return RequestId(f"{engine}-{self.router.num_requests}")
+        self.num_requests += 1
+        return RequestId(f"{engine}-{self.num_requests}")
 
     def _make_seats(self, name: str, port: int) -> list[Seat]:
         process, shape = Process(name), self.shape
@@ -205,13 +165,14 @@ class World:
             Seat(
                 process=process,
                 number=Rank(number),
-                cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
+                cache=RankCache(
+                    shape.blocks, range(first := number * each % shape.heads, first + each)
+                ),
                 slots=SimSlots(shape.slots),
                 staging=allocate(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,
                 is_decode=shape.both or not is_prefill,
-                is_newer=shape.is_newer(name),
             )
             for number in range(num_ranks)
         ]

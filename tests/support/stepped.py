@@ -62,12 +62,15 @@ class Background(Executor):
             self.work()
         return future
 
-    def work(self, count: int | None = None) -> None:
-        """Do all of it, or only the first jobs."""
+    def work(self, count: int | None = None, failure: Exception | None = None) -> None:
+        """Do all of it, or only the first jobs; or let them fail."""
         while self._jobs and count != 0:
             count = None if count is None else count - 1
             future, job = self._jobs.popleft()
             if not future.set_running_or_notify_cancel():
+                continue
+            if failure is not None:
+                future.set_exception(failure)
                 continue
             try:
                 future.set_result(job())

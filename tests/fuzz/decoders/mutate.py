@@ -1,7 +1,7 @@
-"""Mutations of bytes, and of trees as msgpack and JSON have them.
+"""Mutations of messages, as bytes and as the trees that msgpack has.
 
-Mutating a tree keeps the rest of the message valid, so that the mistake passes the first check. No
-field is known here: a message that gets new fields is mutated in them as well.
+A mutated tree keeps the rest of the message valid, so the mistake passes the first check. No field
+is known here: a message that gets new fields is mutated in them as well.
 """
 
 import contextlib
@@ -9,15 +9,25 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any, Final
 
+import msgspec
+
 Tree = Any
-"""What a decoder without types makes of an input: lists, dicts and scalars."""
+"""The result of a decoder without types: lists, dicts and scalars."""
 
 Path = tuple[Any, ...]
 
+PLAIN_BYTES: Final = 0.25
+"""Share of mutations that know nothing of the input's structure."""
+
 MAX_BYTES: Final = 2 << 20
-"""No mutation makes more of anything: the question is what a small message can do."""
+"""The most that a mutation repeats: the fuzzer looks for harm by small messages."""
+
+LARGE: Final = 100_000
+"""Bytes: a message that has grown so much is mutated no further."""
 
 MAX_PLACES: Final = 100
 
@@ -35,18 +45,29 @@ TEXTS: Final = (
 OTHERS: Final = (None, True, False, 0, -1, 1.5, "", b"", "text", b"\xff" * 16)
 COPIES: Final = (2, 2, 2, 3, 3, 3, 65, 300, 1025, 20_000)
 DEPTHS: Final = (10, 200, 2_000, 20_000)
-NESTED: Final = (b"\x91", b"\x81\xa1a", b"[", b'{"a":')  # one level each, in msgpack and in JSON
+NESTED: Final = (b"\x91", b"\x81\xa1a")
+"""One level each."""
 
 
-# --- bytes
+def mutate(rng: random.Random, message: bytes) -> bytes:
+    for _ in range(rng.randint(1, 3)):
+        if len(message) < LARGE:
+            message = _mutate_once(rng, message)
+    return message
+
+
+def _mutate_once(rng: random.Random, message: bytes) -> bytes:
+    """Bytes that are not a tree are changed as bytes."""
+    if rng.random() > PLAIN_BYTES:
+        with contextlib.suppress(ValueError, OverflowError, TypeError, RecursionError):
+            return msgspec.msgpack.encode(mutate_tree(rng, msgspec.msgpack.decode(message)))
+    return mutate_bytes(rng, message)
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """One change somewhere."""
     start = rng.randint(0, len(data))
     end = rng.randint(start, len(data))
-    new = b""
-    match rng.choice(("flip", "overwrite", "cut", "insert", "repeat", "nest", "number")):
+    match rng.choice(("flip", "overwrite", "cut", "insert", "repeat", "nest")):
         case "flip":
             bit = 1 << rng.randrange(8)
             new, end = bytes(byte ^ bit for byte in data[start : start + 1]), start + 1
@@ -59,33 +80,24 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
             new, end = rng.randbytes(rng.choice((1, 3, 100))), start
         case "repeat":
             new = data[start:end] * rng.choice((2, 11, 1001))
-        case "nest":
-            new, end = rng.choice(NESTED) * rng.choice(DEPTHS), start
         case _:
-            new = _number(rng)
-            end = start + len(new)
+            new, end = rng.choice(NESTED) * rng.choice(DEPTHS), start
     return (data[:start] + new + data[end:])[:MAX_BYTES]
 
 
-def _number(rng: random.Random) -> bytes:
-    """A length or an offset, in either byte order."""
-    size = rng.choice((1, 2, 4, 8))
-    value: int = rng.choice(INTEGERS) % (1 << 8 * size)
-    return value.to_bytes(size, "little" if rng.getrandbits(1) else "big")
-
-
-# --- trees
-
-
 def mutate_tree(rng: random.Random, tree: Tree) -> Tree:
-    """One change of one node, or the same change of all nodes that are at the like place."""
+    """Change one node of a tree, or all nodes at like places in the same way."""
     path = _random_path(rng, tree)
-    changed = _changed(rng, tree, path)
+    changed = copy.deepcopy(_changed(rng, tree, path))  # it may contain the place
     places = [path]
     if _chance(rng, 30):
-        places = list(itertools.islice(_like_places(tree, path), MAX_PLACES))
+        count = min(MAX_PLACES, 1 + MAX_BYTES // len(msgspec.msgpack.encode(changed)))
+        places = list(itertools.islice(_like_places(tree, path), count))
     for place in places:
-        tree = _replaced(tree, place, changed)
+        if not place:
+            return changed
+        with contextlib.suppress(TypeError, LookupError):  # an earlier change took it away
+            reduce(getitem, place[:-1], tree)[place[-1]] = changed
     return tree
 
 
@@ -102,12 +114,6 @@ def _random_path(rng: random.Random, tree: Tree) -> Path:
     return path
 
 
-def _node_at(tree: Tree, path: Path) -> Tree:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def _like_places(tree: Tree, path: Path, before: Path = ()) -> Iterator[Path]:
     """Where the same field is, in all elements of the same lists."""
     if len(path) <= 1:
@@ -119,46 +125,28 @@ def _like_places(tree: Tree, path: Path, before: Path = ()) -> Iterator[Path]:
             yield from _like_places(tree[key], path[1:], (*before, key))
 
 
-def _replaced(tree: Tree, path: Path, value: Tree) -> Tree:
-    """A copy with another value there; unchanged if an earlier change took the place away."""
-    if not path:
-        return copy.copy(value)
-    mutated = copy.copy(tree)
-    try:
-        mutated[path[0]] = _replaced(mutated[path[0]], path[1:], value)
-    except (TypeError, LookupError):
-        return tree
-    return mutated
-
-
 def _changed(rng: random.Random, tree: Tree, path: Path) -> Tree:
     """Another value for the node there."""
     if _chance(rng, 10):
-        return _node_at(tree, _random_path(rng, tree))
-    node = None if _chance(rng, 10) else _node_at(tree, path)
-    match node:
+        return reduce(getitem, _random_path(rng, tree), tree)
+    match None if _chance(rng, 10) else reduce(getitem, path, tree):
         case None | bool():
             return rng.choice(OTHERS)
-        case int():
-            return _integer(rng, node)
+        case int() as node:
+            # Often a small step away: missing checks are near valid values.
+            near = (node + 1, node - 1, node * 2, node // 2, -node, node + 4096, node ^ 1 << 40)
+            return rng.choice(near if _chance(rng, 50) else INTEGERS)
         case float():
             return rng.choice(FLOATS)
-        case str():
+        case str() as node:
             where, text = rng.randint(0, len(node)), rng.choice(TEXTS)
             return text if _chance(rng, 50) else node[:where] + text + node[where + 1 :]
-        case bytes():
+        case bytes() as node:
             return mutate_bytes(rng, node)
-        case list():
+        case list() as node:
             return _list(rng, node)
-        case dict():
+        case dict() as node:
             return _dict(rng, node)
-
-
-def _integer(rng: random.Random, node: int) -> int:
-    """Often a small step away: near what is right is where checks are missing."""
-    near = (node + 1, node - 1, node * 2, node // 2, -node, node + 4096, node ^ 1 << 40)
-    value: int = rng.choice(near if _chance(rng, 50) else INTEGERS)
-    return value
 
 
 def _list(rng: random.Random, node: list[Tree]) -> Tree:
@@ -168,7 +156,8 @@ def _list(rng: random.Random, node: list[Tree]) -> Tree:
     where = rng.randrange(len(node))
     copies = 0 if _chance(rng, 40) else rng.choice(COPIES)
     if copies:
-        copies = max(2, min(copies, MAX_BYTES // (_size(node[where]) + 1)))
+        size = len(msgspec.msgpack.encode(node[where]))
+        copies = max(2, min(copies, MAX_BYTES // size))
     return node[:where] + [node[where]] * copies + node[where + 1 :]
 
 
@@ -180,12 +169,3 @@ def _dict(rng: random.Random, node: dict[Tree, Tree]) -> Tree:
         return kept
     more = rng.choice((1, 1, 1, 300, 10_000))
     return kept | {f"{rng.choice(TEXTS)[:40]}{n}": rng.choice(OTHERS) for n in range(more)}
-
-
-def _size(tree: Tree) -> int:
-    """About how many bytes it has when encoded."""
-    if isinstance(tree, dict):
-        return sum(_size(key) + _size(value) for key, value in tree.items()) + 3
-    if isinstance(tree, list):
-        return sum(map(_size, tree)) + 3
-    return len(tree) + 3 if isinstance(tree, str | bytes) else 5

@@ -1,18 +1,15 @@
 """Valid values of any type of the wire, made from the types alone: new fields need no change."""
 
-import math
 import re
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar, get_args
 
 from msgspec import inspect
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
+from harness.local.caches import Cache, Sizes
+from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol.messages import KVSlice, Message
 
 T = TypeVar("T")
-
-WINDOW = 256
 
 KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
 """All messages of the wire."""
@@ -22,11 +19,7 @@ TEXTS: Final = ("127.0.0.1", "ab" * 16, "ab" * 32, "tcp://127.0.0.1:5600")
 
 
 def sample(kind: type[T], **given: Any) -> T:
-    """A valid value; what is not given is made up, and what has a default keeps it.
-
-    Raises:
-        TypeError: if a field is of a type that this does not know.
-    """
+    """A valid value; what is not given is made up, and what has a default keeps it."""
     info: Any = inspect.type_info(kind)
     made_up = {
         field.name: _value(field.type)
@@ -61,7 +54,7 @@ def _value(kind: inspect.Type) -> Any:
 def _dataclass(cls: type) -> Any:
     """Some of them have fields that must fit each other, or the bytes of numbers."""
     if cls is CacheLayout:
-        return CacheMemory().layout()
+        return Cache(Sizes()).layout()
     if cls is Table:
         return Table.of([3, 1], first=2)
     return KVSlice("layer.0", 0, 1, 0) if cls is KVSlice else sample(cls)
@@ -83,48 +76,3 @@ def _scalar(kind: inspect.Type) -> Any:
             return True
         case _:
             raise TypeError(f"no sample of {kind}")
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """Where a cache is, [layers, blocks, heads, tokens, content]; nothing is allocated."""
-
-    address: int = 1 << 40
-    layers: int = 3
-    blocks: int = 10
-    heads: int = 2
-    tokens: int = 4
-    content: int = 12  # K and V together, of one head of one token
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """All five."""
-        return self.layers, self.blocks, self.heads, self.tokens, self.content
-
-    @property
-    def span(self) -> Span:
-        """All of it."""
-        return Span(self.address, math.prod(self.shape))
-
-    def layout(self, first_head: int = 0) -> CacheLayout:
-        """The last layer has a sliding window, and with it a group of its own."""
-        layer, block, head, token = (math.prod(self.shape[axis:]) for axis in range(1, 5))
-        half = self.content // 2
-        regions = tuple(
-            Region(
-                layer=f"layer.{number}",
-                base=self.address + number * layer,
-                block_stride=block,
-                head_stride=head,
-                token_stride=token,
-                first_head=first_head,
-                num_heads=self.heads,
-                parts=(Part(0, half), Part(half, half)),
-            )
-            for number in range(self.layers)
-        )
-        groups = (
-            Group(self.tokens, self.blocks, 1, regions[:-1]),
-            Group(self.tokens, self.blocks, 1, regions[-1:], WINDOW),
-        )
-        return CacheLayout(groups, "DRAM", 0, (self.span,))

@@ -60,7 +60,6 @@ class Group:
         return self.kind in ("align", "none")
 
     def spec(self, dtype: torch.dtype) -> Any:
-        """As vLLM has it."""
         if self.is_state:
             return MambaSpec(
                 block_size=self.block_size,
@@ -89,8 +88,6 @@ MODELS: Final = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """Of an engine."""
-
     role: str
     groups: tuple[Group, ...]
     is_async: bool
@@ -123,7 +120,6 @@ class Configuration:
         )
 
     def transfer(self) -> KVTransferConfig:
-        """What `--kv-transfer-config` would say."""
         extra = {
             "port": 0,
             "on_load_failure": self.on_load_failure,
@@ -173,7 +169,6 @@ class Engine:
 
     @property
     def num_free(self) -> int:
-        """Blocks."""
         return num_free_blocks(self.vllm)
 
     def tables(self, request: str) -> tuple[list[int], ...]:
@@ -217,7 +212,6 @@ class Engine:
         return self._metadata(output, 1).requests if self._is_multi else []
 
     def close(self) -> None:
-        """Stop listening."""
         self.connector.shutdown()
 
     def _metadata(self, output: SchedulerOutput, child: int) -> Any:

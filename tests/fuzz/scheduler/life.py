@@ -72,8 +72,6 @@ class _Step:
 
 
 class Life:
-    """Of one seed."""
-
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)  # noqa: S311 - nobody guesses here
         self.configuration = Configuration.drawn(self._rng)
@@ -96,11 +94,7 @@ class Life:
         self._ticket_weights: dict[str, int] = {}  # by request
 
     def run(self) -> None:
-        """All of it.
-
-        Raises:
-            BrokenPromiseError: if bytes are wrong, blocks leak, or a request waits for ever.
-        """
+        """All of it."""
         try:
             for _ in range(NUM_STEPS):
                 self._disturb()
@@ -142,7 +136,6 @@ class Life:
             self._end_step()
 
     def _prompt(self) -> list[int]:
-        """Some share a prefix."""
         length = self._rng.randint(2, LONGEST)
         shared = min(length, self._rng.choice([0, 16, 32, 64, 96]))
         first, other = self._rng.choice([0, 1000]), self._rng.randint(0, 3) * 7000 + 300_000

@@ -16,7 +16,7 @@ import pytest
 from fuzz.scheduler.life import BrokenPromiseError, Life
 
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
-LIVES = int(os.environ.get("NIXL_KV_LIVES", "300"))
+LIVES = int(os.environ.get("NIXL_KV_LIVES", "120"))
 MANY_LIVES = 20_000
 ENOUGH = 100
 """In so many lives everything happens."""

@@ -6,7 +6,6 @@ import pytest
 
 from harness.local.memory import MemoryTransport
 from harness.local.memory_control import MemoryControl
-from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
     LINK_KEPT_S,
@@ -141,35 +140,6 @@ def test_what_was_read_is_in_the_report(world: World) -> None:
     assert read.num_bytes == world.prefill.cache.blocks(TABLE).nbytes
     assert read.num_runs > 0
     assert read.seconds == 0.5
-
-
-def test_a_cancelled_load_releases_prefill_and_is_not_reported(world: World) -> None:
-    granted(world)
-    world.decode.submit(CancelLoad(RequestId("d1")))
-    world.run()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.ABORTED)
-    assert world.decode.ends() == []
-
-
-def test_a_ticket_is_good_once(world: World) -> None:
-    granted(world)
-    world.decode.prepare_load(2, world.prefill.ticket(1, 11))
-    world.decode.start_load(2, [5, 6, 8], 11)
-    world.run()
-    assert world.decode.failed_load().detail == "prefill rank 0 denied"
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.run()
-    assert world.decode.ended_load().failure is None
-
-
-def test_blocks_that_are_freed_during_the_read_are_not_accepted(world: World) -> None:
-    """The slot is cleared before the blocks are used again; the read lands after that."""
-    reading(world)
-    world.prefill.parts.slots.clear_all()
-    world.fabric.reads_hang = False
-    world.run()
-    failure = world.decode.failed_load()
-    assert failure.kind is FailureKind.FENCED
 
 
 def test_a_peer_that_dies_fails_the_read(world: World) -> None:
@@ -784,36 +754,6 @@ def test_a_rank_that_cannot_be_read_does_not_serve_whoever_asks(make_world: Make
     assert world.decode.turn() is None
 
 
-def test_a_queued_load_keeps_its_grant_for_many_leases(world: World) -> None:
-    granted(world)
-    for _ in range(200):
-        world.clock.now += 0.25
-        world.run(1)
-    assert world.clock.now > 1000 + 8 * world.config.lease_s
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.run()
-    assert world.decode.ended_load().failure is None
-
-
-def test_without_a_renewal_the_lease_runs_out(world: World) -> None:
-    granted(world)
-    world.clock.now += world.config.lease_s + 0.1
-    world.prefill.turn()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.EXPIRED)
-
-
-def test_offers_that_nobody_claims_end_with_their_time(make_world: MakeWorld) -> None:
-    world = make_world(Config(offer_ttl_s=7.0))
-    world.prefill.offer(1, TABLE, 11)
-    world.prefill.turn()
-    world.clock.now += 6.9
-    world.prefill.turn()
-    assert world.prefill.ends() == []
-    world.clock.now += 0.2
-    world.prefill.turn()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.UNCLAIMED)
-
-
 # --- a restart
 
 
@@ -944,18 +884,6 @@ def pass_time(world: World, seconds: float) -> None:
     while world.clock.now < end:
         world.clock.now = min(end, world.clock.now + 0.5)
         world.run(3)
-
-
-def test_a_paused_decode_does_not_hold_blocks_for_ever(world: World) -> None:
-    """Its transfer thread renews, but nobody gives it blocks to read into."""
-    granted(world)
-    pass_time(world, world.config.hold_s - 1.0)
-    assert world.prefill.ends() == []
-    pass_time(world, 1.0)
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.run()
-    assert world.decode.failed_load().kind is FailureKind.RECALLED
 
 
 def test_what_is_read_is_held_as_long_as_it_is_read(world: World) -> None:

@@ -1,43 +1,74 @@
-"""The data plane: the public `MemoryTransport`, whose reads land when the schedule says so.
+"""Both planes of a simulated rank: its sockets, and a transport whose reads land by the schedule.
 
 A read lands piece by piece, in any order, for as long as its agent lives and its source's memory
-can be read; whoever reads from a process that started anew at the same addresses reads the new
-one's bytes. On links that have a rate it lands as time passes, all reads of a link side by side.
-As NIXL does, a transport that has dropped a peer says nothing of a read's end, which goes on.
+can be read. A reader of a process that started anew at the same addresses reads the new process's
+bytes. On links that have a rate reads land as time passes, all reads of a link side by side. As in
+NIXL, a transport that has dropped a peer says nothing of a read's end, which goes on.
 """
 
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.errors import NixlKVError, PeerLost, TransportError
-from nixl_kv.ids import FenceToken
-from nixl_kv.transport.base import Indices, PeerName, SlotPage
-from sim.faults import Costs, Faults
-from sim.repeatable import Clock, Violation
+from harness.local.memory_control import MemoryControl, MemoryNetwork
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.ids import Endpoint, FenceToken
+from nixl_kv.transport.base import Bounds, Indices, PeerName, Received, SlotPage
+from sim.repeatable import Violation
+from support.stepped import Clock
 
+HOST: Final = "10.0.0.1"
 EMPTY = FenceToken(bytes(16))
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
 """Address and length on this side, and on the side that is read."""
 
 
+class InjectedError(Exception):
+    """A bug of our own somewhere in the transfer thread, which the schedule put there."""
+
+
+class Faults:
+    """Lets the thread die at the n-th thing that it does, refuse the next peer, or fail to send.
+
+    A thing is an event that a machine handles, or a call of sockets, agents, digests or slots.
+    """
+
+    def __init__(self) -> None:
+        self.dies_after: int | None = None
+        self.refuses_peer = False
+        self.unsent = 0  # messages to endpoints that cannot be sent, from the next one on
+
+    def touch(self) -> None:
+        if self.dies_after is None:
+            return
+        self.dies_after -= 1
+        if self.dies_after < 0:
+            self.dies_after = None
+            raise InjectedError("planned by the schedule")
+
+    def guard(self, owner: object, name: str) -> None:
+        """A method of an object may be what the thread dies of."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def guarded(*args: Any) -> Any:
+            self.touch()
+            return method(*args)
+
+        setattr(owner, name, guarded)
+
+
 @dataclass(eq=False)
 class Process:
-    """One engine's process, through all of its lives."""
-
     name: str
     is_up: bool = True
 
 
 @dataclass(eq=False)
 class Read:
-    """A read under way: what has not landed yet."""
-
     number: int
     transport: "SimTransport"
     peer: str
@@ -47,17 +78,15 @@ class Read:
     server: "SimTransport | None" = None  # which has to take part, over TCP
     served_before: int = 0  # how often it had taken part by the latest piece
     is_broken: bool = False
-    is_forgotten: bool = False  # its peer was dropped: nobody learns of its end
+    is_forgotten: bool = False  # its peer was dropped: no rank learns of its end
     hangs: bool = False  # it never lands
     is_damaged: bool = False  # a bit of the next piece changes on its way
 
     @property
     def can_write(self) -> bool:
-        """Whether more of it may land."""
         return bool(self.pieces) and not self.is_broken and not self.transport.is_closed
 
     def land(self, pick: int) -> None:
-        """One more piece arrives."""
         if not self.can_write or not self.source.is_up or self.hangs:
             return
         (address, length), (source, _) = self.pieces.pop(pick % len(self.pieces))
@@ -67,17 +96,8 @@ class Read:
             self.is_damaged = False
 
     def land_all(self) -> None:
-        """The rest arrives."""
         for _ in range(len(self.pieces)):
             self.land(0)
-
-    def hang(self) -> None:
-        """It will never land."""
-        self.hangs = True
-
-    def fail(self) -> None:
-        """Its end will be an error."""
-        self.is_broken = True
 
     def serve(self) -> bool:
         """Whether its source has taken part since the latest piece."""
@@ -91,22 +111,11 @@ class Read:
 class SimFabric(Fabric):
     """All reads of the world, in the order in which they were started."""
 
-    def __init__(
-        self, clock: Clock, *, tcp: bool = False, rate: float = 0.0, costs: Costs | None = None
-    ) -> None:
-        """Start with none.
-
-        Args:
-            clock: of the world.
-            tcp: reads land only while their source's thread takes part.
-            rate: of each link between two engines, in bytes a second; 0: the schedule lands them.
-            costs: what takes time inside a turn.
-        """
+    def __init__(self, clock: Clock, *, tcp: bool, rate: float) -> None:
         super().__init__()
         self.clock = clock
-        self.tcp = tcp
-        self.rate = rate
-        self.costs = costs or Costs()
+        self.tcp = tcp  # reads land only while their source's thread takes part
+        self.rate = rate  # of each link between two engines; 0: the schedule lands reads
         self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
         self._reads: list[Read] = []
         self._count = 0
@@ -114,7 +123,6 @@ class SimFabric(Fabric):
         self._unspent: dict[tuple[Process, Process], float] = {}  # bytes, of each link
 
     def start(self, transport: "SimTransport", pieces: list[Piece], peer: str) -> Read:
-        """Add a read."""
         self._count += 1
         addresses = tuple(address for (address, _), _ in pieces)
         source = self.processes[peer]
@@ -126,7 +134,7 @@ class SimFabric(Fabric):
         return read
 
     def flow(self) -> None:
-        """What the links have carried since the last call lands, in turn of each read a piece."""
+        """Land the bytes that the links carried meanwhile, a piece of each read in turn."""
         seconds, self._flowed_at = self.clock.now - self._flowed_at, self.clock.now
         if not self.rate or not seconds:
             return
@@ -146,7 +154,6 @@ class SimFabric(Fabric):
                 self._unspent[link] = allowed
 
     def leave(self, process: Process) -> None:
-        """A process has died, and its reads with it."""
         for name, transport in list(self.transports.items()):
             if self.processes[name] is process:
                 transport.close()
@@ -161,7 +168,6 @@ class SimTransport(MemoryTransport):
     """A transport of one life of a rank."""
 
     def __init__(self, fabric: SimFabric, process: Process, faults: Faults) -> None:
-        """Join the fabric."""
         super().__init__(fabric)
         self.process = process
         self.is_closed = False
@@ -172,8 +178,6 @@ class SimTransport(MemoryTransport):
         fabric.processes[self.name] = process
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Find a peer on the fabric, unless the schedule refuses it."""
-        self._reads.clock.now += self._reads.costs.join
         if self._faults.refuses_peer:
             self._faults.refuses_peer = False
             raise TransportError("the schedule refused this peer")
@@ -182,33 +186,20 @@ class SimTransport(MemoryTransport):
         return name
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Forget a peer. What is read from it goes on, and nobody learns how it ends."""
+        """Forget a peer. Its reads go on, and no rank learns how they end."""
         self._peers.discard(peer)
         for read in self._reads.reads():
             if read.transport is self and read.peer == peer:
                 read.is_forgotten = True
 
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
-        """Start a read that the schedule lands.
-
-        Raises:
-            TransportError: if the peer was dropped.
-        """
         self._faults.touch()
-        costs = self._reads.costs
-        self._reads.clock.now += costs.post + costs.run * len(indices[0])
         if remote.owner not in self._peers:
             raise TransportError(f"no such peer: {remote.owner}")
         read = super().read(local, remote, indices)
         return self._reads.start(self, list(read.pairs), read.peer)
 
     def poll(self, read: Any) -> bool:
-        """Whether all of it has landed.
-
-        Raises:
-            PeerLost: if it has failed.
-            TransportError: if nothing is known of it.
-        """
         self._faults.touch()
         if read.is_forgotten:
             raise TransportError("no such read")
@@ -217,11 +208,9 @@ class SimTransport(MemoryTransport):
         return not read.pieces
 
     def progress(self) -> None:
-        """Take part in reads of this side's memory."""
         self.served += 1
 
     def close(self) -> None:
-        """Leave: nothing lands any more."""
         super().close()
         self.is_closed = True
 
@@ -230,21 +219,14 @@ class SimSlots(SlotPage):
     """A rank's page of slots, at the same address in all of its lives."""
 
     def __init__(self, count: int) -> None:
-        """All are clear."""
         super().__init__(count)
         self.faults = Faults()
 
     def start_life(self, faults: Faults) -> None:
-        """A new process has fresh memory."""
         self.faults = faults
         ctypes.memset(self.address, 0, self.span.length)
 
     def write(self, slot: int, fence_token: FenceToken) -> None:
-        """Write a slot; the thread may die of it.
-
-        Raises:
-            Violation: if a slot is granted twice, or cleared although it is clear.
-        """
         self.faults.touch()
         if (self.read(slot) == EMPTY) == (fence_token == EMPTY):
             action = "cleared" if fence_token == EMPTY else "granted"
@@ -252,51 +234,40 @@ class SimSlots(SlotPage):
         super().write(slot, fence_token)
 
     def clear_all(self) -> None:
-        """Make every grant invalid; the thread may die of it."""
         self.faults.touch()
         super().clear_all()
 
     @property
     def any_valid(self) -> bool:
-        """Whether a grant is valid."""
         return any(self.read(slot) != EMPTY for slot in range(self.count))
 
 
-@dataclass(eq=False)
-class Work:
-    """A call that waits for the schedule."""
+class SimControl(MemoryControl):
+    """The sockets of one life of a rank. It listens where its former life did: the worst case."""
 
-    future: "Future[Any]"
-    call: Callable[[], Any]
+    def __init__(self, name: str, port: int, network: MemoryNetwork, faults: Faults) -> None:
+        super().__init__(network, name)
+        self.wait_s: float | None = 0.0  # of the latest poll
+        self.on_reply: Callable[[bytes], None] = lambda _payload: None
+        self._port = port
+        self._faults = faults
 
+    def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        return super().listen(host, port or self._port, bounds)
 
-class Background(Executor):
-    """Makes and destroys agents, and prepares peers, when the schedule says so."""
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        self._faults.touch()
+        if self._faults.unsent:
+            self._faults.unsent -= 1
+            raise TransportError("the schedule let it fail")
+        super().send(endpoint, payload)
 
-    def __init__(self) -> None:
-        """Start with nothing to do."""
-        self.waiting: list[Work] = []
+    def reply(self, route: bytes, payload: bytes) -> None:
+        self._faults.touch()
+        self.on_reply(payload)
+        super().reply(route, payload)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Add a call."""
-        future: Future[Any] = Future()
-        self.waiting.append(Work(future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as Executor's
-        """Nothing runs by itself."""
-        del wait, cancel_futures
-
-    def work(self, *, fail: bool = False) -> None:
-        """Do the oldest call; or let it fail, as making and destroying agents may."""
-        if not self.waiting:
-            return
-        work = self.waiting.pop(0)
-        if not work.future.set_running_or_notify_cancel():
-            return
-        try:
-            if fail:
-                raise TransportError("the schedule let it fail")
-            work.future.set_result(work.call())
-        except (NixlKVError, ValueError) as error:
-            work.future.set_exception(error)
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        self._faults.touch()
+        self.wait_s = timeout_s
+        return super().poll(0)
