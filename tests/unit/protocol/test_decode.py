@@ -117,7 +117,6 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
-DENIED = failed(Failure(FailureKind.DENIED, "rank 0"))
 DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
 UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
@@ -159,16 +158,6 @@ LOADS: dict[str, Script] = {
         (answered(GRANT),),
         *READ_WELL,
     ),
-    "a rank without readers is released for a cancelled load": after(
-        PREPARED,
-        (cancel_load(),),
-        (
-            PeerFits(PEER, description(2), (*routes(0), *routes(1, readers=()))),
-            Send(at(1), release()),
-            GIVEN_UP,
-        ),
-        (START, NOT_PREPARED),
-    ),
     # As in a stage of a pipeline that has no layer with a cache.
     "one that reads no rank is good with its blocks": after(
         PREPARED,
@@ -198,9 +187,6 @@ LOADS: dict[str, Script] = {
     "cancelled before it has blocks, it is not reported": after(
         GRANTED, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
     ),
-    "cancelled before the grant, it is not reported": after(
-        ASKING, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
-    ),
     "the release waits until the peer is known": after(
         PREPARED, (cancel_load(),), (fits(), GIVEN_UP), (START, NOT_PREPARED)
     ),
@@ -212,9 +198,6 @@ LOADS: dict[str, Script] = {
     ),
     "a failed one that is cancelled is forgotten": after(
         ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
-    ),
-    "a failed one is reported as soon as it starts": after(
-        ASKING, (answered(deny()),), (START, DENIED)
     ),
     "cancelling an unknown one does nothing": [(cancel_load(),)],
     "one that was never prepared is reported": [(START, NOT_PREPARED)],
@@ -490,17 +473,6 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
         for event, ends in moves.items()
         for end in ends
     }
-
-
-def test_the_report_has_what_each_read_was_measured_to_be() -> None:
-    machine = loading(PREPARED)
-    reads = tuple(read_done(n, num_bytes=100 + n, num_runs=n, seconds=0.1) for n in range(2))
-    machine.handle(fits(2), 100.0)
-    machine.handle(START, 100.0)
-    for rank in (0, 1):
-        machine.handle(answered(GRANT, at(rank)), 100.1)
-    machine.handle(reads[1], 100.3)
-    assert machine.handle(reads[0], 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
