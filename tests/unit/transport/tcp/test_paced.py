@@ -252,11 +252,12 @@ def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFi
     def fail() -> Watched:
         raise TransportError("no more file descriptors")
 
-    reader = PacedTransport(world.agents[0], fail, always, Background())
+    reader = PacedTransport(
+        world.agents[0], fail, always, Background(), clock=lambda: next(world.now) * 1e-3
+    )
     reader.add_peer(world.owner.metadata())
     world.reader = reader
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.finish(world.start(*range(9)))
     assert world.lengths == [16] * 9
     assert caplog.text.count("no more file descriptors") == 1
 
