@@ -1,6 +1,5 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -607,100 +606,63 @@ def test_a_load_says_what_it_waits_for(load: Load, waits_for: str) -> None:
 # What it records
 
 
-def moved(before: str, after: str, cause: str, num_bytes: int = 0) -> Transition:
-    return Transition(D1, f"rank 0 at {RANK_0}", before, after, cause, num_bytes)
-
-
-def of_load(before: str, after: str, cause: str) -> Transition:
-    return Transition(D1, str(PEER), before, after, cause)
-
-
-def of_peer(before: str, after: str, cause: str) -> Transition:
-    return Transition("", str(PEER), before, after, cause)
-
-
-IS_PREPARED = [
-    of_load("", "PREPARED", "PrepareLoad: offer 00000000"),
-    of_peer("", "CONNECTING", "PrepareLoad"),
-]
-STARTED = of_load("PREPARED", "STARTED", "StartLoad: tokens 0 to 6")
-IS_ASKING = [
-    *IS_PREPARED,
-    of_peer("CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
-    moved("", "ASKING", "PeerFits"),
-]
-IS_READING = [
-    *IS_ASKING,
-    moved("ASKING", "GRANTED", "Grant"),
-    STARTED,
-    moved("GRANTED", "READING", "StartLoad"),
-]
-READ_4096 = read_done(num_bytes=4096)
-TO_READING = [prepare_load(), fits(), answered(grant()), start_load()]
-RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
-    "verified": (
-        [
-            *TO_READING[:3],
-            *[START_VERIFIED, READ_4096],
-            *[answered(digest_reply()), digest_compared()],
-        ],
-        [
-            *IS_READING,
-            moved("READING", "VERIFYING", "ReadDone", 4096),
-            moved("VERIFYING", "DONE", "DigestCompared"),
-            of_load("STARTED", "LOADED", ""),
-        ],
-    ),
-    "cancelled while it is read": (
-        [*TO_READING, cancel_load(), READ_4096],
-        [
-            *IS_READING,
-            moved("READING", "DRAINING", "Cancelled: dropped"),
-            moved("DRAINING", "FAILED", "ReadDone", 4096),
-            of_load("STARTED", "FAILED", "dropped (dropped)"),
-        ],
-    ),
-    "not compatible": (
-        [prepare_load(), PeerRefused(PEER, "another dtype"), start_load()],
-        [
-            *IS_PREPARED,
-            of_peer("CONNECTING", "BACKOFF", "PeerRefused: another dtype"),
-            STARTED,
-            of_load("STARTED", "FAILED", "another dtype (incompatible)"),
-        ],
-    ),
-}
-
-
-def recording(steps: list[Any]) -> tuple[Callable[[Any], Any], list[Transition]]:
+def test_each_transition_of_a_load_is_recorded_once() -> None:
     recorded: list[Transition] = []
     machine = decode_machine(recorded.append)
-    for step in steps:
-        machine.handle(step, 100.0)
-    return lambda event: machine.handle(event, 100.1), recorded
-
-
-@pytest.mark.parametrize(("steps", "expected"), RECORDS.values(), ids=RECORDS)
-def test_each_transition_of_a_load_is_recorded_once(
-    steps: list[Any], expected: list[Transition]
-) -> None:
-    assert recording(steps)[1] == expected
+    load, peer, rank = (D1, str(PEER)), ("", str(PEER)), (D1, f"rank 0 at {RANK_0}")
+    for event, *moves in (
+        (
+            prepare_load(),
+            (*load, "", "PREPARED", "PrepareLoad: offer 00000000"),
+            (*peer, "", "CONNECTING", "PrepareLoad"),
+        ),
+        (
+            fits(),
+            (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
+            (*rank, "", "ASKING", "PeerFits"),
+        ),
+        (answered(grant()), (*rank, "ASKING", "GRANTED", "Grant")),
+        (answered(grant()),),
+        (
+            START_VERIFIED,
+            (*load, "PREPARED", "STARTED", "StartLoad: tokens 0 to 6"),
+            (*rank, "GRANTED", "READING", "StartLoad"),
+        ),
+        (answered(deny()),),
+        (answered(renewed(CLAIM)),),
+        (Tick(),),
+        (read_done(num_bytes=4096), (*rank, "READING", "VERIFYING", "ReadDone", 4096)),
+        (answered(digest_reply()),),
+        (
+            digest_compared(),
+            (*rank, "VERIFYING", "DONE", "DigestCompared"),
+            (*load, "STARTED", "LOADED", ""),
+        ),
+    ):
+        recorded.clear()
+        machine.handle(event, 100.0)
+        assert recorded == [Transition(*move) for move in moves], event
 
 
 @each_of(
     {
-        "granted again": answered(grant()),
-        "denied while it is read": answered(deny()),
-        "lost while it is read": answered(renewed(CLAIM)),
-        "a digest that is not wanted": answered(digest_reply()),
-        "nothing is due": Tick(),
+        "cancelled while it is read": (
+            [prepare_load(), fits(), answered(grant()), START, cancel_load(), read_done()],
+            "dropped (dropped)",
+        ),
+        "not compatible": (
+            [prepare_load(), PeerRefused(PEER, "another dtype"), START],
+            "another dtype (incompatible)",
+        ),
     },
-    "event",
+    "case",
 )
-def test_what_changes_no_state_is_not_recorded(event: Any) -> None:
-    handle, recorded = recording(TO_READING)
-    handle(event)
-    assert recorded == IS_READING
+def test_the_last_record_of_a_failed_load_has_its_reason(case: tuple[list[Any], str]) -> None:
+    recorded: list[Transition] = []
+    machine = decode_machine(recorded.append)
+    for event in case[0]:
+        machine.handle(event, 100.0)
+    assert recorded[-1] == Transition(D1, str(PEER), "STARTED", "FAILED", case[1])
 
 
 # Reads by chunks: what a load asks for, again, and no longer
@@ -997,20 +959,6 @@ HEARTBEATS: dict[str, Script] = {
             Tick(),
             Send(at(1), renew(4, CLAIM)),
             Send(RANK_0, renew(5, CLAIM)),
-        ),
-    ),
-    "each rank gets one of its own claims": after(
-        TWO_PREPARED,
-        (answered(deny()), Send(at(1), release(complete=False))),
-        (
-            SECOND,
-            *[Send(at(rank), ask(nonce=NONCE2, claim=RIVAL, number=3 + rank)) for rank in (0, 1)],
-        ),
-        (
-            100.0 + HEARTBEAT_S,
-            Tick(),
-            Send(RANK_0, renew(5, RIVAL)),
-            Send(at(1), renew(6, RIVAL)),
         ),
     ),
     "two lives at one endpoint get one each": after(

@@ -552,12 +552,6 @@ DIGESTS: dict[str, Script] = {
     "what is granted is digested": after(
         GRANTED, TO_DIGEST, (made(REQUEST), replied(digest_reply()))
     ),
-    "a digest goes back by the route of its request": after(
-        GRANTED,
-        (asked(ask(), b"later"), replied(grant(), b"later")),
-        (asked(REQUEST, b"first"), MakeDigest(b"first", REQUEST, TABLES)),
-        (made(REQUEST, b"first"), replied(digest_reply(), b"first")),
-    ),
     "all tokens of the prompt may be digested": after(
         GRANTED, (asked(digest_request(end=8)), MakeDigest(ROUTE, digest_request(end=8), TABLES))
     ),
@@ -612,13 +606,6 @@ DIGESTS: dict[str, Script] = {
         (RELEASE,),
         (made(REQUEST), replied(deny())),
         (asked(REQUEST), *denied(NOT_GRANTED)),
-    ),
-    "each reader gets its own": after(
-        BOTH_ASKED,
-        TO_DIGEST,
-        (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
-        (made(REQUEST_SECOND), replied(digest_reply(reader=SECOND))),
-        (made(REQUEST), replied(digest_reply())),
     ),
     "why something cannot be digested stays on this side": after(
         GRANTED, TO_DIGEST, (made(REQUEST, refusal=NO_LAYER), *denied(NO_LAYER)), READ
@@ -776,9 +763,6 @@ RECALLS: dict[str, Script] = {
         (RECLAIM, RECALL),
         (publish_offer(),),
         (RELEASE_INCOMPLETE, *TAKEN_BACK),
-    ),
-    "one that is published later is read all the while": after(
-        PREPARED, (ASK, WRITTEN, GRANT), (HEARTBEAT_READING, NOTHING_LOST), (publish_offer(),), READ
     ),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(

@@ -488,18 +488,6 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert reading.counts == {"agents_recycled": 1}
 
 
-def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.start(D1, R0)
-    reading.start(D1, R1, block=8)
-    reading.start(D2, R0, block=9)
-    reading.agents.execute(AbandonRead(D1, R1))
-    (agent,) = reading.agents.polled
-    assert [read.is_abandoned for read in agent.reads] == [False, True, False]
-    reading.agents.abandon(D1)
-    assert [read.is_abandoned for read in agent.reads] == [True, True, False]
-
-
 def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     """A healthy read keeps its agent alive, until it has ended itself."""
     reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
@@ -517,19 +505,6 @@ def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
         ended += reading.poll()
     assert {event.request for event in ended if isinstance(event, ReadDone)} == {D2, D3}
     assert ReadFailed(D1, R0, STOPPED) in ended
-
-
-def test_an_abandoned_read_that_ends_all_the_same_is_reported(reading: Reading) -> None:
-    """Its agent is replaced nevertheless, with nothing left to fail."""
-    reading.abandon_stuck()
-    reading.agents.poll()
-    reading.fabric.reads_hang = False
-    assert reading.agents.poll() == [ChunksWanted(D1, R0, (), ())]
-    (done,) = reading.agents.poll()
-    assert isinstance(done, ReadDone)
-    assert reading.settle(3) == []
-    assert not reading.agents.is_busy
-    assert reading.num_transports == 1
 
 
 def test_an_agent_that_cannot_be_made_is_tried_again_later(

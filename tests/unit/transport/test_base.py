@@ -124,13 +124,6 @@ def test_each_reader_gets_its_own_reply(world: World) -> None:
         assert world.receive(reader) == [FromEndpoint(world.endpoint, b"to %d" % number)]
 
 
-def test_one_control_can_talk_to_itself(world: World) -> None:
-    world.server.send(world.endpoint, b"question")
-    (request,) = world.requests(world.server)
-    world.server.reply(request.route, b"answer")
-    assert world.receive(world.server) == [FromEndpoint(world.endpoint, b"answer")]
-
-
 def test_messages_keep_their_order_and_their_connection(world: World) -> None:
     for number in range(500):
         world.reader.send(world.endpoint, b"%d" % number)

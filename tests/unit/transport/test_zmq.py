@@ -147,21 +147,6 @@ def test_a_thousand_links_need_as_many_sockets_as_one(
     assert reader.links() == []
 
 
-def test_two_ways_to_write_an_endpoint_are_two_links(
-    reader: ZmqControl, server: ZmqControl
-) -> None:
-    endpoint = listen(server)
-    endpoints = [endpoint, Endpoint(endpoint.replace("127.0.0.1", "127.1"))]
-    for each in endpoints:
-        reader.send(each, each.encode())
-    for request in receive(server, 2):
-        assert isinstance(request, FromPeer)
-        server.reply(request.route, request.payload)
-    assert set(receive(reader, 2)) == {FromEndpoint(each, each.encode()) for each in endpoints}
-    server.close()
-    assert set(receive(reader, 2)) == {Lost(each, "connection closed") for each in endpoints}
-
-
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_ipv6(reader: ZmqControl, server: ZmqControl) -> None:
     endpoint = endpoint_at("::1", server.listen("::1", 0))
@@ -430,39 +415,6 @@ def test_with_one_key_both_sides_talk(keyed: MakeKeyed, serve: Serve) -> None:
     endpoint, reader = serve(), keyed()
     check_served(reader, endpoint)
     check_served(reader, endpoint, b"again")
-
-
-def test_nothing_can_be_read_on_the_way(keyed: MakeKeyed, serve: Serve) -> None:
-    endpoint, reader = serve(), keyed()
-    seen = bytearray()
-    with socket.create_server((HOST, 0)) as middle:
-        threading.Thread(target=_pass_on, args=(middle, endpoint, seen), daemon=True).start()
-        between = endpoint_at(HOST, middle.getsockname()[1])
-        check_served(reader, between, b"the secret of the prompt")
-        reader.disconnect(between)
-    assert len(seen) > 400
-    assert b"secret" not in seen
-
-
-def _pass_on(middle: socket.socket, endpoint: Endpoint, seen: bytearray) -> None:
-    """One connection, both ways."""
-    near, _ = middle.accept()
-    far = socket.create_connection((HOST, port_of(endpoint)))
-
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                seen.extend(data)
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    back = threading.Thread(target=pump, args=(far, near))
-    back.start()
-    pump(near, far)
-    back.join()
-    near.close()
-    far.close()
 
 
 NO_KEY_HERE = "handshake failed: perhaps it has a key, or hangs"

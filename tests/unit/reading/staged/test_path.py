@@ -20,9 +20,7 @@ from nixl_kv.geometry.layout import Memory, Span, Table
 from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
-from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
-from nixl_kv.protocol.prefill import RingBook
 from nixl_kv.reading import staged
 from nixl_kv.reading.paths import ExtraMemory, Feature, RankSetup
 from nixl_kv.reading.staged import copier as host_copy
@@ -160,9 +158,6 @@ def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
     return messages.LayerHeads(layer=layer, first=0, end=end)
 
 
-OTHERS = [(Nonce(digit * 32), Rank(0)) for digit in "ef"]
-
-
 def pack_request(world: World, **changed: Any) -> messages.PackRequest:
     """Sizes() has three layers, `layer.0` to `layer.2`."""
     values: dict[str, Any] = {
@@ -180,48 +175,6 @@ def pack_request(world: World, **changed: Any) -> messages.PackRequest:
         "holds": (0,),
     }
     return messages.PackRequest(**{**values, **changed})
-
-
-def fill_ring(world: World) -> RingBook:
-    """Others have all of prefill's slots."""
-    ring = world.prefill.parts.prefill.ring
-    for slot in range(RING_SLOTS):
-        holder = OTHERS[slot % 2]
-        assert ring.wait(holder, b"route", pack_request(world, nonce=holder[0], chunk=slot))
-        ((_, given),) = ring.pop_packable()
-        assert ring.on_packed(given, is_packed=True)
-    return ring
-
-
-def test_chunks_wait_until_others_have_read_prefills_slots(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is read run by run because the ring is full."""
-    packs = sent_packs(world, monkeypatch)
-    ring = fill_ring(world)
-    start(world)
-    world.run(20)
-    assert (len(ring.waiting), packs, world.decode.ends()) == (3, [], [])
-    for other in OTHERS:
-        ring.release(other)
-    world.clock.now += ASK_AGAIN_S
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
-    assert (end.failure, [read.path for read in end.reads]) == (None, ["staged"])
-    assert len(packs) == CHUNKS
-    assert blocks_are_there(world)
-    world.run()
-    assert nothing_is_left(world)
-
-
-def test_reads_wait_for_slots_of_decodes_ring(world: World) -> None:
-    slots = staged_path(world).slots
-    taken = [slots.popleft() for _ in range(RING_SLOTS)]
-    start(world)
-    world.run(20)
-    assert world.decode.ends() == []
-    slots.extend(taken)
-    arrives(world)
 
 
 def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
@@ -249,18 +202,6 @@ def test_a_read_that_advances_is_not_late(world: World) -> None:
     world.until(has_ended(world))
     assert world.decode.ended_load().failure is None
     assert long_is_there(world)
-
-
-def test_a_read_that_is_being_scattered_is_not_late(world: World) -> None:
-    world.decode.copying.is_held = True
-    start(world)
-    world.run(20)
-    for _ in range(CHUNKS):
-        world.clock.now += 0.8 * world.config.request_timeout_s
-        world.decode.copying.work(1)
-        world.run(2)
-    world.decode.copying.is_held = False
-    arrives(world)
 
 
 def test_what_cannot_be_packed_is_read_as_it_is(
@@ -367,29 +308,6 @@ def test_one_slot_is_enough_for_all_of_a_read(
     assert free_slots(world) == 1
 
 
-def test_a_stuck_read_keeps_its_slot_until_its_agent_is_gone(world: World) -> None:
-    start(world)
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    world.decode.background.is_held = True
-    world.fabric.reads_hang = True
-    start(world, 2)
-    world.run()
-    assert free_slots(world) == 1
-    world.clock.now += world.config.request_timeout_s + 1
-    world.run()
-    world.clock.now += 2
-    world.run()
-    assert world.decode.ends() == []
-    assert free_slots(world) == 1
-    world.fabric.reads_hang = False
-    for _ in range(3):  # another agent is made, then this one is destroyed
-        world.decode.background.work()
-        world.run(3)
-    assert world.decode.failed_load().kind is FailureKind.LATE
-    assert free_slots(world) == RING_SLOTS
-
-
 def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
     """Nothing is being read."""
     world.prefill.copying.is_held = True
@@ -402,34 +320,6 @@ def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
     assert "agents_recycled" not in world.decode.parts.counts
     assert not nothing_is_left(world)  # prefill writes into its ring still
     world.prefill.copying.work()
-    world.run()
-    assert nothing_is_left(world)
-
-
-def test_prefill_that_is_lost_costs_the_load(world: World) -> None:
-    world.prefill.copying.is_held = True
-    start(world)
-    world.run()
-    world.fabric.lost_peers |= set(world.fabric.transports)
-    world.prefill.copying.work()
-    world.until(has_ended(world))
-    assert world.decode.failed_load().kind is FailureKind.BROKEN
-    assert free_slots(world) == RING_SLOTS
-    world.fabric.lost_peers.clear()
-
-
-def test_a_restart_of_prefill_leaves_no_slot_behind(world: World) -> None:
-    world.prefill.copying.is_held = True
-    start(world)
-    world.run()
-    assert len(pack_queue(world)) == 3
-    world.prefill.loop.restart()
-    assert sum(map(bool, world.prefill.parts.prefill.ring.slots)) == 3
-    world.prefill.copying.work()
-    world.run()
-    world.clock.now += ASK_AGAIN_S
-    world.until(has_ended(world))
-    assert world.decode.failed_load().kind in {FailureKind.LEASE_LOST, FailureKind.DENIED}
     world.run()
     assert nothing_is_left(world)
 
