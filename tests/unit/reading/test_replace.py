@@ -163,13 +163,6 @@ def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None
 # --- actions of the decode machine
 
 
-def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
-    other = engine_of(ReadableRank(reading.fabric, Sizes(heads=4)))
-    (refused,) = reading.join(other)
-    assert isinstance(refused, PeerRefused)
-    assert "number of KV heads" in refused.reason
-
-
 OTHER = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
 
 
