@@ -1029,6 +1029,14 @@ TURNS: dict[str, Script] = {
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
+    "what waits is not late while what is before it moves, however long it takes": after(
+        QUEUED,
+        *[
+            (END - 1 + number * (TIMEOUT_S - 1), event)
+            for number in range(10)
+            for event in (MOVES, Tick())
+        ],
+    ),
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
         (END, Tick(), STOP),
@@ -1082,6 +1090,20 @@ def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None
 
 
 # What the book says of itself
+
+
+def test_the_machine_checks_its_loads() -> None:
+    machine = loading(ASKING)
+    machine.validate()
+    (kept,) = machine._unfinished.values()
+    found = dict(kept)
+    kept.clear()
+    with pytest.raises(LocalProtocolError, match="found by endpoint"):
+        machine.validate()
+    kept |= found
+    machine.loads[0].reads[Rank(0)].state = State.READING
+    with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
+        machine.validate()
 
 
 def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
