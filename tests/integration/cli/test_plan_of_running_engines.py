@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -15,7 +14,7 @@ from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import client
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.ids import Endpoint
-from nixl_kv.keys import Keys, make_user_key, read_key_file, write_key_file
+from nixl_kv.keys import Keys, make_user_key
 from nixl_kv.protocol.messages import WIRE_VERSION, Description, VersionRefusal, encode
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
@@ -167,21 +166,3 @@ def test_ipv6_literal_has_brackets(publish: Publish) -> None:
         pytest.skip("this machine has no IPv6")
     where = where.replace(HOST, "[::1]")
     assert plan(where, where).exit_code == 0
-
-
-def test_engines_with_a_key_answer_those_who_have_it_and_nobody_else(
-    publish: Publish, tmp_path: Path
-) -> None:
-    write_key_file(tmp_path / "key")
-    where = publish(description("one"), read_key_file(tmp_path / "key"))
-    result = plan(where, where, f"--key-file {tmp_path / 'key'}")
-    assert result.exit_code == 0, result.output
-    write_key_file(tmp_path / "other")
-    for given, words in (
-        ("", "handshake failed: perhaps it has another key, or"),
-        ("--insecure", "handshake failed: perhaps it has a key"),
-        (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
-    ):
-        result = plan(where, where, given)
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: --prefill-at {where}: {words}")
