@@ -1,17 +1,14 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
+from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol.decode import MIN_HEARTBEAT_INTERVAL_S
 from nixl_kv.protocol.events import (
     AbandonRead,
@@ -785,7 +782,7 @@ def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
     assert Send(RANK_0, digest_request()) in machine.handle(LinkBroken(RANK_0), 110.8)
 
 
-# Times: deadlines, also against an oracle, heartbeats, and turns in the queue
+# Times: deadlines, heartbeats, and turns in the queue
 
 SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "silent"))
 ABANDON = AbandonRead(D1, Rank(0))
@@ -794,6 +791,11 @@ SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 END = 110.0 + TIMEOUT_S
 LINK_BROKEN = LinkBroken(RANK_0)
 MOVES = ChunksWanted(D1, Rank(0), (), ())
+MOVING: Script = [
+    (END - 1 + number * (TIMEOUT_S - 1), event) for number in range(10) for event in (MOVES, Tick())
+]
+"""The read moves each time just before it would be late."""
+MOVED_AT = MOVING[-1][0]
 
 
 def renewing(number: int, reading: int = 0) -> Send:
@@ -862,6 +864,12 @@ TIMES: dict[str, Script] = {
     ),
     "the time starts again with the blocks": after(
         READING, (END - 0.01, Tick()), (END, Tick(), STOP), (read_done(), GIVEN_UP, LATE)
+    ),
+    "a read that moves is not late, however long it takes": after(
+        READING,
+        *MOVING,
+        (MOVED_AT + TIMEOUT_S - 0.01, Tick()),
+        (MOVED_AT + TIMEOUT_S, Tick(), STOP),
     ),
     "a late read that does not end by itself is abandoned once": after(
         READING,
@@ -1031,11 +1039,7 @@ TURNS: dict[str, Script] = {
     ),
     "what waits is not late while what is before it moves, however long it takes": after(
         QUEUED,
-        *[
-            (END - 1 + number * (TIMEOUT_S - 1), event)
-            for number in range(10)
-            for event in (MOVES, Tick())
-        ],
+        *MOVING,
     ),
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
@@ -1118,169 +1122,3 @@ def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
         machine.handle(MOVES, now)
         machine.handle(Tick(), now)
     assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
-
-
-# Against an oracle
-
-RANKS, T = 2, 3.0
-
-
-@dataclass
-class _Read:
-    lane: Endpoint
-    state: str = "queued"  # queued, posted, draining, ended
-    moves: list[float] = field(default_factory=list)
-
-
-@dataclass
-class _Oracle:
-    """It knows what was sent to the machine, and which reads it has begun."""
-
-    loads: dict[RequestId, dict[Rank, _Read]] = field(default_factory=dict)
-    late: set[RequestId] = field(default_factory=set)
-    lane_moves: dict[Endpoint, list[float]] = field(default_factory=dict)
-
-    def reads(self, *states: str) -> list[tuple[RequestId, Rank, _Read]]:
-        return [
-            (request, rank, read)
-            for request, reads in self.loads.items()
-            for rank, read in reads.items()
-            if read.state in states
-        ]
-
-    def add(self, request: RequestId, now: float) -> None:
-        self.loads[request] = {Rank(rank): _Read(at(rank), moves=[now]) for rank in range(RANKS)}
-
-    def begin(self, request: RequestId, rank: Rank, now: float) -> None:
-        read = self.loads[request][rank]
-        if not self._under_way(read.lane):
-            self.lane_moves.setdefault(read.lane, []).append(now)
-        read.state = "posted"
-        read.moves.append(now)
-
-    def move(self, request: RequestId, rank: Rank, now: float) -> None:
-        read = self.loads[request][rank]
-        read.moves.append(now)
-        self.lane_moves.setdefault(read.lane, []).append(now)
-
-    def fail(self, request: RequestId) -> None:
-        for read in self.loads[request].values():
-            read.state = {"posted": "draining", "queued": "ended"}.get(read.state, read.state)
-
-    def look(self, now: float) -> None:
-        for request, reads in self.loads.items():
-            is_alive = all(read.state in ("queued", "posted", "ended") for read in reads.values())
-            if is_alive and any(self._is_late(reads, read, now) for read in reads.values()):
-                self.late.add(request)
-        for request in self.late:
-            self.fail(request)
-
-    def _is_late(self, reads: dict[Rank, _Read], read: _Read, now: float) -> bool:
-        lanes = self.lane_moves
-        watched = [read.lane] if self._under_way(read.lane) else list(lanes)
-        in_lane = [when for lane in watched for when in lanes.get(lane, [])]
-        match read.state:
-            case "queued":
-                return not _any_within(T, [*read.moves, *in_lane], now)
-            case "posted":
-                of_load = [when for one in reads.values() for when in one.moves]
-                has_company = _any_within(T, [*of_load, *in_lane], now)
-                return not _any_within(T * MAX_TIMEOUTS if has_company else T, read.moves, now)
-        return False
-
-    def _under_way(self, lane: Endpoint) -> bool:
-        return any(read.lane == lane for _, _, read in self.reads("posted", "draining"))
-
-
-def _any_within(length_s: float, times: list[float], now: float) -> bool:
-    return any(now - when < length_s for when in times)
-
-
-STEPS = st.lists(
-    st.one_of(
-        st.just("load"),
-        st.tuples(st.sampled_from(["move", "land", "fail"]), st.integers(0, 99)),
-        st.integers(1, 5),
-    ),
-    max_size=50,
-)
-
-
-class _World:
-    """A machine and the oracle, with the same events."""
-
-    def __init__(self) -> None:
-        self.machine = decode_machine(timeout_s=T, bytes_per_token=LARGE * 2 // 3)
-        self.oracle = _Oracle()
-        self.now = 1000.0
-        self.num_loads = 0
-        self.late: set[RequestId] = set()  # those that have ended
-
-    def handle(self, event: Any) -> None:
-        for action in self.machine.handle(event, self.now):
-            match action:
-                case StartRead():
-                    self.oracle.begin(action.load.request, action.rank, self.now)
-                case LoadEnded(failure=Failure(kind=FailureKind.LATE)):
-                    self.late.add(action.request)
-
-    def load(self) -> None:
-        self.num_loads += 1
-        request, claim = RequestId(f"d{self.num_loads}"), Claim(hex32(self.num_loads))
-        self.handle(prepare_load(request, claim))
-        if self.num_loads == 1:
-            self.handle(fits(RANKS))
-        for rank in range(RANKS):
-            self.handle(answered(grant(claim=claim, lease_s=1e6), at(rank)))
-        self.oracle.add(request, self.now)
-        self.handle(start_load(request))
-
-    def move(self, request: RequestId, rank: Rank) -> None:
-        self.oracle.move(request, rank, self.now)
-        self.handle(ChunksWanted(request, rank, (), ()))
-
-    def end(self, request: RequestId, rank: Rank, *, is_good: bool) -> None:
-        read = self.oracle.loads[request][rank]
-        if is_good and read.state == "posted":
-            self.oracle.move(request, rank, self.now)
-        if not is_good:
-            self.oracle.fail(request)
-        read.state = "ended"
-        end = read_done if is_good else read_failed
-        self.handle(end(rank=rank, request=request))
-
-    def wait(self) -> None:
-        self.now += 1.0
-        self.oracle.look(self.now)
-        if self.machine.next_due is not None and self.machine.next_due <= self.now:
-            self.handle(Tick())
-
-    def check(self) -> None:
-        self.machine.validate()
-        late = {
-            load.request
-            for load in self.machine.loads
-            if load.failure is not None and load.failure.kind is FailureKind.LATE
-        }
-        assert late | self.late == self.oracle.late
-
-
-@given(STEPS)
-def test_a_load_is_late_when_nothing_moves_that_it_waits_for(
-    steps: list[str | tuple[str, int] | int],
-) -> None:
-    world = _World()
-    for step in steps:
-        match step:
-            case "load":
-                world.load()
-            case (kind, int(which)) if reads := world.oracle.reads("posted", "draining"):
-                request, rank, _ = reads[which % len(reads)]
-                if kind == "move":
-                    world.move(request, rank)
-                else:
-                    world.end(request, rank, is_good=kind == "land")
-            case int():
-                for _ in range(step):
-                    world.wait()
-        world.check()
