@@ -1093,7 +1093,18 @@ def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None
     assert ABANDON in machine.handle(Tick(), END + DRAIN_S)
 
 
-# What the book says of itself
+def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
+    machine = loading(PREPARED)
+    granted = [answered(GRANT, at(rank)) for rank in range(2)]
+    events: list[Any] = [fits(2), START, *granted]
+    for event in events:
+        machine.handle(event, 110.0)
+    now = 110.0
+    while machine.loads[0].failure is None:
+        now += TIMEOUT_S / 2
+        machine.handle(MOVES, now)
+        machine.handle(Tick(), now)
+    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
 
 
 def test_the_machine_checks_its_loads() -> None:
@@ -1108,17 +1119,3 @@ def test_the_machine_checks_its_loads() -> None:
     machine.loads[0].reads[Rank(0)].state = State.READING
     with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
         machine.validate()
-
-
-def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
-    machine = loading(PREPARED)
-    granted = [answered(GRANT, at(rank)) for rank in range(2)]
-    events: list[Any] = [fits(2), START, *granted]
-    for event in events:
-        machine.handle(event, 110.0)
-    now = 110.0
-    while machine.loads[0].failure is None:
-        now += TIMEOUT_S / 2
-        machine.handle(MOVES, now)
-        machine.handle(Tick(), now)
-    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S

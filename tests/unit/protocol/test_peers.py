@@ -8,14 +8,12 @@ import math
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, Incarnation
 from nixl_kv.protocol.events import (
     OVER,
     Action,
     Disconnect,
     DropPeer,
-    Failure,
-    FailureKind,
     HandshakeDone,
     PeerKey,
     PeerRefused,
@@ -48,7 +46,6 @@ from support.records import (
 )
 
 NEXT_LIFE = PeerKey(PREFILL, OTHER_LIFE, HOME)
-THIRD = PeerKey(EngineId("third"), ENGINE_LIFE, ELSEWHERE)
 REFUSED = PeerRefused(PEER, "another dtype")
 
 
@@ -107,11 +104,6 @@ def test_a_description_that_was_not_asked_for_is_ignored(
     assert book.on_description(description(incarnation=life), endpoint) == []
 
 
-def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
-    for expected in ([StartHandshake(PEER, description()), Disconnect(HOME)], []):
-        assert connecting.on_description(description(), HOME) == expected
-
-
 def on_tick(book: PeerBook, now: float, *in_use: PeerKey) -> list[Action]:
     return book.on_tick(Tick(), lambda peer: peer in in_use, now)
 
@@ -121,30 +113,6 @@ def failed(book: PeerBook) -> list[PeerKey]:
     keys = [peer.key for peer in book.failed]
     book.failed.clear()
     return keys
-
-
-def test_a_lost_connection_makes_connecting_peers_unreachable(connecting: PeerBook) -> None:
-    connecting.get_or_connect(NEXT_LIFE, 100.0)
-    connecting.get_or_connect(THIRD, 100.0)
-    assert connecting.on_endpoint_lost(lost(HOME), 101.0) == [Disconnect(HOME)]
-    assert failed(connecting) == [PEER, NEXT_LIFE]
-    assert failed(connecting) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) -> None:
-    for endpoint, reason in ((at(rank), "first"), (at(1 - rank), "second")):
-        assert ready.on_endpoint_lost(lost(endpoint, reason), 101.0) == []
-    peer, actions = ready.get_or_connect(PEER, 101.0)
-    assert (peer.state, actions, failed(ready)) == (State.GONE, [], [])
-    assert peer.failure == Failure(FailureKind.UNREACHABLE, f"{at(rank)}: first")
-
-
-@pytest.mark.parametrize("endpoint", [HOME, at(2), ELSEWHERE], ids=["home", "no rank", "other"])
-def test_other_losses_do_not_matter_to_a_ready_peer(ready: PeerBook, endpoint: Endpoint) -> None:
-    assert ready.on_endpoint_lost(lost(endpoint), 101.0) == []
-    assert on_tick(ready, 100.0 + KEPT_S / 2) == []
-    assert ready.known[PEER].state is State.READY
 
 
 def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:

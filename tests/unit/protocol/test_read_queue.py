@@ -34,14 +34,6 @@ def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
     return queue_numbers
 
 
-def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
-    queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
-    assert started(queue) == [0, 2]
-    for number in (0, 2):
-        queue.remove(key(number), 1.0, has_landed=True)
-    assert started(queue) == [1]
-
-
 def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     queue = queue_of((0, at(0), MAX_BYTES))
     queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
@@ -53,14 +45,6 @@ def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     assert started(queue, 2.0) == [1]
 
 
-def test_ranks_take_turns() -> None:
-    queue = queue_of(*[(number, at(number // 3), HALF) for number in range(6)])
-    assert started(queue) == [0, 3]
-    queue.remove(key(0), 1.0, has_landed=True)
-    queue.remove(key(3), 1.0, has_landed=True)
-    assert started(queue, 1.0) == [1, 4]
-
-
 def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
     queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(1), MAX_BYTES))
     assert started(queue) == [0]
@@ -69,15 +53,6 @@ def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
     queue.remove(key(2), 3.0, has_landed=True)
     assert started(queue, 3.0) == []  # of the rank that hangs, nothing more is begun
     assert queue.stalls.next > 3.0
-
-
-def test_a_read_that_waits_costs_nothing_to_remove() -> None:
-    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(0), 1))
-    assert started(queue) == [0]
-    queue.remove(key(1), 1.0, has_landed=False)
-    queue.remove(key(0), 1.0, has_landed=False)
-    assert started(queue, 1.0) == [2]
-    assert key(1) not in queue.where
 
 
 def test_what_waits_advances_with_what_is_before_it() -> None:

@@ -771,7 +771,7 @@ def test_many_half_open_connections_cost_little_and_hold_nobody_up(
 
 # A service of another kind
 
-PROGRAM = """
+FOREIGN_SERVICE = """
 import socket, threading
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
@@ -804,14 +804,18 @@ the process if that name comes while its socket goes."""
 
 def test_a_service_of_another_kind_does_not_end_the_process() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FOREIGN_SERVICE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (ended.stdout, ended.returncode) == ("alive\n", 0), ended.stderr
 
 
 # The gatekeeper: who is let in, from the frames in which ZMQ asks
 
-KEY, OTHER_KEY_BYTES = b"k" * 32, b"o" * 32
+CLIENT_KEY, STRANGERS_KEY = b"k" * 32, b"o" * 32
 
 
 def question(**changed: Any) -> list[bytes]:
@@ -824,12 +828,12 @@ def question(**changed: Any) -> list[bytes]:
         "address": b"10.0.0.1",
         "identity": b"",
         "mechanism": b"CURVE",
-        "key": KEY,
+        "key": CLIENT_KEY,
     }
     return [value for value in {**values, **changed}.values() if value is not None]
 
 
-WITH_KEY = Gatekeeper(KEY, lambda host: host == "10.0.0.1")
+WITH_KEY = Gatekeeper(CLIENT_KEY, lambda host: host == "10.0.0.1")
 WITHOUT = Gatekeeper(None, lambda host: host == "10.0.0.1")
 NULL = {"mechanism": b"NULL", "key": None}
 
@@ -838,9 +842,9 @@ NULL = {"mechanism": b"NULL", "key": None}
     ("keeper", "changed", "status"),
     [
         pytest.param(WITH_KEY, {}, b"200", id="the key"),
-        pytest.param(WITH_KEY, {"key": OTHER_KEY_BYTES}, b"400", id="another key"),
+        pytest.param(WITH_KEY, {"key": STRANGERS_KEY}, b"400", id="another key"),
         pytest.param(WITH_KEY, {"key": None}, b"400", id="no key"),
-        pytest.param(WITH_KEY, {"more": KEY}, b"400", id="two keys"),
+        pytest.param(WITH_KEY, {"more": CLIENT_KEY}, b"400", id="two keys"),
         pytest.param(WITH_KEY, {"address": b"10.0.0.2"}, b"400", id="another host"),
         pytest.param(WITH_KEY, {"address": b""}, b"400", id="no host"),
         pytest.param(WITH_KEY, {"address": b"\xff"}, b"400", id="no text"),
