@@ -1068,8 +1068,9 @@ def test_turns(script: Script) -> None:
 
 
 def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
-    machine = loading(READING)
-    now, number = 110.0, 2
+    begun = 125.0  # some time after its load has blocks
+    machine = loading(after(ASKING, (110.0, START), (begun, answered(GRANT), READ)))
+    now, number = begun, 2
     while machine.loads[0].failure is None:
         now, number = now + TIMEOUT_S / 2, number + 1
         claim, request = Claim(hex32(number)), RequestId(f"other {number}")
@@ -1078,7 +1079,7 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
         machine.handle(start_load(request), now)
         machine.handle(read_done(request=request), now)
         machine.handle(Tick(), now)
-    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
+    assert now == begun + MAX_TIMEOUTS * TIMEOUT_S
 
 
 def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None:
