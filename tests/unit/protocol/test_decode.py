@@ -117,7 +117,6 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
-DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
 UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
 READ_WELL: Script = [(START, READ), (read_done(), RELEASED, GOOD)]
@@ -190,12 +189,6 @@ LOADS: dict[str, Script] = {
     "the release waits until the peer is known": after(
         PREPARED, (cancel_load(),), (fits(), GIVEN_UP), (START, NOT_PREPARED)
     ),
-    "cancelled, it is forgotten when its peer cannot be used": after(
-        PREPARED, (cancel_load(),), (REFUSED, CLOSE_HOME), (START, NOT_PREPARED)
-    ),
-    "started, it is reported though cancelled without a peer": after(
-        PREPARED, (START,), (cancel_load(),), (fits(), GIVEN_UP, DROPPED)
-    ),
     "a failed one that is cancelled is forgotten": after(
         ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
     ),
@@ -255,11 +248,6 @@ ANSWERS: dict[str, Script] = {
             ("a loss while it is read", renewed(CLAIM)),
         )
     },
-    "one lost claim of several fails its load": after(
-        GRANTED,
-        (answered(renewed(RIVAL, CLAIM)),),
-        (START, failed(Failure(FailureKind.LEASE_LOST, "rank 0"))),
-    ),
 }
 OTHER_VERSION = "it speaks wire version 10; this side speaks 9"
 NEW_LIFE = "it has begun another life since"
@@ -303,7 +291,6 @@ PEERS: dict[str, Script] = {
         (HandshakeDone(PEER),),
         (read_done(), RELEASED, GOOD),
     ),
-    "a load that comes while it is joined asks at once": after(HANDSHAKING, (SECOND, ASK_SECOND)),
     "one that cannot be read is left alone for a while": after(
         HANDSHAKING,
         (SECOND, ASK_SECOND),
@@ -350,9 +337,6 @@ PEERS: dict[str, Script] = {
     ),
     "a pause is not prolonged": after(
         PAUSED, (100.9, PeerRefused(PEER, "late")), (100.0 + BACKOFF_S, Tick()), (SECOND, DESCRIBE)
-    ),
-    "a pause of one life is not one of the next": after(
-        PAUSED, (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE)))
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
@@ -422,12 +406,6 @@ PEERS: dict[str, Script] = {
         (PeerBroken(PEER, "refused"), PeerUnreadable(PEER, "refused")),
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
-    ),
-    "new loads fail while a lost one is still read": after(
-        READING,
-        (lost(),),
-        (prepare_load(D2, RIVAL),),
-        (START_2, failed(unreachable(f"{RANK_0}: closed"), D2)),
     ),
     "two ranks at one endpoint are lost together, and reported once": after(
         PREPARED,

@@ -174,15 +174,6 @@ GRANTS: dict[str, Script] = {
         (101.0 + LEASE_S - 0.01, Tick()),
         (101.0 + LEASE_S, Tick(), *EXPIRED),
     ),
-    "each offer has a slot and a fence_token of its own": after(
-        GRANTED,
-        (OFFER_2,),
-        (
-            asked(ask(nonce=NONCE2, claim=RIVAL)),
-            WriteSlot(2, fence_token(2)),
-            replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, fence_token=fence_token(2))),
-        ),
-    ),
     "a slot that is used again gets a new fence_token": after(
         GRANTED,
         READ,
@@ -310,12 +301,6 @@ RELEASES: dict[str, Script] = {
         for who in ("another life of this rank", "another offer")
         for how, complete in COMPLETE.items()
     },
-    **{
-        f"an offer ends once, {how}": after(
-            GRANTED, READ, (asked(release(complete=complete)),), (1000.0, Tick())
-        )
-        for how, complete in COMPLETE.items()
-    },
     # Complete where this rank has no reader; incomplete where the engine gives up.
     **{
         f"one of an unclaimed offer ends it, {how}": after(
@@ -388,10 +373,7 @@ CHUNK_3 = pack_request(3, holds=(0, 1, 2, 3))
 CHUNK_OF_SECOND = pack_request(0, reader=SECOND)
 TO_PACK = (asked(CHUNK_0), pack(CHUNK_0))
 PACKED: Script = after(GRANTED, TO_PACK, (packed(CHUNK_0), replied(pack_reply())))
-CHUNK_4, CHUNK_0_READ = (
-    pack_request(4, holds=(0, 1, 2, 3, 4)),
-    pack_request(0, number=5, holds=(1, 2, 3)),
-)
+CHUNK_4 = pack_request(4, holds=(0, 1, 2, 3, 4))
 NEXT_OF_SECOND = pack_request(1, reader=SECOND, holds=(0, 1))
 ALONE: Script = after(
     PACKED,
@@ -401,20 +383,12 @@ ALONE: Script = after(
 )
 CHUNKS: dict[str, Script] = {
     "what is granted is packed, and the slot is told when it is": PACKED,
-    "a request that comes again is not packed again": after(
-        GRANTED, TO_PACK, (asked(CHUNK_0),), (packed(CHUNK_0), replied(pack_reply()))
-    ),
     "a request that comes again is answered again": after(
         PACKED, (asked(CHUNK_0, b"again"), replied(pack_reply(), b"again"))
     ),
     "a reader that is alone leaves a quarter of the ring": ALONE,
     "a chunk that has been read leaves its slot to one that waits": after(
         ALONE, (asked(pack_request(0, number=5, holds=(1, 2, 3))), pack(CHUNK_3, 0))
-    ),
-    "a chunk that waits is not packed twice if it is asked for again": after(
-        ALONE,
-        (asked(CHUNK_3, b"again"),),
-        (asked(CHUNK_0_READ, b"again"), pack(CHUNK_3, 0, b"again")),
     ),
     "a chunk that its reader gives up waits no longer": after(
         ALONE,
@@ -600,13 +574,6 @@ DIGESTS: dict[str, Script] = {
             "the lease": (100.0 + LEASE_S, Tick(), *EXPIRED),
         }.items()
     },
-    "a reader that has ended gets none while others read": after(
-        SHARED,
-        TO_DIGEST,
-        (RELEASE,),
-        (made(REQUEST), replied(deny())),
-        (asked(REQUEST), *denied(NOT_GRANTED)),
-    ),
     "why something cannot be digested stays on this side": after(
         GRANTED, TO_DIGEST, (made(REQUEST, refusal=NO_LAYER), *denied(NO_LAYER)), READ
     ),
@@ -656,17 +623,9 @@ HEARTBEATS: dict[str, Script] = {
         (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND, number=9))),
         (ASK_SECOND, replied(grant(reader=SECOND))),
     ),
-    "one reader gives up and the other reads on": after(
-        SHARED, (asked(renew(2)), NOTHING_LOST), (RELEASE_SECOND, *READ[1:])
-    ),
     "the answer names what is lost": after(
         GRANTED,
         (asked(renew(2, RIVAL, CLAIM, Claim(hex32(9)))), replied(renewed(RIVAL, Claim(hex32(9))))),
-    ),
-    "a claim that has ended is lost": after(
-        GRANTED,
-        (100.0 + LEASE_S, Tick(), *EXPIRED),
-        (asked(renew(2, CLAIM)), replied(renewed(CLAIM))),
     ),
     # The slot is still valid, so nothing was given away.
     "one before the tick saves a lease that has run out": after(
@@ -720,16 +679,10 @@ RECALLS: dict[str, Script] = {
     "a read that has begun ends a recall": after(
         RECALLED, (HEARTBEAT_READING, NOTHING_LOST), (101.0 + RECALL_S, Tick()), READ
     ),
-    "a heartbeat that names no read does not": after(
-        RECALLED, (asked(renew(2, CLAIM)), NOTHING_LOST), (101.0 + RECALL_S, Tick(), *TAKEN_BACK)
-    ),
     "a reader releases what it does not read": after(RECALLED, (RELEASE_INCOMPLETE, *TAKEN_BACK)),
     "it may have read it meanwhile": after(RECALLED, READ),
     "it may have given it up meanwhile": after(
         RECALLED, (asked(renew(2)), *ABORTED, replied(renewed()))
-    ),
-    "its lease may run out meanwhile": after(
-        GRANTED, (101.5, RECLAIM, RECALL), (100.0 + LEASE_S, Tick(), *EXPIRED)
     ),
     "a recall is not repeated": after(RECALLED, (RECLAIM,), (101.5, Tick())),
     "who asks again is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
