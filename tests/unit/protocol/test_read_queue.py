@@ -34,6 +34,14 @@ def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
     return queue_numbers
 
 
+def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
+    queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
+    assert started(queue) == [0, 2]
+    for number in (0, 2):
+        queue.remove(key(number), 1.0, has_landed=True)
+    assert started(queue) == [1]
+
+
 def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     queue = queue_of((0, at(0), MAX_BYTES))
     queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
