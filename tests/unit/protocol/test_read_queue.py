@@ -34,14 +34,6 @@ def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
     return queue_numbers
 
 
-def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
-    queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
-    assert started(queue) == [0, 2]
-    for number in (0, 2):
-        queue.remove(key(number), 1.0, has_landed=True)
-    assert started(queue) == [1]
-
-
 def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     queue = queue_of((0, at(0), MAX_BYTES))
     queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
@@ -61,6 +53,18 @@ def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
     queue.remove(key(2), 3.0, has_landed=True)
     assert started(queue, 3.0) == []  # of the rank that hangs, nothing more is begun
     assert queue.stalls.next > 3.0
+
+
+def test_ranks_that_hang_lose_their_turns_alone() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(1), MAX_BYTES), (3, at(1), 1))
+    assert [started(queue, now) for now in (0.0, STALL_S, 2 * STALL_S)] == [[0], [2], []]
+    for number in (4, 5):
+        queue.add(key(number), at(number), 1)
+    assert started(queue, 2 * STALL_S) == [4, 5]
+    queue.remove(key(3), 2 * STALL_S, has_landed=False)
+    for number in (6, 7):
+        queue.add(key(number), at(number), 1)
+    assert started(queue, 2 * STALL_S) == [6, 7]
 
 
 def test_what_waits_advances_with_what_is_before_it() -> None:
