@@ -161,13 +161,6 @@ def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int
     assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
 
 
-def test_each_life_has_another_incarnation(step: Step) -> None:
-    lives = {
-        engine.loop.parts.description.incarnation for engine in (step(), step()) if engine.loop
-    }
-    assert len(lives) == 2
-
-
 def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
     ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
@@ -219,21 +212,6 @@ def test_a_waiting_thread_is_woken_for_commands_only(
     engine.submit([CancelLoad(RequestId("d1"))] * num_commands)
     (control,) = planes.controls
     assert control._is_woken is bool(num_commands)
-
-
-def test_on_its_thread_it_starts_works_and_stops(planes: Planes) -> None:
-    spec = spec_of(planes, make_control=lambda: MemoryControl(planes.network))
-    engine = TransferEngine(spec)
-    described = engine.start()
-    assert list(planes.network.listeners) == [described.endpoint]
-    engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
-    results: list[Any] = []
-    while not results:
-        results = engine.pop_results()
-    assert isinstance(results[0], LoadEnded)
-    engine.stop()
-    engine.stop()
-    assert planes.fabric.transports == {}
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])

@@ -1117,6 +1117,11 @@ def test_the_machine_checks_its_loads() -> None:
     with pytest.raises(LocalProtocolError, match="found by endpoint"):
         machine.validate()
     kept |= found
+    by_peer = dict(machine._by_peer)
+    machine._by_peer.clear()
+    with pytest.raises(LocalProtocolError, match="by peer"):
+        machine.validate()
+    machine._by_peer |= by_peer
     machine.loads[0].reads[Rank(0)].state = State.READING
     with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
         machine.validate()

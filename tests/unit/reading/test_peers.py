@@ -297,29 +297,6 @@ def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
     assert repr(preparing.prepared) == "<Ranks: none>"
 
 
-def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
-    fabric: Fabric, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
-    routes = [Route(Rank(n), (Rank(0),), {"layer.0": (0, 99)}) for n in range(2)]
-    preparing.prepared.prepare(PEER, described, routes)
-    (ended,) = preparing.run()
-    assert ended.error is not None
-    assert repr(preparing.prepared) == "<Ranks: none>"
-
-
-def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
-    good, _ = two_halves(fabric)
-    bad, ranks = two_halves(fabric)
-    fabric.lost_peers.add(ranks[0].transport.name)
-    for peer, description in ((OTHER, bad), (PEER, good)):
-        preparing.prepared.prepare(peer, description, preparing.peers.routes(description))
-    assert [(ended.peer, ended.error is None) for ended in preparing.run()] == [
-        (OTHER, False),
-        (PEER, True),
-    ]
-
-
 def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(
     fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:

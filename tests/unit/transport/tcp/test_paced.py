@@ -299,14 +299,6 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
-def test_the_end_waits_for_no_connection_that_has_not_begun() -> None:
-    world = World()
-    world.background.is_held = True
-    world.finish(world.start(*range(9)))
-    world.reader.close()
-    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
-
-
 def test_a_short_read_does_not_wait_for_a_long_one() -> None:
     world = World()
     long = world.start(*range(50))
@@ -411,23 +403,6 @@ def test_what_is_not_tcp_is_read_as_it_is() -> None:
     assert len(world.agents) == 1
     world.reader.drop_peer(world.peer)
     world.reader.close()
-
-
-def test_the_rest_is_as_with_the_agents() -> None:
-    world = World()
-    assert world.reader.metadata() == world.agents[0].metadata()
-    world.reader.progress()
-    local, remote = world.lists([(0, 8, 16, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(99)), ids(*range(99)))))
-    assert world.reader.add_peer(world.owner.metadata()) == world.peer
-    world.reader.register(Span(world.local_bytes.ctypes.data, 8), "DRAM", 0)
-    world.reader.drop_peer(world.peer)
-    world.fabric.closes_fail = True
-    with pytest.raises(TransportError):
-        world.reader.close()
-    world.fabric.closes_fail = False
-    world.reader.close()
-    assert all(agent.name not in world.fabric.transports for agent in world.agents)
 
 
 row = st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(1, 8))
