@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 WHOLE = Sizes(layers=2, blocks=24, heads=4, tokens=4)
 TOKENS = 30
-SMALL_STAGING = 2 * 16 * 1024  # of both sides, each with 16 slots: some blocks fit into a slot
+SLOT_BYTES = 1024  # some blocks fit into a slot
 ORDERS = ("LBHNC", "BHLNC", "LHBNC", "BLHNC") * 2
 
 
@@ -36,6 +36,7 @@ class World:
         tp: tuple[int, int],
         tokens: tuple[int, int],
         path: str = "direct",
+        num_slots: int = 16,
     ) -> None:
         self.path = path
         self.caches = [_caches(*cut) for cut in zip(tp, tokens, strict=True)]
@@ -46,7 +47,8 @@ class World:
                 transport,
                 config=replace(CONFIG, path=path),
                 make_control=make_control,
-                staging_bytes=SMALL_STAGING,
+                staging_bytes=num_slots * 2 * SLOT_BYTES,
+                num_ring_slots=num_slots,
             )
             for name, caches in zip(("prefill", "decode"), self.caches, strict=True)
         )
@@ -69,8 +71,11 @@ def make_world(memory: MakeTransport) -> Iterator[MakeWorld]:
             tokens: tuple[int, int] = (4, 4),
             make_control: Callable[[], ControlPlane] = ZmqControl,
             path: str = "direct",
+            transport: MakeTransport = memory,
+            num_slots: int = 16,
         ) -> World:
-            world = World(memory, make_control, tp=tp, tokens=tokens, path=path)
+            cut = {"tp": tp, "tokens": tokens}
+            world = World(transport, make_control, **cut, path=path, num_slots=num_slots)
             for engine in (world.prefill, world.decode):
                 stack.callback(engine.close)
             return world
@@ -148,6 +153,19 @@ def test_all_ranks_get_what_prefill_packs(
     check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network), path="staged"))
 
 
+@pytest.mark.nixl
+@pytest.mark.skipif("staged" not in HOST_PATHS, reason="this tree does not pack")
+@pytest.mark.parametrize("tokens", [(4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize(("tp", "num_slots"), [((2, 1), 16), ((1, 4), 4)], ids=str)
+def test_chunks_arrive_over_nixl(
+    make_world: MakeWorld, tp: tuple[int, int], tokens: tuple[int, int], num_slots: int
+) -> None:
+    """Four readers share a ring of four slots, too, as on GPUs."""
+    nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+    transport = nixl.NixlTransport
+    check_all_ranks(make_world(tp, tokens, path="staged", transport=transport, num_slots=num_slots))
+
+
 DIVIDED_TOKENS = 61
 
 
@@ -191,7 +209,7 @@ def test_ranks_with_the_same_head_divide_the_tokens(
                 memory,
                 config=replace(CONFIG, path=path),
                 make_control=lambda: MemoryControl(network),
-                staging_bytes=SMALL_STAGING,
+                staging_bytes=16 * 2 * SLOT_BYTES,
             )
             for name, *side in zip(("prefill", "decode"), caches, places, strict=True)
         )

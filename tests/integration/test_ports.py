@@ -1,6 +1,6 @@
 """What strangers can do at every TCP port that an engine's process opens, UCX's among them.
 
-The engine is in a process of its own, in a network namespace. Its ports are found through /proc.
+The engine is in a process of its own, in a network namespace.
 Bytes are sent to each of them from other namespaces, on its network, and from its own host.
 """
 
@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -37,7 +36,6 @@ pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 SIZES: Final = Sizes(layers=1, blocks=8, heads=1, tokens=16, key=1024, value=1024)
 TABLE: Final = (1, 2, 3)
 TOKENS: Final = len(TABLE) * SIZES.tokens
-LISTENING: Final = "0A"
 UCX_MAGIC: Final = struct.pack("<Q", 0xCAFEBABE12345678)
 CONNECTIONS: Final = 40
 """To each port, of each kind: some thirty of UCX's magic killed an engine, in every run."""
@@ -86,7 +84,12 @@ def _serve(pipe: Connection, namespace: str, role: str, config: Config) -> None:
         good = (engine.cache.blocks(TABLE) == Cache(SIZES).fill(7).blocks(TABLE)).all()
         return str(report.failure or ("" if good else "wrong bytes"))
 
-    actions: dict[str, Callable[..., object]] = {"offer": offer, "read": read}
+    def ports() -> list[Port]:
+        """Only here: psutil reads the tables of the namespace in which it is called."""
+        connections = psutil.Process().net_connections("tcp")
+        return [(*one.laddr,) for one in connections if one.status == psutil.CONN_LISTEN]
+
+    actions: dict[str, Callable[..., object]] = {"offer": offer, "read": read, "ports": ports}
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         pipe.send(actions[order[0]](*order[1:]))
@@ -118,20 +121,9 @@ class Host:
 
     @property
     def ports(self) -> list[Port]:
-        """Where it listens, as /proc knows."""
-        assert self.process.pid is not None
-        # The tables of the process's own namespace. psutil reads those of the test's.
-        process = Path("/proc", str(self.process.pid))
-        listening: dict[str, Port] = {}
-        for table in ("tcp", "tcp6"):
-            for line in (process / "net" / table).read_text("ascii").splitlines()[1:]:
-                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-                if state == LISTENING:
-                    host, port = local.split(":")
-                    words = struct.pack(f"={len(host) // 8}I", *_words(host))
-                    listening[inode] = str(ipaddress.ip_address(words)), int(port, 16)
-        inodes = [_inode(file) for file in (process / "fd").iterdir()]
-        return [listening[inode] for inode in inodes if inode in listening]
+        """Where it listens."""
+        ports: list[Port] = self.ask("ports")
+        return ports
 
     @property
     def num_descriptors(self) -> int:
@@ -142,17 +134,6 @@ class Host:
         """End it."""
         self.process.kill()
         self.process.join()
-
-
-def _words(text: str) -> list[int]:
-    return [int(text[begin : begin + 8], 16) for begin in range(0, len(text), 8)]
-
-
-def _inode(file: Path) -> str:
-    """Of a socket: its descriptor is a link to `socket:[12345]`."""
-    with contextlib.suppress(OSError):
-        return file.readlink().name.removeprefix("socket:[").removesuffix("]")
-    return ""
 
 
 def _attack(pipe: Connection, namespace: str, ports: Sequence[Port], kind: str) -> None:

@@ -69,21 +69,6 @@ def test_a_request_that_crosses_is_computed_at_once_and_its_blocks_come_free(
     assert prefill.offer_end("p1") == "unclaimed"
 
 
-def test_a_ticket_that_crosses_with_a_wrong_mac_ends_nothing(
-    prefill: Engine, decode: Engine
-) -> None:
-    params = prefill.offer("p2")
-    version, mac, payload = params[FIELD].split(".")
-    forged = f"{version}.{'0' * 32}.{payload}"
-    refusal = decode.ask("d2", {FIELD: forged})
-    assert refusal is not None
-    assert "mac is wrong" in refusal
-    assert prefill.ask("again", {FIELD: f"{version}.{mac}.{payload}"}) is None
-    assert prefill.matched("again") == [len(TOKENS) - 1, True]
-    prefill.finish("again")
-    assert prefill.offer_end("p2") in ("aborted", "not_needed")
-
-
 @pytest.mark.parametrize("name", ["ours", "theirs"])
 def test_each_version_understands_itself(name: str, ours: Engine, theirs: Engine) -> None:
     engine = {"ours": ours, "theirs": theirs}[name]

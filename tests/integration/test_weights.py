@@ -88,13 +88,6 @@ def pair(request: pytest.FixtureRequest, make: MakePair, memory: MakeTransport) 
     return make(nixl.NixlTransport)
 
 
-def test_without_a_label_and_a_reset_kv_of_the_old_weights_is_read(pair: Pair) -> None:
-    """What the rest of this file is about."""
-    ticket = pair.offer("p1", OLD)
-    assert pair.load("d1", ticket) is None
-    assert pair.has_read
-
-
 @pytest.mark.parametrize("order", ["decode first", "prefill first"])
 def test_a_reset_of_both_leaves_nothing_of_the_old_weights(pair: Pair, order: str) -> None:
     """Tickets that are out, asks that are granted, and then all goes on with the new weights."""

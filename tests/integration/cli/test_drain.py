@@ -89,14 +89,6 @@ def test_a_rank_that_is_gone_is_not_finished(make_engine: MakeEngine) -> None:
     assert result.stdout.endswith("; rank 0 gives no status: cannot connect\n")
 
 
-def test_an_engine_that_does_not_answer_is_named(make_engine: MakeEngine) -> None:
-    engine = make_engine("E", 1)
-    engine.directory.stop()
-    result = nixl_kv("drain --at", address(engine))
-    assert result.exit_code == 2
-    assert f"error: --at {address(engine)}: cannot connect" in result.stderr
-
-
 def test_in_an_engines_own_container_its_variables_say_where_it_is(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -14,19 +13,13 @@ from typer.testing import Result
 from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import client
 from nixl_kv.engine.directory import DirectoryServer
-from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank
-from nixl_kv.keys import Keys, make_user_key, read_key_file, write_key_file
-from nixl_kv.protocol.messages import (
-    WIRE_VERSION,
-    Description,
-    Reader,
-    Release,
-    VersionRefusal,
-    encode,
-)
+from nixl_kv.ids import Endpoint
+from nixl_kv.keys import Keys, make_user_key
+from nixl_kv.protocol.messages import WIRE_VERSION, Description, VersionRefusal, encode
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
 from support.nixl_kv_command import QWEN3_8B, described, nixl_kv
+from support.records import release
 
 HOST = "127.0.0.1"
 
@@ -107,15 +100,6 @@ def test_engines_with_different_models_are_incompatible(publish: Publish) -> Non
     ]
 
 
-def test_engine_that_is_still_starting_exits_2(publish: Publish) -> None:
-    where = publish(None)
-    result = plan(where, where)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: --prefill-at {where}: refused: this engine is still starting\n"
-    )
-
-
 def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
     prefill = publish(description("left"))
     control = ZmqControl(make_user_key()[0])
@@ -149,19 +133,7 @@ def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -
             id="a refusal",
         ),
         pytest.param(
-            encode(
-                Release(
-                    incarnation=Incarnation("0" * 32),
-                    nonce=Nonce("1" * 32),
-                    claim=Claim("2" * 32),
-                    reader=Reader(
-                        engine=EngineId("x"), incarnation=Incarnation("3" * 32), rank=Rank(0)
-                    ),
-                    complete=True,
-                )
-            ),
-            "Invalid value 'Release' - at `$[0]`",
-            id="another message",
+            encode(release()), "Invalid value 'Release' - at `$[0]`", id="another message"
         ),
     ],
 )
@@ -194,30 +166,3 @@ def test_ipv6_literal_has_brackets(publish: Publish) -> None:
         pytest.skip("this machine has no IPv6")
     where = where.replace(HOST, "[::1]")
     assert plan(where, where).exit_code == 0
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    write_key_file(tmp_path / "key")
-    return tmp_path / "key"
-
-
-def test_engines_with_a_key_answer_those_who_have_it(publish: Publish, key_file: Path) -> None:
-    where = publish(description("one"), read_key_file(key_file))
-    result = plan(where, where, f"--key-file {key_file}")
-    assert result.exit_code == 0, result.output
-
-
-def test_engines_with_a_key_answer_nobody_else(
-    publish: Publish, key_file: Path, tmp_path: Path
-) -> None:
-    where = publish(description("one"), read_key_file(key_file))
-    write_key_file(tmp_path / "other")
-    for given, words in (
-        ("", "handshake failed: perhaps it has another key, or"),
-        ("--insecure", "handshake failed: perhaps it has a key"),
-        (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
-    ):
-        result = plan(where, where, given)
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: --prefill-at {where}: {words}")

@@ -1,29 +1,45 @@
-"""A rank's transfer engine, as it is put together from its specification."""
+"""A rank's transfer engine: how it is put together, its thread, and huge pages."""
 
+import logging
+import mmap
+import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import HOST, MODEL
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
+from nixl_kv import errors
 from nixl_kv.config import Config
+from nixl_kv.engine import engine as engine_module
 from nixl_kv.engine.engine import (
+    LONGEST_S,
     MAX_SLOTS,
     MIN_SLOTS,
+    PAGE,
+    STEP,
     RankSpec,
     TransferEngine,
     slots_for,
+    use_huge_pages,
 )
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Table
-from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
+from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
+from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.reading.paths import ExtraMemory, Feature, allocate
-from nixl_kv.transport.base import Transport
+from nixl_kv.transport.base import SlotPage, Transport
+from support.polling import wait_until
 from support.records import description
 from support.stepped import Background, StepControl
 
@@ -145,13 +161,6 @@ def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int
     assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
 
 
-def test_each_life_has_another_incarnation(step: Step) -> None:
-    lives = {
-        engine.loop.parts.description.incarnation for engine in (step(), step()) if engine.loop
-    }
-    assert len(lives) == 2
-
-
 def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
     ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
@@ -205,21 +214,6 @@ def test_a_waiting_thread_is_woken_for_commands_only(
     assert control._is_woken is bool(num_commands)
 
 
-def test_on_its_thread_it_starts_works_and_stops(planes: Planes) -> None:
-    spec = spec_of(planes, make_control=lambda: MemoryControl(planes.network))
-    engine = TransferEngine(spec)
-    described = engine.start()
-    assert list(planes.network.listeners) == [described.endpoint]
-    engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
-    results: list[Any] = []
-    while not results:
-        results = engine.pop_results()
-    assert isinstance(results[0], LoadEnded)
-    engine.stop()
-    engine.stop()
-    assert planes.fabric.transports == {}
-
-
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])
 def test_an_engine_that_is_stopped_takes_no_commands(planes: Planes, *, is_started: bool) -> None:
     engine = TransferEngine(spec_of(planes))
@@ -240,5 +234,283 @@ def test_a_start_that_fails_says_why(planes: Planes) -> None:
         TransferEngine(spec_of(planes, make_transport=refuse)).start()
 
 
-def spec_in(planes: Planes, memory: Memory, **changed: Any) -> RankSpec:
-    return spec_of(planes, layout=replace(CACHE.layout(), memory=memory), **changed)
+# The transfer thread: it starts, is stopped, and survives every error
+
+TIMEOUT_S = 30.0
+
+
+class FakeLoop:
+    """Waits in each turn until it is woken; `steps` has all that was done."""
+
+    def __init__(self) -> None:
+        self.parts = SimpleNamespace(slots=SlotPage(4), description=None)
+        self.steps: list[str] = []
+        self.errors: list[BaseException] = []
+        self.threads: set[threading.Thread] = set()
+        self.woken = threading.Event()
+        self.changed = threading.Condition()
+
+    def turn(self) -> None:
+        self._step("turn")
+        self.woken.wait(TIMEOUT_S)
+        self.woken.clear()
+
+    def restart(self) -> None:
+        self._step("restart")
+
+    def wake(self) -> None:
+        self.woken.set()
+
+    def close(self) -> None:
+        self.steps.append("close")
+
+    def _step(self, name: str) -> None:
+        with self.changed:
+            self.threads.add(threading.current_thread())
+            self.steps.append(name)
+            self.changed.notify_all()
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def wait_for(self, steps: list[str]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.steps == steps, TIMEOUT_S), self.steps
+
+
+@pytest.fixture(autouse=True)
+def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "PAUSE_S", 0.0)
+
+
+class Built(TransferEngine):
+    """Has a loop that a test makes."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        unused: Any = None
+        super().__init__(unused)
+        self._build = build
+
+    def _build_loop(self) -> Any:
+        return self._build()
+
+
+def thread_of(loop: FakeLoop) -> TransferEngine:
+    return Built(lambda: loop)
+
+
+def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped() -> None:
+    loop = FakeLoop()
+    thread = thread_of(loop)
+    thread.start()
+    assert [thread.loop] == [loop]
+    loop.wait_for(["turn"])
+    loop.wake()
+    loop.wait_for(["turn", "turn"])
+    thread.stop()
+    assert loop.steps == ["turn", "turn", "close"]
+    (worker,) = loop.threads
+    assert worker.name == "nixl-kv-transfer"
+    assert worker.daemon
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["in a turn", "and in its restarts"])
+def test_an_error_leads_to_a_restart_and_further_turns(
+    caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    loop = FakeLoop()
+    loop.errors = [KeyError("a bug")] * count
+    thread = thread_of(loop)
+    with caplog.at_level(logging.CRITICAL):
+        thread.start()
+        loop.wait_for(["turn", *["restart"] * count, "turn"])
+    assert "the transfer thread failed" in caplog.records[0].getMessage()
+    assert caplog.records[0].exc_info is not None
+    thread.stop()
+
+
+def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it runs, nobody else may close it. But no reader may take its blocks for held."""
+    monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
+    loop = FakeLoop()
+    slots = loop.parts.slots
+    slots.write(2, new_fence_token())
+    monkeypatch.setattr(loop, "wake", lambda: None)
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    for _ in range(2):
+        with pytest.raises(TransportError, match=r"within 0\.01 s: the thread has not ended"):
+            thread.stop()
+    assert loop.steps == ["turn"]
+    assert slots.read(2) == bytes(16)
+    loop.woken.set()
+    (worker,) = loop.threads
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
+    assert loop.steps == ["turn", "close"]
+    thread.stop()
+    assert loop.steps == ["turn", "close"]
+
+
+def test_a_loop_is_closed_until_nothing_writes_any_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
+    monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
+    loop = FakeLoop()
+    is_gone = threading.Event()
+    close = loop.close
+
+    def try_to_close() -> None:
+        close()
+        if not is_gone.is_set():
+            raise TransportError("an agent is not gone") if len(loop.steps) > 9 else KeyError("bug")
+
+    monkeypatch.setattr(loop, "close", try_to_close)
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    with pytest.raises(TransportError):
+        thread.stop(0.0)
+    wait_until(lambda: len(loop.steps) > 12)
+    with pytest.raises(TransportError, match="an agent is not gone"):
+        thread.stop(0.0)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    is_gone.set()
+    thread.stop(TIMEOUT_S)
+    (worker,) = loop.threads
+    assert not worker.is_alive()
+
+
+def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wake-up descriptor may be another file by then."""
+    loop = FakeLoop()
+    wake, steps_at_wake = loop.wake, list[list[str]]()
+
+    def wake_slowly() -> None:
+        wake()
+        loop.threads.pop().join(0.2)  # it has every chance to close too early
+        steps_at_wake.append(list(loop.steps))
+
+    monkeypatch.setattr(loop, "wake", wake_slowly)
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    thread.stop()
+    thread.stop()
+    assert steps_at_wake == [["turn"]]
+    assert loop.steps == ["turn", "close"]
+
+
+def test_it_leaves_the_core_that_its_caller_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads inherit the caller's cores; it takes those of the process above."""
+    masks: dict[int, set[int]] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", masks.__setitem__)
+    thread = thread_of(FakeLoop())
+    thread.start()
+    thread.stop()
+    assert masks == {0: {os.getppid(), 1}}
+
+
+def test_cores_that_cannot_be_had_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: int, mask: object) -> None:
+        raise OSError(f"{process}: {mask}")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    loop = FakeLoop()
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    thread.stop()
+
+
+# Huge pages: a cache in pages of 4 KiB is in pages of 2 MiB afterwards, where the kernel allows it
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def in_huge_pages(address: int) -> int:
+    """Bytes of the mapping with this address that are in huge pages."""
+    text, is_there = SMAPS.read_text(encoding="utf-8"), False
+    for line in text.splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_there and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def small_pages(num_bytes: int) -> np.ndarray:
+    """Memory as torch allocates it, all in use."""
+    mapped = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, dtype=np.uint8)
+    memory[:] = 7
+    return memory[-memory.ctypes.data % PAGE :][:num_bytes]
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    memory = small_pages(4 * PAGE)
+    if not engine_module.SETTING.exists() or "[never]" in engine_module.SETTING.read_text():
+        pytest.skip("this machine has no huge pages, or forbids them")
+    return memory
+
+
+def test_huge_pages_within_a_span_are_used(memory: np.ndarray) -> None:
+    address = memory.ctypes.data
+    use_huge_pages([Span(address + 1, 3 * PAGE)])  # the kernel makes a mapping of the inner two
+    if not in_huge_pages(address + PAGE):
+        pytest.skip("this kernel does not collapse pages at once")
+    assert in_huge_pages(address + PAGE) == 2 * PAGE
+    assert in_huge_pages(address) == in_huge_pages(address + 3 * PAGE) == 0
+    assert (memory == 7).all()
+
+
+def test_unused_memory_stays_unused() -> None:
+    mapped = mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+    use_huge_pages([Span(address, 8 * PAGE)])
+    assert in_huge_pages(address) == 0
+
+
+@pytest.mark.parametrize("text", ["always madvise [never]", None], ids=["forbidden", "unknown"])
+def test_a_machine_that_forbids_them_keeps_small_pages(
+    memory: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(engine_module, "SETTING", setting)
+    before = in_huge_pages(memory.ctypes.data)
+    use_huge_pages([Span(memory.ctypes.data, len(memory))])
+    assert in_huge_pages(memory.ctypes.data) == before
+
+
+def test_a_large_cache_does_not_delay_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    advised: list[tuple[int, int]] = []
+
+    class Library:
+        def __init__(self, _: object) -> None:
+            pass
+
+        @staticmethod
+        def madvise(address: engine_module.ctypes.c_void_p, _: object, advice: int) -> int:
+            advised.append((address.value or 0, advice))
+            return 0
+
+    monkeypatch.setattr(engine_module.ctypes, "CDLL", Library)
+    setting = tmp_path / "enabled"
+    setting.write_text("[always] madvise never", encoding="utf-8")
+    monkeypatch.setattr(engine_module, "SETTING", setting)
+    seconds = count(0.0, LONGEST_S / 2)
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: next(seconds))
+    use_huge_pages([Span(STEP, 4 * STEP)])
+    assert [at for at, advice in advised if advice == engine_module.HUGEPAGE] == [
+        STEP * n for n in (1, 2, 3, 4)
+    ]
+    assert [at for at, advice in advised if advice == engine_module.COLLAPSE] == [STEP]

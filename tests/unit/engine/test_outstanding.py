@@ -9,26 +9,14 @@ import pytest
 from nixl_kv.engine.loop import Outstanding
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.events import (
-    CancelLoad,
     FailureKind,
     LoadEnded,
     OfferEnd,
     OfferEnded,
     Result,
-    RevokeOffer,
     WithdrawOffer,
 )
-from support.records import (
-    D1,
-    D2,
-    NONCE,
-    NONCE2,
-    P1,
-    prepare_load,
-    prepare_offer,
-    publish_offer,
-    start_load,
-)
+from support.records import D1, D2, NONCE, NONCE2, P1, prepare_offer, publish_offer, start_load
 
 LOST, READ = OfferEnd.LOST, OfferEnd.READ
 
@@ -122,14 +110,6 @@ def test_offers_are_told_apart_by_their_nonce() -> None:
     assert list(results) == [report]
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_revocation_reaches_the_machine_only_of_what_is_known(*, is_known: bool) -> None:
-    outstanding = Outstanding(deque())
-    if is_known:
-        outstanding.admit(prepare_offer())
-    assert outstanding.admit(RevokeOffer(NONCE)) == is_known
-
-
 # --- loads
 
 
@@ -179,10 +159,3 @@ def test_an_orphans_report_says_that_the_thread_died() -> None:
 
 def test_a_load_that_was_not_started_is_not_reported() -> None:
     assert not Outstanding(deque()).settle(ended())
-
-
-def test_what_starts_no_report_is_always_admitted() -> None:
-    outstanding = Outstanding(deque())
-    for command in (prepare_load(), CancelLoad(D1)):
-        assert outstanding.admit(command)
-    assert len(outstanding) == 0

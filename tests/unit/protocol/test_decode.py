@@ -117,8 +117,6 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
-DENIED = failed(Failure(FailureKind.DENIED, "rank 0"))
-DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
 UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
 READ_WELL: Script = [(START, READ), (read_done(), RELEASED, GOOD)]
@@ -159,16 +157,6 @@ LOADS: dict[str, Script] = {
         (answered(GRANT),),
         *READ_WELL,
     ),
-    "a rank without readers is released for a cancelled load": after(
-        PREPARED,
-        (cancel_load(),),
-        (
-            PeerFits(PEER, description(2), (*routes(0), *routes(1, readers=()))),
-            Send(at(1), release()),
-            GIVEN_UP,
-        ),
-        (START, NOT_PREPARED),
-    ),
     # As in a stage of a pipeline that has no layer with a cache.
     "one that reads no rank is good with its blocks": after(
         PREPARED,
@@ -198,23 +186,11 @@ LOADS: dict[str, Script] = {
     "cancelled before it has blocks, it is not reported": after(
         GRANTED, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
     ),
-    "cancelled before the grant, it is not reported": after(
-        ASKING, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
-    ),
     "the release waits until the peer is known": after(
         PREPARED, (cancel_load(),), (fits(), GIVEN_UP), (START, NOT_PREPARED)
     ),
-    "cancelled, it is forgotten when its peer cannot be used": after(
-        PREPARED, (cancel_load(),), (REFUSED, CLOSE_HOME), (START, NOT_PREPARED)
-    ),
-    "started, it is reported though cancelled without a peer": after(
-        PREPARED, (START,), (cancel_load(),), (fits(), GIVEN_UP, DROPPED)
-    ),
     "a failed one that is cancelled is forgotten": after(
         ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
-    ),
-    "a failed one is reported as soon as it starts": after(
-        ASKING, (answered(deny()),), (START, DENIED)
     ),
     "cancelling an unknown one does nothing": [(cancel_load(),)],
     "one that was never prepared is reported": [(START, NOT_PREPARED)],
@@ -272,11 +248,6 @@ ANSWERS: dict[str, Script] = {
             ("a loss while it is read", renewed(CLAIM)),
         )
     },
-    "one lost claim of several fails its load": after(
-        GRANTED,
-        (answered(renewed(RIVAL, CLAIM)),),
-        (START, failed(Failure(FailureKind.LEASE_LOST, "rank 0"))),
-    ),
 }
 OTHER_VERSION = "it speaks wire version 10; this side speaks 9"
 NEW_LIFE = "it has begun another life since"
@@ -320,7 +291,6 @@ PEERS: dict[str, Script] = {
         (HandshakeDone(PEER),),
         (read_done(), RELEASED, GOOD),
     ),
-    "a load that comes while it is joined asks at once": after(HANDSHAKING, (SECOND, ASK_SECOND)),
     "one that cannot be read is left alone for a while": after(
         HANDSHAKING,
         (SECOND, ASK_SECOND),
@@ -367,9 +337,6 @@ PEERS: dict[str, Script] = {
     ),
     "a pause is not prolonged": after(
         PAUSED, (100.9, PeerRefused(PEER, "late")), (100.0 + BACKOFF_S, Tick()), (SECOND, DESCRIBE)
-    ),
-    "a pause of one life is not one of the next": after(
-        PAUSED, (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE)))
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
@@ -440,12 +407,6 @@ PEERS: dict[str, Script] = {
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
-    "new loads fail while a lost one is still read": after(
-        READING,
-        (lost(),),
-        (prepare_load(D2, RIVAL),),
-        (START_2, failed(unreachable(f"{RANK_0}: closed"), D2)),
-    ),
     "two ranks at one endpoint are lost together, and reported once": after(
         PREPARED,
         (PeerFits(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
@@ -490,17 +451,6 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
         for event, ends in moves.items()
         for end in ends
     }
-
-
-def test_the_report_has_what_each_read_was_measured_to_be() -> None:
-    machine = loading(PREPARED)
-    reads = tuple(read_done(n, num_bytes=100 + n, num_runs=n, seconds=0.1) for n in range(2))
-    machine.handle(fits(2), 100.0)
-    machine.handle(START, 100.0)
-    for rank in (0, 1):
-        machine.handle(answered(GRANT, at(rank)), 100.1)
-    machine.handle(reads[1], 100.3)
-    assert machine.handle(reads[0], 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:

@@ -1,6 +1,5 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -9,13 +8,21 @@ from msgspec.structs import replace
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Rank
+from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
+from nixl_kv.protocol.decode import MIN_HEARTBEAT_INTERVAL_S
 from nixl_kv.protocol.events import (
+    AbandonRead,
+    Chunk,
+    ChunksWanted,
     Failure,
     FailureKind,
+    LinkBroken,
     LoadEnded,
     PeerFits,
+    PeerKey,
     PeerRefused,
+    ReadChunk,
+    ReadFailed,
     Send,
     StartLoad,
     StartRead,
@@ -25,8 +32,11 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.load import (
     ASK_AGAIN_S,
+    DRAIN_S,
     ENDED,
+    MAX_TIMEOUTS,
     POSTED,
+    SILENCE_S,
     TRANSITIONS,
     Cancelled,
     Load,
@@ -35,12 +45,16 @@ from nixl_kv.protocol.load import (
     State,
 )
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.protocol.read_queue import ReadQueue
+from nixl_kv.protocol.read_queue import MAX_BYTES, ReadQueue
 from support.records import (
     CLAIM,
     D1,
-    FENCE_TOKEN,
+    D2,
+    HEARTBEAT_S,
     HOME,
+    LAYERS,
+    NONCE2,
+    OTHER_LIFE,
     PEER,
     RANK_0,
     RANK_LIFE,
@@ -54,15 +68,19 @@ from support.records import (
     at,
     cancel_load,
     deny,
+    describe,
     description,
     digest_compared,
     digest_reply,
     digest_request,
     fits,
     grant,
+    hex32,
     layout,
     lost,
     no_record,
+    pack_reply,
+    pack_request,
     prepare_load,
     read_done,
     read_failed,
@@ -145,12 +163,6 @@ READS: dict[str, Script] = {
     "cancelled, it waits for its read": after(DRAINING, (read_done(), GIVEN_UP, DROPPED)),
     "cancelled, it waits for an error": after(DRAINING, (read_failed(), GIVEN_UP, DROPPED)),
     **{
-        f"cancelled, it waits for its slot, {name}": after(
-            DRAINING, (read_done(fence_token=fence_token), GIVEN_UP, DROPPED)
-        )
-        for name, fence_token in (("valid", FENCE_TOKEN), ("cleared", EMPTY))
-    },
-    **{
         f"cancelled, it does not end with {name}": after(
             DRAINING, (500.0, event, *actions), (500.1, read_done(), GIVEN_UP, DROPPED)
         )
@@ -219,9 +231,6 @@ VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
     "a digest that comes during the read waits for the slot": after(
         VERIFIED, DIGEST, (read_done(), COMPARE), EQUAL
-    ),
-    "a digest that comes after the slot is compared": after(
-        VERIFIED, LANDED_VERIFIED, TO_COMPARE, EQUAL
     ),
     "only the tokens that are loaded are compared": after(
         GRANTED,
@@ -383,13 +392,6 @@ SEVERAL_VERIFIED: dict[str, Script] = {
     ),
     "one corrupt rank fails the load at once": after(
         TWO_VERIFYING, TO_COMPARE, (digest_compared("K of head 0"), GIVEN_UP, GIVEN_UP_1, CORRUPT)
-    ),
-    "a verified rank does not save a corrupt one": after(
-        TWO_VERIFYING,
-        TO_COMPARE,
-        (answered(digest_reply(), at(1)), replace(COMPARE, rank=Rank(1))),
-        (digest_compared(rank=1), RELEASED_1),
-        (digest_compared("K of head 0"), GIVEN_UP, CORRUPT),
     ),
     "a corrupt rank waits for the reads of the others": after(
         TWO_READING,
@@ -608,142 +610,528 @@ def test_a_load_says_what_it_waits_for(load: Load, waits_for: str) -> None:
     assert load.waits_for == waits_for
 
 
-@pytest.mark.parametrize(
-    ("load", "expected"),
-    [
-        pytest.param(new_load(is_open=False), False, id="no peer"),
-        pytest.param(new_load(), True, id="no rank to read"),
-        pytest.param(new_load(State.GRANTED, State.GRANTED), True, id="granted by all"),
-        pytest.param(new_load(State.GRANTED, State.ASKING), False, id="granted by one"),
-        pytest.param(new_load(State.GRANTED, start=START), False, id="has blocks"),
-        pytest.param(new_load(State.FAILED), False, id="failed"),
-    ],
-)
-def test_whether_a_load_lacks_blocks_alone(load: Load, *, expected: bool) -> None:
-    assert load.lacks_only_blocks is expected
-
-
-@pytest.mark.parametrize(
-    "state", [state for state in State if state in POSTED], ids=lambda s: s.name
-)
-def test_a_posted_read_needs_blocks_and_a_grant(state: State) -> None:
-    for start, granted in ((None, None), (None, GRANT), (START, None)):
-        load = new_load(state, start=start)
-        load.reads[Rank(0)].grant = granted
-        with pytest.raises(LocalProtocolError, match=f"{state.name} without blocks or grant"):
-            load.validate()
-    load = new_load(state, start=START)
-    load.reads[Rank(0)].grant = GRANT
-    load.validate()
-
-
-def test_a_failed_read_needs_a_failure() -> None:
-    load = new_load(State.DONE, State.FAILED)
-    with pytest.raises(LocalProtocolError, match="FAILED without a reason"):
-        load.validate()
-    load.failure = DENIED.failure
-    load.validate()
-
-
-def test_without_blocks_no_digest_is_asked_for() -> None:
-    load = new_load(State.VERIFYING)
-    assert load.ask_digest(load.reads[Rank(0)], 110.0) == []
-
-
 # What it records
 
 
-def moved(before: str, after: str, cause: str, num_bytes: int = 0) -> Transition:
-    return Transition(D1, f"rank 0 at {RANK_0}", before, after, cause, num_bytes)
-
-
-def of_load(before: str, after: str, cause: str) -> Transition:
-    return Transition(D1, str(PEER), before, after, cause)
-
-
-def of_peer(before: str, after: str, cause: str) -> Transition:
-    return Transition("", str(PEER), before, after, cause)
-
-
-IS_PREPARED = [
-    of_load("", "PREPARED", "PrepareLoad: offer 00000000"),
-    of_peer("", "CONNECTING", "PrepareLoad"),
-]
-STARTED = of_load("PREPARED", "STARTED", "StartLoad: tokens 0 to 6")
-IS_ASKING = [
-    *IS_PREPARED,
-    of_peer("CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
-    moved("", "ASKING", "PeerFits"),
-]
-IS_READING = [
-    *IS_ASKING,
-    moved("ASKING", "GRANTED", "Grant"),
-    STARTED,
-    moved("GRANTED", "READING", "StartLoad"),
-]
-READ_4096 = read_done(num_bytes=4096)
-TO_READING = [prepare_load(), fits(), answered(grant()), start_load()]
-RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
-    "verified": (
-        [
-            *TO_READING[:3],
-            *[START_VERIFIED, READ_4096],
-            *[answered(digest_reply()), digest_compared()],
-        ],
-        [
-            *IS_READING,
-            moved("READING", "VERIFYING", "ReadDone", 4096),
-            moved("VERIFYING", "DONE", "DigestCompared"),
-            of_load("STARTED", "LOADED", ""),
-        ],
-    ),
-    "cancelled while it is read": (
-        [*TO_READING, cancel_load(), READ_4096],
-        [
-            *IS_READING,
-            moved("READING", "DRAINING", "Cancelled: dropped"),
-            moved("DRAINING", "FAILED", "ReadDone", 4096),
-            of_load("STARTED", "FAILED", "dropped (dropped)"),
-        ],
-    ),
-    "not compatible": (
-        [prepare_load(), PeerRefused(PEER, "another dtype"), start_load()],
-        [
-            *IS_PREPARED,
-            of_peer("CONNECTING", "BACKOFF", "PeerRefused: another dtype"),
-            STARTED,
-            of_load("STARTED", "FAILED", "another dtype (incompatible)"),
-        ],
-    ),
-}
-
-
-def recording(steps: list[Any]) -> tuple[Callable[[Any], Any], list[Transition]]:
+def test_each_transition_of_a_load_is_recorded_once() -> None:
     recorded: list[Transition] = []
     machine = decode_machine(recorded.append)
-    for step in steps:
-        machine.handle(step, 100.0)
-    return lambda event: machine.handle(event, 100.1), recorded
-
-
-@pytest.mark.parametrize(("steps", "expected"), RECORDS.values(), ids=RECORDS)
-def test_each_transition_of_a_load_is_recorded_once(
-    steps: list[Any], expected: list[Transition]
-) -> None:
-    assert recording(steps)[1] == expected
+    load, peer, rank = (D1, str(PEER)), ("", str(PEER)), (D1, f"rank 0 at {RANK_0}")
+    for event, *moves in (
+        (
+            prepare_load(),
+            (*load, "", "PREPARED", "PrepareLoad: offer 00000000"),
+            (*peer, "", "CONNECTING", "PrepareLoad"),
+        ),
+        (
+            fits(),
+            (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
+            (*rank, "", "ASKING", "PeerFits"),
+        ),
+        (answered(grant()), (*rank, "ASKING", "GRANTED", "Grant")),
+        (answered(grant()),),
+        (
+            START_VERIFIED,
+            (*load, "PREPARED", "STARTED", "StartLoad: tokens 0 to 6"),
+            (*rank, "GRANTED", "READING", "StartLoad"),
+        ),
+        (answered(deny()),),
+        (answered(renewed(CLAIM)),),
+        (Tick(),),
+        (read_done(num_bytes=4096), (*rank, "READING", "VERIFYING", "ReadDone", 4096)),
+        (answered(digest_reply()),),
+        (
+            digest_compared(),
+            (*rank, "VERIFYING", "DONE", "DigestCompared"),
+            (*load, "STARTED", "LOADED", ""),
+        ),
+    ):
+        recorded.clear()
+        machine.handle(event, 100.0)
+        assert recorded == [Transition(*move) for move in moves], event
 
 
 @each_of(
     {
-        "granted again": answered(grant()),
-        "denied while it is read": answered(deny()),
-        "lost while it is read": answered(renewed(CLAIM)),
-        "a digest that is not wanted": answered(digest_reply()),
-        "nothing is due": Tick(),
+        "cancelled while it is read": (
+            [prepare_load(), fits(), answered(grant()), START, cancel_load(), read_done()],
+            "dropped (dropped)",
+        ),
+        "not compatible": (
+            [prepare_load(), PeerRefused(PEER, "another dtype"), START],
+            "another dtype (incompatible)",
+        ),
     },
-    "event",
+    "case",
 )
-def test_what_changes_no_state_is_not_recorded(event: Any) -> None:
-    handle, recorded = recording(TO_READING)
-    handle(event)
-    assert recorded == IS_READING
+def test_the_last_record_of_a_failed_load_has_its_reason(case: tuple[list[Any], str]) -> None:
+    recorded: list[Transition] = []
+    machine = decode_machine(recorded.append)
+    for event in case[0]:
+        machine.handle(event, 100.0)
+    assert recorded[-1] == Transition(D1, str(PEER), "STARTED", "FAILED", case[1])
+
+
+# Reads by chunks: what a load asks for, again, and no longer
+
+BOTH_CHUNKS, LAST = (0, 1), (1, 2)
+
+
+def chunk(number: int) -> Chunk:
+    return Chunk(number, 0, 4 + number, LAYERS)
+
+
+def wanted(*numbers: int, holds: tuple[int, ...] = BOTH_CHUNKS) -> ChunksWanted:
+    return ChunksWanted(D1, Rank(0), tuple(map(chunk, numbers)), holds)
+
+
+def asks(*numbers: int, number: int = 2, holds: tuple[int, ...] = BOTH_CHUNKS) -> list[Send]:
+    return [
+        Send(RANK_0, pack_request(each, number=number, end=4 + each, holds=holds))
+        for each in numbers
+    ]
+
+
+def to_read(number: int, slot: int | None = 0) -> ReadChunk:
+    return ReadChunk(D1, Rank(0), number, slot)
+
+
+STOPPED = ReadFailed(D1, Rank(0), "it is not wanted any more")
+CHUNKS_ASKED: Script = after(READING, (wanted(0, 1), *asks(0, 1)))
+PACKED: Script = after(
+    CHUNKS_ASKED,
+    (answered(pack_reply(0, slot=5)), to_read(0, 5)),
+    (answered(pack_reply(1)), to_read(1)),
+)
+
+CHUNKS: dict[str, Script] = {
+    "what is packed is read, and the slot proves it as ever": after(
+        PACKED,
+        (wanted(2, holds=LAST), *asks(2, number=3, holds=LAST)),
+        (answered(pack_reply(2)), to_read(2)),
+        (read_done(), Send(RANK_0, release()), GOOD),
+    ),
+    "what prefill does not pack is known at once": after(
+        CHUNKS_ASKED, (answered(pack_reply(0, slot=None)), to_read(0, None))
+    ),
+    "an answer that comes again changes nothing": after(
+        PACKED, (answered(pack_reply(0, slot=5)),), (answered(pack_reply(0, slot=None)),)
+    ),
+    "an answer to somebody else changes nothing": after(
+        CHUNKS_ASKED, (answered(pack_reply(0, claim="0" * 32)),), (answered(pack_reply(9)),)
+    ),
+    "what has no answer is asked for again": after(
+        CHUNKS_ASKED,
+        (answered(pack_reply(0)), to_read(0)),
+        (110.0 + ASK_AGAIN_S - 0.01, Tick()),
+        (110.0 + ASK_AGAIN_S, Tick(), *asks(1, number=3)),
+        (110.0 + 2 * ASK_AGAIN_S, Tick(), *asks(1, number=4)),
+    ),
+    "a link that broke may have lost it": after(
+        CHUNKS_ASKED,
+        (
+            LinkBroken(RANK_0),
+            *asks(0, 1, number=3),
+            Send(RANK_0, renew(4, CLAIM, reading=1)),
+        ),
+    ),
+    "a digest has been asked for too, and is not again while it is read": after(
+        VERIFIED,
+        (wanted(0, holds=(0,)), *asks(0, holds=(0,))),
+        (answered(pack_reply(0)), to_read(0)),
+        (110.0 + ASK_AGAIN_S, Tick()),
+    ),
+    "cancelled, it is stopped": after(
+        CHUNKS_ASKED,
+        (cancel_load(), STOP),
+        (STOPPED, GIVEN_UP, failed(FailureKind.DROPPED, "dropped")),
+    ),
+    "cancelled, it asks for no more": after(
+        CHUNKS_ASKED, (cancel_load(), STOP), (wanted(2), STOP), (answered(pack_reply(0)),)
+    ),
+    "denied, it waits for no chunk": after(
+        CHUNKS_ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
+    ),
+    "denied when all chunks have come, it goes on": after(
+        PACKED, (answered(deny()),), (read_done(), Send(RANK_0, release()), GOOD)
+    ),
+    "a claim that prefill has lost gets no chunk": after(
+        CHUNKS_ASKED, (answered(renewed(CLAIM, number=9)), STOP), (STOPPED, GIVEN_UP, LOST_LEASE)
+    ),
+    "a rank that is gone packs no chunk": after(
+        CHUNKS_ASKED, (lost(), STOP), (STOPPED, GIVEN_UP, UNREACHABLE)
+    ),
+    "a read that gets chunks is not late": after(
+        CHUNKS_ASKED,
+        (110.0 + TIMEOUT_S - 0.5, answered(pack_reply(0)), to_read(0)),
+        (110.0 + TIMEOUT_S, Tick(), *asks(1, number=3)),
+    ),
+    "one that gets none is late, and then abandoned": after(
+        CHUNKS_ASKED,
+        (110.0 + TIMEOUT_S, Tick(), STOP),
+        (110.0 + TIMEOUT_S + DRAIN_S, Tick(), AbandonRead(D1, Rank(0))),
+        (STOPPED, GIVEN_UP, LATE),
+    ),
+}
+
+
+@each_of(CHUNKS)
+def test_a_read_by_chunks(script: Script) -> None:
+    loading(script).validate()
+
+
+def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
+    script = after(
+        VERIFIED,
+        (wanted(0, holds=(0,)), *asks(0, holds=(0,))),
+        (answered(pack_reply(0)), to_read(0)),
+    )
+    machine = loading(script)
+    assert machine.handle(LinkBroken(RANK_0), 110.5) == [Send(RANK_0, renew(3, CLAIM, reading=1))]
+    machine.handle(read_done(), 110.6)
+    assert Send(RANK_0, digest_request()) in machine.handle(LinkBroken(RANK_0), 110.8)
+
+
+# Times: deadlines, heartbeats, and turns in the queue
+
+SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "silent"))
+ABANDON = AbandonRead(D1, Rank(0))
+ASK_AGAIN = Send(RANK_0, ask(number=2))
+SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
+END = 110.0 + TIMEOUT_S
+LINK_BROKEN = LinkBroken(RANK_0)
+MOVES = ChunksWanted(D1, Rank(0), (), ())
+MOVING: Script = [
+    (END - 1 + number * (TIMEOUT_S - 1), event) for number in range(10) for event in (MOVES, Tick())
+]
+"""The read moves each time just before it would be late."""
+MOVED_AT = MOVING[-1][0]
+
+
+def renewing(number: int, reading: int = 0) -> Send:
+    """The renew of the one claim that is held."""
+    return Send(RANK_0, renew(number, CLAIM, reading=reading))
+
+
+SILENCE = lost(reason="no heartbeat")
+IS_SILENT = 110.1 + SILENCE_S
+TWO_PREPARED: Script = after(PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))))
+
+TIMES: dict[str, Script] = {
+    "an unanswered ask is repeated": after(
+        ASKING,
+        (100.0 + ASK_AGAIN_S - 0.01, Tick()),
+        (100.0 + ASK_AGAIN_S, Tick(), ASK_AGAIN),
+        (101.5, Tick()),
+        (102.0, Tick(), Send(RANK_0, ask(number=3))),
+    ),
+    "only the rank that did not answer is asked again": after(
+        TWO_PREPARED, (answered(GRANT),), (101.0, Tick(), Send(at(1), ask(number=3)))
+    ),
+    "after a broken link an ask is repeated at once": after(
+        ASKING,
+        (100.5, LINK_BROKEN, ASK_AGAIN, renewing(3)),
+        (101.0, Tick()),
+        (101.5, Tick(), Send(RANK_0, ask(number=4))),
+    ),
+    "after a broken link a grant is renewed at once, and stands": after(
+        GRANTED, (100.5, LINK_BROKEN, renewing(2)), (START, READ)
+    ),
+    "after a broken link a digest is asked for at once": after(
+        VERIFYING, (110.5, LINK_BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
+    ),
+    "after a broken link a description is asked for at once": after(
+        PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (fits(), Send(RANK_0, ask()))
+    ),
+    "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
+    "a read whose link broke is given up if its rank stays silent": after(
+        READING,
+        (110.1, LINK_BROKEN, renewing(2, reading=1)),
+        (IS_SILENT - 0.01, Tick()),
+        (IS_SILENT, Tick(), STOP),
+    ),
+    "a read whose link broke goes on if its rank answers": after(
+        READING,
+        (110.1, LINK_BROKEN, renewing(2, reading=1)),
+        (answered(renewed()),),
+        (IS_SILENT, Tick()),
+        (read_done(), Send(RANK_0, release()), LoadEnded(D1, 7, None, PEER, reads=(read_done(),))),
+    ),
+    "a load without an answer is given up": after(
+        ASKING,
+        (129.5, Tick(), ASK_AGAIN),
+        (100.0 + TIMEOUT_S - 0.01, Tick()),
+        (100.0 + TIMEOUT_S, Tick(), GIVEN_UP),
+        (START, LATE),
+    ),
+    "a load that waits for blocks alone is never late": after(
+        GRANTED, (500.0, Tick()), (START, READ)
+    ),
+    "a load that waits for one rank as well is late": after(
+        TWO_PREPARED,
+        (answered(GRANT),),
+        (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, Send(at(1), release(complete=False))),
+    ),
+    "the time starts again with the blocks": after(
+        READING, (END - 0.01, Tick()), (END, Tick(), STOP), (read_done(), GIVEN_UP, LATE)
+    ),
+    "a read that moves is not late, however long it takes": after(
+        READING,
+        *MOVING,
+        (MOVED_AT + TIMEOUT_S - 0.01, Tick()),
+        (MOVED_AT + TIMEOUT_S, Tick(), STOP),
+    ),
+    "a late read that does not end by itself is abandoned once": after(
+        READING,
+        (END, Tick(), STOP),
+        (END + DRAIN_S - 0.01, Tick()),
+        (END + DRAIN_S, Tick(), ABANDON),
+        (END + DRAIN_S + 1, Tick()),
+        (read_failed("stopped"), GIVEN_UP, LATE),
+    ),
+    "a read that moves while it drains is not abandoned": after(
+        READING, (cancel_load(), STOP), (END - 1, MOVES), (END + DRAIN_S, Tick())
+    ),
+    "what moves after its deadline does not save it": after(
+        READING,
+        (END, Tick(), STOP),
+        (END + 0.1, MOVES),
+        (END + 0.2, read_failed("stopped"), GIVEN_UP, LATE),
+    ),
+    # It harms nobody, and ends by itself as a rule.
+    "a read of a cancelled load has until its deadline": after(
+        READING,
+        (cancel_load(), STOP),
+        (END - 0.01, Tick()),
+        (END, Tick()),
+        (END + DRAIN_S, Tick(), ABANDON),
+    ),
+    # Its process may be stopped, and its host cut off; neither ends a read.
+    "a read from a silent rank is given up": after(
+        READING,
+        (110.1, SILENCE),
+        (111.1, SILENCE),
+        (IS_SILENT - 0.01, Tick()),
+        (IS_SILENT, Tick(), STOP),
+        (IS_SILENT + DRAIN_S, Tick(), ABANDON),
+        (read_failed("stopped"), GIVEN_UP, SILENT),
+    ),
+    "an answer of the same life ends the silence": after(
+        READING, (110.1, SILENCE), (answered(renewed()),), (IS_SILENT, Tick())
+    ),
+    "an answer of another life does not end the silence": after(
+        READING,
+        (110.1, SILENCE),
+        (answered(renewed(incarnation=OTHER_LIFE)),),
+        (IS_SILENT, Tick(), STOP),
+        (read_done(), GIVEN_UP, SILENT),
+    ),
+    "silence does not matter once nothing is read": after(
+        VERIFYING, (answered(digest_reply()), COMPARE), (110.1, SILENCE), (IS_SILENT, Tick())
+    ),
+}
+HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
+HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
+OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
+HEARTBEATS: dict[str, Script] = {
+    **{
+        f"a load that is {name} is renewed": after(
+            script, (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY)
+        )
+        for name, script in {"asking": ASKING, "granted": GRANTED}.items()
+    },
+    **{
+        f"that a load is {name} is said": after(
+            script, (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY_READING)
+        )
+        for name, script in {
+            "reading": READING,
+            "verifying": VERIFYING,
+            "draining": after(READING, (cancel_load(), STOP)),
+        }.items()
+    },
+    "what was not asked yet is not renewed": after(PREPARED, (Tick(),)),
+    "what was denied is not renewed": after(ASKING, (answered(deny()),), (Tick(),)),
+    "they have an interval and share their numbers with asks": after(
+        GRANTED,
+        (100.0 + HEARTBEAT_S - 0.01, Tick()),
+        (100.0 + HEARTBEAT_S, Tick(), HEARTBEAT_REPLY),
+        (SECOND, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=3))),
+        (100.0 + HEARTBEAT_S + HEARTBEAT_S, Tick(), Send(RANK_0, renew(4, CLAIM, RIVAL))),
+    ),
+    # Prefill's configuration counts, not ours.
+    "the shortest lease sets their interval": after(
+        ASKING,
+        (answered(grant(lease_s=0.5)),),
+        (100.09, Tick()),
+        (100.11, Tick(), HEARTBEAT_REPLY),
+        (100.20, Tick()),
+        (100.21, Tick(), Send(RANK_0, renew(3, CLAIM))),
+    ),
+    "a short lease at one rank does not hurry the others": after(
+        TWO_PREPARED,
+        (answered(grant(lease_s=0.1), at(1)),),
+        (100.0 + MIN_HEARTBEAT_INTERVAL_S, Tick(), Send(at(1), renew(3, CLAIM))),
+        (
+            100.0 + HEARTBEAT_S,
+            Tick(),
+            Send(at(1), renew(4, CLAIM)),
+            Send(RANK_0, renew(5, CLAIM)),
+        ),
+    ),
+    "two lives at one endpoint get one each": after(
+        READING,
+        (lost(),),
+        (prepare_load(D2, RIVAL, incarnation=OTHER_LIFE), Send(HOME, describe(OTHER_LIFE))),
+        (
+            PeerFits(
+                PeerKey(PEER.engine, OTHER_LIFE, HOME),
+                description(1, OTHER_LIFE, OTHER_RANK_LIFE),
+                routes(0),
+            ),
+            Send(RANK_0, ask(claim=RIVAL, number=2, incarnation=OTHER_RANK_LIFE)),
+        ),
+        (
+            100.0 + HEARTBEAT_S,
+            Tick(),
+            Send(RANK_0, renew(3, CLAIM, reading=1)),
+            Send(RANK_0, renew(4, RIVAL, incarnation=OTHER_RANK_LIFE)),
+        ),
+    ),
+}
+
+
+@each_of(TIMES)
+def test_time(script: Script) -> None:
+    loading(script).validate()
+
+
+@each_of(HEARTBEATS)
+def test_renewals(script: Script) -> None:
+    play(decode_machine(heartbeat_interval_s=HEARTBEAT_S), script)
+
+
+def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
+    late = replace(LATE, failure=Failure(FailureKind.LATE, "0.5 s"))
+    steps: Script = [(100.25, START), (100.7, Tick()), (100.75, Tick(), late), (100.8, fits())]
+    play(decode_machine(timeout_s=0.5), [*PREPARED, *steps])
+
+
+# Turns
+
+LARGE = MAX_BYTES // 7
+"""Bytes per token with which one load is all that may be under way."""
+START_2 = start_load(D2)
+READ_2 = StartRead(PEER, Rank(0), grant(claim=RIVAL, nonce=NONCE2, lease_s=3600.0), START_2)
+ASK_2 = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+GIVEN_UP_2 = Send(RANK_0, release(complete=False, nonce=NONCE2, claim=RIVAL))
+LATE_2 = replace(LATE, request=D2)
+QUEUED: Script = after(READING, (SECOND, ASK_2), (answered(READ_2.grant),), (111.0, START_2))
+"""The second load waits until the first has been read."""
+TURNS: dict[str, Script] = {
+    "the next begins when one has landed": after(
+        QUEUED, (read_done(), Send(RANK_0, release()), GOOD, READ_2)
+    ),
+    "or has failed": after(
+        QUEUED,
+        (
+            read_failed("reset"),
+            GIVEN_UP,
+            replace(LATE, failure=Failure(FailureKind.BROKEN, "rank 0 failed: reset")),
+            READ_2,
+        ),
+    ),
+    "what waits for its turn is not late while others land": after(
+        QUEUED,
+        (END - 1, read_done(), Send(RANK_0, release()), GOOD, READ_2),
+        (END - 1 + TIMEOUT_S - 0.01, Tick()),
+        (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
+    ),
+    "what waits is not late while what is before it moves, however long it takes": after(
+        QUEUED,
+        *MOVING,
+    ),
+    "what waits is cancelled, not abandoned, with what is stuck before it": after(
+        QUEUED,
+        (END, Tick(), STOP),
+        (111.0 + TIMEOUT_S, Tick(), ABANDON, GIVEN_UP_2, LATE_2),
+    ),
+    "what waits is given back for the asking, but for one that has blocks": after(
+        QUEUED, (answered(recall()), Send(RANK_0, renew(3, CLAIM, RIVAL, reading=2)))
+    ),
+    "cancelled, it is released at once": after(
+        QUEUED,
+        (
+            cancel_load(D2),
+            GIVEN_UP_2,
+            replace(LATE_2, failure=Failure(FailureKind.DROPPED, "dropped")),
+        ),
+    ),
+}
+
+
+@each_of(TURNS)
+def test_turns(script: Script) -> None:
+    machine = decode_machine(bytes_per_token=LARGE)
+    play(machine, script)
+    machine.validate()
+
+
+def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
+    begun = 125.0  # some time after its load has blocks
+    machine = loading(after(ASKING, (110.0, START), (begun, answered(GRANT), READ)))
+    now, number = begun, 2
+    while machine.loads[0].failure is None:
+        now, number = now + TIMEOUT_S / 2, number + 1
+        claim, request = Claim(hex32(number)), RequestId(f"other {number}")
+        machine.handle(prepare_load(request, claim), now)
+        machine.handle(answered(grant(claim=claim, lease_s=3600.0)), now)
+        machine.handle(start_load(request), now)
+        machine.handle(read_done(request=request), now)
+        machine.handle(Tick(), now)
+    assert now == begun + MAX_TIMEOUTS * TIMEOUT_S
+
+
+def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None:
+    machine = loading(READING)
+    for event in (prepare_load(D2, RIVAL), answered(READ_2.grant), START_2):
+        machine.handle(event, END - 1)
+    machine.handle(Tick(), END)
+    machine.handle(read_done(request=D2), END + DRAIN_S / 2)
+    assert machine.next_due is not None
+    assert machine.next_due <= END + DRAIN_S
+    assert ABANDON not in machine.handle(Tick(), END + DRAIN_S - 0.01)
+    assert ABANDON in machine.handle(Tick(), END + DRAIN_S)
+
+
+def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
+    machine = loading(PREPARED)
+    granted = [answered(GRANT, at(rank)) for rank in range(2)]
+    events: list[Any] = [fits(2), START, *granted]
+    for event in events:
+        machine.handle(event, 110.0)
+    now = 110.0
+    while machine.loads[0].failure is None:
+        now += TIMEOUT_S / 2
+        machine.handle(MOVES, now)
+        machine.handle(Tick(), now)
+    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
+
+
+def test_the_machine_checks_its_loads() -> None:
+    machine = loading(ASKING)
+    machine.validate()
+    (kept,) = machine._unfinished.values()
+    found = dict(kept)
+    kept.clear()
+    with pytest.raises(LocalProtocolError, match="found by endpoint"):
+        machine.validate()
+    kept |= found
+    by_peer = dict(machine._by_peer)
+    machine._by_peer.clear()
+    with pytest.raises(LocalProtocolError, match="by peer"):
+        machine.validate()
+    machine._by_peer |= by_peer
+    machine.loads[0].reads[Rank(0)].state = State.READING
+    with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
+        machine.validate()

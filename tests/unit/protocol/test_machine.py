@@ -34,15 +34,6 @@ def test_the_same_keys_are_due_as_if_all_were_looked_at(
         assert deadlines.next == min(oracle.values(), default=math.inf)
 
 
-def test_a_key_is_due_once() -> None:
-    deadlines = Deadlines[str]()
-    for when in (3.0, 1.0, 3.0):  # back and forth: the entries before are of no use any more
-        deadlines.set("key", when)
-    assert deadlines.pop_due(2.0) == []
-    assert deadlines.pop_due(3.0) == ["key"]
-    assert deadlines.pop_due(9.0) == []
-
-
 def test_what_is_set_anew_all_the_time_takes_no_room() -> None:
     deadlines = Deadlines[int]()
     for step in range(10_000):

@@ -1,38 +1,31 @@
 """The remote engines that a decode rank knows, and the life of each.
 
-How they end up where loads need them, `decode/test_machine.py` shows.
+`test_decode.py` has what follows for loads.
 """
 
 import math
-from collections.abc import Callable
-from typing import Final
 
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, Incarnation
 from nixl_kv.protocol.events import (
     OVER,
     Action,
     Disconnect,
     DropPeer,
-    Failure,
-    FailureKind,
     HandshakeDone,
     PeerKey,
     PeerRefused,
-    Send,
     StartHandshake,
     Tick,
     Transition,
 )
 from nixl_kv.protocol.peers import (
-    BACKOFF_S,
     CONNECT_TIMEOUT_S,
     KEPT_S,
     LOOK_AGAIN_S,
     TRANSITIONS,
-    Peer,
     PeerBook,
     State,
 )
@@ -45,7 +38,6 @@ from support.records import (
     PREFILL,
     answered,
     at,
-    describe,
     description,
     fits,
     lost,
@@ -54,9 +46,7 @@ from support.records import (
 )
 
 NEXT_LIFE = PeerKey(PREFILL, OTHER_LIFE, HOME)
-THIRD = PeerKey(EngineId("third"), ENGINE_LIFE, ELSEWHERE)
 REFUSED = PeerRefused(PEER, "another dtype")
-NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 
 
 @pytest.fixture
@@ -88,20 +78,6 @@ def paused(connecting: PeerBook) -> PeerBook:
     return connecting
 
 
-@pytest.fixture
-def gone(ready: PeerBook) -> PeerBook:
-    ready.on_endpoint_lost(lost(at(0), "first"), 101.0)
-    return ready
-
-
-def test_a_peer_that_is_not_known_is_asked_who_it_is_once(unknown: PeerBook) -> None:
-    peer, actions = unknown.get_or_connect(PEER, 100.0)
-    assert actions == [Send(HOME, describe())]
-    assert peer == Peer(PEER, 100.0)
-    assert unknown.get_or_connect(PEER, 101.0) == (peer, [])
-    assert unknown.deadlines.next == 100.0 + CONNECT_TIMEOUT_S
-
-
 def test_a_connection_stays_while_another_life_is_asked_for_there(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
     assert connecting.on_description(description(), HOME) == [StartHandshake(PEER, description())]
@@ -128,23 +104,6 @@ def test_a_description_that_was_not_asked_for_is_ignored(
     assert book.on_description(description(incarnation=life), endpoint) == []
 
 
-def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
-    for expected in ([StartHandshake(PEER, description()), Disconnect(HOME)], []):
-        assert connecting.on_description(description(), HOME) == expected
-
-
-def test_a_peer_that_is_given_up_is_not_joined_any_more(connecting: PeerBook) -> None:
-    connecting.on_description(description(), HOME)
-    assert on_tick(connecting, 105.0) == [DropPeer(PEER), Disconnect(HOME)]
-    assert connecting.on_fits(fits()) is False
-
-
-def test_a_peer_that_joined_is_ready(ready: PeerBook) -> None:
-    peer, actions = ready.get_or_connect(PEER, 101.0)
-    assert (peer.state, actions) == (State.READY, [])
-    assert (peer.description, peer.routes) == (description(2), fits(2).routes)
-
-
 def on_tick(book: PeerBook, now: float, *in_use: PeerKey) -> list[Action]:
     return book.on_tick(Tick(), lambda peer: peer in in_use, now)
 
@@ -154,51 +113,6 @@ def failed(book: PeerBook) -> list[PeerKey]:
     keys = [peer.key for peer in book.failed]
     book.failed.clear()
     return keys
-
-
-def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) -> None:
-    peer, actions = paused.get_or_connect(PEER, 101.5)
-    assert (peer.state, peer.failure, actions) == (State.BACKOFF, NOT_COMPATIBLE, [])
-    assert paused.on_endpoint_lost(lost(HOME), 101.0) == []
-    assert on_tick(paused, 101.0 + BACKOFF_S - 0.01) == []
-    assert list(paused.known.values()) == [peer]
-    assert on_tick(paused, 101.0 + BACKOFF_S) == []
-    assert list(paused.known.values()) == []
-
-
-def test_a_lost_connection_makes_connecting_peers_unreachable(connecting: PeerBook) -> None:
-    connecting.get_or_connect(NEXT_LIFE, 100.0)
-    connecting.get_or_connect(THIRD, 100.0)
-    assert connecting.on_endpoint_lost(lost(HOME), 101.0) == [Disconnect(HOME)]
-    assert failed(connecting) == [PEER, NEXT_LIFE]
-    assert failed(connecting) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) -> None:
-    for endpoint, reason in ((at(rank), "first"), (at(1 - rank), "second")):
-        assert ready.on_endpoint_lost(lost(endpoint, reason), 101.0) == []
-    peer, actions = ready.get_or_connect(PEER, 101.0)
-    assert (peer.state, actions, failed(ready)) == (State.GONE, [], [])
-    assert peer.failure == Failure(FailureKind.UNREACHABLE, f"{at(rank)}: first")
-
-
-@pytest.mark.parametrize("endpoint", [HOME, at(2), ELSEWHERE], ids=["home", "no rank", "other"])
-def test_other_losses_do_not_matter_to_a_ready_peer(ready: PeerBook, endpoint: Endpoint) -> None:
-    assert ready.on_endpoint_lost(lost(endpoint), 101.0) == []
-    assert on_tick(ready, 100.0 + KEPT_S / 2) == []
-    assert ready.known[PEER].state is State.READY
-
-
-def test_a_gone_peer_is_forgotten_when_nothing_reads_it(gone: PeerBook) -> None:
-    now = 102.0
-    assert on_tick(gone, now, PEER) == []
-    assert gone.known[PEER].state is State.GONE
-    assert gone.deadlines.next == now + LOOK_AGAIN_S
-    closed = [Disconnect(at(rank)) for rank in range(2)]
-    dropped = DropPeer(PEER, is_dead=True)
-    assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [dropped, *closed]
-    assert list(gone.known.values()) == []
 
 
 def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
@@ -212,17 +126,6 @@ def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
     assert (list(ready.known.values()), ready.deadlines.next) == ([], math.inf)
 
 
-def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -> None:
-    connecting.get_or_connect(NEXT_LIFE, 100.5)
-    for now, expected in (
-        (100.0 + CONNECT_TIMEOUT_S - 0.01, []),
-        (100.0 + CONNECT_TIMEOUT_S, [PEER]),
-        (100.5 + CONNECT_TIMEOUT_S, [NEXT_LIFE]),
-    ):
-        on_tick(connecting, now)
-        assert failed(connecting) == expected
-
-
 def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: PeerBook) -> None:
     """Joining those before it may take long."""
     assert connecting.on_description(description(), HOME) == [
@@ -233,44 +136,6 @@ def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: 
     assert connecting.deadlines.next == math.inf
     connecting.on_handshake_done(HandshakeDone(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
     assert [peer.state for peer in connecting.known.values()] == [State.READY]
-
-
-@pytest.mark.parametrize("state", ["ready", "paused", "gone"])
-def test_only_a_connecting_peer_is_overdue(state: str, request: pytest.FixtureRequest) -> None:
-    book: PeerBook = request.getfixturevalue(state)
-    on_tick(book, 1e9)
-    assert failed(book) == []
-
-
-STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = [
-    (lambda book: book.get_or_connect(PEER, 100.0), {PEER: State.CONNECTING}),
-    (lambda book: book.on_fits(fits()), {PEER: State.HANDSHAKING}),
-    (lambda book: book.on_handshake_done(HandshakeDone(PEER), 100.0), {PEER: State.READY}),
-    (lambda book: book.on_endpoint_lost(lost(at(0)), 101.0), {PEER: State.GONE}),
-    (
-        lambda book: book.get_or_connect(THIRD, 100.0),
-        {PEER: State.GONE, THIRD: State.CONNECTING},
-    ),
-    (lambda book: book.clear(), {}),
-]
-
-
-def test_the_book_has_its_peers_and_says_whether_time_matters(unknown: PeerBook) -> None:
-    assert (list(unknown.known.values()), unknown.deadlines.next) == ([], math.inf)
-    for step, expected in STEPS:
-        step(unknown)
-        assert {peer.key: peer.state for peer in unknown.known.values()} == expected
-        waits_for_time = bool(expected) and State.HANDSHAKING not in expected.values()
-        assert (unknown.deadlines.next < math.inf) == waits_for_time
-
-
-def test_a_peer_is_shown_by_its_engine_and_endpoint() -> None:
-    assert str(PEER) == f"engine 'prefill' at {HOME}"
-
-
-def test_a_peer_has_the_endpoints_of_its_ranks_once_they_are_described() -> None:
-    assert Peer(PEER, 0.0).endpoints == [HOME]
-    assert Peer(PEER, 0.0, description=description(2)).endpoints == [at(0), at(1)]
 
 
 @pytest.mark.parametrize("before", State, ids=lambda state: state.name)

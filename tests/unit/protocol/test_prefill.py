@@ -1,5 +1,6 @@
 """The prefill machine: what it answers, which slots it writes and clears, and when offers end."""
 
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from nixl_kv.protocol.events import (
     WriteSlot,
 )
 from nixl_kv.protocol.messages import DigestRequest, PackRequest
-from nixl_kv.protocol.prefill import RECALL_S, TRANSITIONS, PrefillMachine
+from nixl_kv.protocol.prefill import RECALL_S, TRANSITIONS, Offer, PrefillMachine, State
 from support.records import (
     CLAIM,
     HOLD_S,
@@ -173,15 +174,6 @@ GRANTS: dict[str, Script] = {
         (101.0 + LEASE_S - 0.01, Tick()),
         (101.0 + LEASE_S, Tick(), *EXPIRED),
     ),
-    "each offer has a slot and a fence_token of its own": after(
-        GRANTED,
-        (OFFER_2,),
-        (
-            asked(ask(nonce=NONCE2, claim=RIVAL)),
-            WriteSlot(2, fence_token(2)),
-            replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, fence_token=fence_token(2))),
-        ),
-    ),
     "a slot that is used again gets a new fence_token": after(
         GRANTED,
         READ,
@@ -309,12 +301,6 @@ RELEASES: dict[str, Script] = {
         for who in ("another life of this rank", "another offer")
         for how, complete in COMPLETE.items()
     },
-    **{
-        f"an offer ends once, {how}": after(
-            GRANTED, READ, (asked(release(complete=complete)),), (1000.0, Tick())
-        )
-        for how, complete in COMPLETE.items()
-    },
     # Complete where this rank has no reader; incomplete where the engine gives up.
     **{
         f"one of an unclaimed offer ends it, {how}": after(
@@ -387,10 +373,7 @@ CHUNK_3 = pack_request(3, holds=(0, 1, 2, 3))
 CHUNK_OF_SECOND = pack_request(0, reader=SECOND)
 TO_PACK = (asked(CHUNK_0), pack(CHUNK_0))
 PACKED: Script = after(GRANTED, TO_PACK, (packed(CHUNK_0), replied(pack_reply())))
-CHUNK_4, CHUNK_0_READ = (
-    pack_request(4, holds=(0, 1, 2, 3, 4)),
-    pack_request(0, number=5, holds=(1, 2, 3)),
-)
+CHUNK_4 = pack_request(4, holds=(0, 1, 2, 3, 4))
 NEXT_OF_SECOND = pack_request(1, reader=SECOND, holds=(0, 1))
 ALONE: Script = after(
     PACKED,
@@ -400,20 +383,12 @@ ALONE: Script = after(
 )
 CHUNKS: dict[str, Script] = {
     "what is granted is packed, and the slot is told when it is": PACKED,
-    "a request that comes again is not packed again": after(
-        GRANTED, TO_PACK, (asked(CHUNK_0),), (packed(CHUNK_0), replied(pack_reply()))
-    ),
     "a request that comes again is answered again": after(
         PACKED, (asked(CHUNK_0, b"again"), replied(pack_reply(), b"again"))
     ),
     "a reader that is alone leaves a quarter of the ring": ALONE,
     "a chunk that has been read leaves its slot to one that waits": after(
         ALONE, (asked(pack_request(0, number=5, holds=(1, 2, 3))), pack(CHUNK_3, 0))
-    ),
-    "a chunk that waits is not packed twice if it is asked for again": after(
-        ALONE,
-        (asked(CHUNK_3, b"again"),),
-        (asked(CHUNK_0_READ, b"again"), pack(CHUNK_3, 0, b"again")),
     ),
     "a chunk that its reader gives up waits no longer": after(
         ALONE,
@@ -451,13 +426,6 @@ CHUNKS: dict[str, Script] = {
         (asked(LATER_2), pack(LATER_2)),
         (asked(CHUNK_0),),
         (packed(LATER_2), replied(pack_reply(2))),
-    ),
-    "the others are there for others": after(
-        BOTH_ASKED,
-        TO_PACK,
-        (asked(CHUNK_1), pack(CHUNK_1, 1)),
-        (asked(CHUNK_OF_SECOND), pack(CHUNK_OF_SECOND, 2)),
-        (packed(CHUNK_OF_SECOND, 2), replied(pack_reply(reader=SECOND, slot=2))),
     ),
     "who is not granted it gets no chunk": after(
         GRANTED,
@@ -558,12 +526,6 @@ DIGESTS: dict[str, Script] = {
     "what is granted is digested": after(
         GRANTED, TO_DIGEST, (made(REQUEST), replied(digest_reply()))
     ),
-    "a digest goes back by the route of its request": after(
-        GRANTED,
-        (asked(ask(), b"later"), replied(grant(), b"later")),
-        (asked(REQUEST, b"first"), MakeDigest(b"first", REQUEST, TABLES)),
-        (made(REQUEST, b"first"), replied(digest_reply(), b"first")),
-    ),
     "all tokens of the prompt may be digested": after(
         GRANTED, (asked(digest_request(end=8)), MakeDigest(ROUTE, digest_request(end=8), TABLES))
     ),
@@ -597,13 +559,6 @@ DIGESTS: dict[str, Script] = {
     "what is not written yet is digested when it is": after(
         UNWRITTEN, (ASK, WRITTEN), (asked(REQUEST),), (MARK, GRANT, TO_DIGEST[1])
     ),
-    "another life of this rank is asked for one": after(
-        OFFERED,
-        (
-            asked(digest_request(incarnation=OTHER_LIFE)),
-            *denied(NOT_GRANTED),
-        ),
-    ),
     "who asks for one before anybody has asked for blocks gets no answer": after(
         OFFERED, (asked(REQUEST),), (ASK, WRITTEN, GRANT), TO_DIGEST
     ),
@@ -619,20 +574,6 @@ DIGESTS: dict[str, Script] = {
             "the lease": (100.0 + LEASE_S, Tick(), *EXPIRED),
         }.items()
     },
-    "a reader that has ended gets none while others read": after(
-        SHARED,
-        TO_DIGEST,
-        (RELEASE,),
-        (made(REQUEST), replied(deny())),
-        (asked(REQUEST), *denied(NOT_GRANTED)),
-    ),
-    "each reader gets its own": after(
-        BOTH_ASKED,
-        TO_DIGEST,
-        (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
-        (made(REQUEST_SECOND), replied(digest_reply(reader=SECOND))),
-        (made(REQUEST), replied(digest_reply())),
-    ),
     "why something cannot be digested stays on this side": after(
         GRANTED, TO_DIGEST, (made(REQUEST, refusal=NO_LAYER), *denied(NO_LAYER)), READ
     ),
@@ -682,17 +623,9 @@ HEARTBEATS: dict[str, Script] = {
         (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND, number=9))),
         (ASK_SECOND, replied(grant(reader=SECOND))),
     ),
-    "one reader gives up and the other reads on": after(
-        SHARED, (asked(renew(2)), NOTHING_LOST), (RELEASE_SECOND, *READ[1:])
-    ),
     "the answer names what is lost": after(
         GRANTED,
         (asked(renew(2, RIVAL, CLAIM, Claim(hex32(9)))), replied(renewed(RIVAL, Claim(hex32(9))))),
-    ),
-    "a claim that has ended is lost": after(
-        GRANTED,
-        (100.0 + LEASE_S, Tick(), *EXPIRED),
-        (asked(renew(2, CLAIM)), replied(renewed(CLAIM))),
     ),
     # The slot is still valid, so nothing was given away.
     "one before the tick saves a lease that has run out": after(
@@ -746,16 +679,10 @@ RECALLS: dict[str, Script] = {
     "a read that has begun ends a recall": after(
         RECALLED, (HEARTBEAT_READING, NOTHING_LOST), (101.0 + RECALL_S, Tick()), READ
     ),
-    "a heartbeat that names no read does not": after(
-        RECALLED, (asked(renew(2, CLAIM)), NOTHING_LOST), (101.0 + RECALL_S, Tick(), *TAKEN_BACK)
-    ),
     "a reader releases what it does not read": after(RECALLED, (RELEASE_INCOMPLETE, *TAKEN_BACK)),
     "it may have read it meanwhile": after(RECALLED, READ),
     "it may have given it up meanwhile": after(
         RECALLED, (asked(renew(2)), *ABORTED, replied(renewed()))
-    ),
-    "its lease may run out meanwhile": after(
-        GRANTED, (101.5, RECLAIM, RECALL), (100.0 + LEASE_S, Tick(), *EXPIRED)
     ),
     "a recall is not repeated": after(RECALLED, (RECLAIM,), (101.5, Tick())),
     "who asks again is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
@@ -789,9 +716,6 @@ RECALLS: dict[str, Script] = {
         (RECLAIM, RECALL),
         (publish_offer(),),
         (RELEASE_INCOMPLETE, *TAKEN_BACK),
-    ),
-    "one that is published later is read all the while": after(
-        PREPARED, (ASK, WRITTEN, GRANT), (HEARTBEAT_READING, NOTHING_LOST), (publish_offer(),), READ
     ),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(
@@ -905,10 +829,6 @@ def test_whose_digest_is_wanted() -> None:
     assert not machine.is_digest_wanted(REQUEST)
 
 
-def test_an_offer_without_a_ticket_is_not_revoked() -> None:
-    play(new_machine(PREPARED), [(99.5, RevokeOffer(NONCE)), *OFFERED[-1:]])
-
-
 @each_of({"PREPARED": PREPARED, "OFFERED": OFFERED, "GRANTED": GRANTED}, "before")
 def test_a_nonce_is_prepared_once(before: Script) -> None:
     machine = new_machine(before)
@@ -944,3 +864,125 @@ def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
     check_prefill(machine)
     assert len(list(machine.offers.values())) == 0
     play(machine, [DENIED_UNKNOWN])
+
+
+# One offer
+
+
+EVENTS = [
+    *[prepare_offer(), publish_offer(), WithdrawOffer(NONCE), RevokeOffer(NONCE)],
+    *[ask(), release(), renew(1), Tick(), ReclaimBlocks(1)],
+]
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_only_transitions_of_the_table_are_possible(state: State, event: object) -> None:
+    recorded: list[Transition] = []
+    offer = Offer(prepare_offer(), recorded.append)
+    offer.state = state
+    recorded.clear()
+    name = type(event).__name__
+    for end in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
+        to = end.name if end else OVER
+        words = f"^offer .request 'p1', peer ''.: {name} leads from {state.name} to {to}; allowed: "
+        with pytest.raises(LocalProtocolError, match=words):
+            offer.move(end, event)
+    assert (offer.state, recorded) == (state, [])
+
+
+@pytest.mark.parametrize(
+    ("script", "waits_for", "expires_at"),
+    [
+        pytest.param(PREPARED, "its ticket", math.inf, id="prepared"),
+        pytest.param(OFFERED, "a reader's ask", 100.0 + TTL_S, id="offered"),
+        pytest.param(
+            SHARED, "engine 'decode', ranks 0, 1", 100.0 + LEASE_S, id="granted to two ranks"
+        ),
+        pytest.param(
+            after(SHARED, (RELEASE,)), "engine 'decode', ranks 1", 100.0 + LEASE_S, id="read by one"
+        ),
+    ],
+)
+def test_an_offer_says_what_it_waits_for_and_until_when(
+    script: Script, waits_for: str, expires_at: float
+) -> None:
+    (offer,) = new_machine(script).offers.values()
+    assert (offer.waits_for, offer.due_at(max)) == (waits_for, expires_at)
+
+
+def test_each_transition_and_denial_of_an_offer_is_recorded_once() -> None:
+    recorded: list[Transition] = []
+    machine = new_machine(record=recorded.append)
+    by_rank, by_engine = "engine 'decode', rank 0", "engine 'decode'"
+    for event, *moves in (
+        (ASK,),  # unknown
+        (prepare_offer(), ("", "", "PREPARED", "PrepareOffer: offer 00000000")),
+        (publish_offer(), ("", "PREPARED", "OFFERED", "PublishOffer")),
+        (ASK, (by_rank, "OFFERED", "GRANTED", "Ask")),
+        (asked(ask(number=2)),),
+        (asked(renew(3, CLAIM)),),
+        (asked(release(claim=RIVAL)),),
+        (Tick(),),
+        (asked(ask(claim=RIVAL)), (by_rank, *2 * ("GRANTED",), f"Ask denied: {NOT_THIS_READER}")),
+        (RELEASE, (by_engine, "GRANTED", OVER, "Release: read")),
+    ):
+        recorded.clear()
+        machine.handle(event, 100.0)
+        assert recorded == [Transition(P1, *move) for move in moves], event
+
+
+def test_the_machine_says_whether_time_matters_and_anything_is_granted() -> None:
+    machine = new_machine()
+    seen = []
+    for event in (prepare_offer(), publish_offer(), ASK, RELEASE):
+        machine.handle(event, 100.0)
+        seen.append((machine.next_due is not None, machine.any_granted))
+    assert seen == [(False, False), (True, False), (True, True), (False, False)]
+
+
+# Which offers give their blocks back
+
+
+RECLAIMS = {
+    "nothing": ("", 3, ""),
+    "the oldest that nobody claimed": ("-2 -2 -2", 3, "0 1"),
+    "the unclaimed first": ("a9 -2", 2, "1"),
+    "what is granted after what is not": ("-1 a2", 3, "0 1"),
+    "the unclaimed first, then the oldest": ("a3 -2 a3", 3, "1 0"),
+    "the oldest of any engine": ("b3 a2 a2", 4, "0 1"),
+    "what is read stays": ("a9r", 5, ""),
+    "what is recalled already counts": ("a3 b2c", 2, ""),
+    "what is recalled is not enough": ("a3 b2c", 3, "0"),
+    "all, and still too few": ("a1 -1", 9, "1 0"),
+}
+"""Offers, the oldest first: the engine that was granted it (or -), its blocks, and whether it is
+read (r) or recalled (c); how many blocks are needed; who gives them, in order."""
+
+
+@pytest.mark.parametrize(("offers", "needed", "chosen"), RECLAIMS.values(), ids=RECLAIMS)
+def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: str) -> None:
+    machine = new_machine(num_slots=8)
+    claims: dict[str, list[Claim]] = {}
+    for number, word in enumerate(offers.split()):
+        engine, size, state = word[0], word[1], word[2:]
+        nonce, claim, request = Nonce(hex32(number)), Claim(hex32(number)), RequestId(str(number))
+        blocks = Table.of(range(10 * number + 1, 10 * number + 1 + int(size)))
+        machine.handle(prepare_offer(nonce=nonce, request=request, tables=(blocks,)), 0.0)
+        machine.handle(publish_offer(nonce, request), 0.0)
+        if engine == "-":
+            continue
+        by, others = reader(engine=engine), claims.setdefault(engine, [])
+        machine.handle(asked(ask(nonce=nonce, claim=claim, reader=by)), 0.0)
+        offer = machine.offers.get(nonce)
+        assert offer is not None
+        if state == "r":
+            machine.handle(asked(renew(number, claim, *others, reading=1, reader=by)), 0.0)
+        if state == "c":
+            machine.recall(offer, Tick(), 0.0)
+        others.append(claim)
+    before = {offer.request: offer.state for offer in machine.offers.values()}
+    actions = machine.handle(ReclaimBlocks(needed), 0.0)
+    ended = [each.request for each in actions if isinstance(each, OfferEnded)]
+    recalled = [o.request for o in machine.offers.values() if o.state is not before[o.request]]
+    assert " ".join([*ended, *recalled]) == chosen

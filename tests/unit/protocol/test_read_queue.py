@@ -34,22 +34,6 @@ def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
     return queue_numbers
 
 
-def test_as_many_begin_as_fit_and_the_next_when_one_has_ended() -> None:
-    queue = queue_of(*[(number, at(0), HALF) for number in range(5)])
-    assert started(queue) == [0, 1]
-    assert started(queue) == []
-    queue.remove(key(1), 1.0, has_landed=True)
-    assert started(queue, 1.0) == [2]
-
-
-def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
-    queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
-    assert started(queue) == [0, 2]
-    for number in (0, 2):
-        queue.remove(key(number), 1.0, has_landed=True)
-    assert started(queue) == [1]
-
-
 def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     queue = queue_of((0, at(0), MAX_BYTES))
     queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
@@ -59,14 +43,6 @@ def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     assert started(queue, 1.0) == []
     queue.remove((key(0)[0], Rank(1)), 2.0, has_landed=True)
     assert started(queue, 2.0) == [1]
-
-
-def test_ranks_take_turns() -> None:
-    queue = queue_of(*[(number, at(number // 3), HALF) for number in range(6)])
-    assert started(queue) == [0, 3]
-    queue.remove(key(0), 1.0, has_landed=True)
-    queue.remove(key(3), 1.0, has_landed=True)
-    assert started(queue, 1.0) == [1, 4]
 
 
 def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
@@ -91,24 +67,6 @@ def test_ranks_that_hang_lose_their_turns_alone() -> None:
     assert started(queue, 2 * STALL_S) == [6, 7]
 
 
-def test_a_rank_that_goes_on_counts_again() -> None:
-    queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(1), HALF), (3, at(1), HALF))
-    assert started(queue) == [0, 2]
-    queue.add(key(4), at(2), HALF)
-    assert started(queue, STALL_S) == [1, 4] or started(queue, STALL_S) == []
-    queue.remove(key(0), STALL_S, has_landed=True)
-    queue.validate()
-
-
-def test_a_read_that_waits_costs_nothing_to_remove() -> None:
-    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(0), 1))
-    assert started(queue) == [0]
-    queue.remove(key(1), 1.0, has_landed=False)
-    queue.remove(key(0), 1.0, has_landed=False)
-    assert started(queue, 1.0) == [2]
-    assert key(1) not in queue.where
-
-
 def test_what_waits_advances_with_what_is_before_it() -> None:
     queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(0), HALF), (3, at(1), HALF))
     assert started(queue) == [0, 3]
@@ -128,28 +86,11 @@ def test_a_read_that_waits_behind_one_that_moves_is_not_stuck() -> None:
     assert queue.moved_at(key(1)) == 5.0
 
 
-def test_what_waits_for_others_alone_advances_with_them() -> None:
-    queue = queue_of((0, at(0), MAX_BYTES), (1, at(1), MAX_BYTES), (2, at(2), MAX_BYTES))
-    assert started(queue) == [0]
-    queue.remove(key(0), 5.0, has_landed=True)
-    assert started(queue, 5.0) == [1]
-    assert queue.moved_at(key(2)) == 5.0
-
-
 def test_however_short_they_are_only_so_many_are_under_way() -> None:
     queue = queue_of(*[(number, at(0), 0) for number in range(read_queue.MAX_READS + 3)])
     assert len(started(queue)) == read_queue.MAX_READS
     queue.remove(key(0), 1.0, has_landed=True)
     assert started(queue, 1.0) == [read_queue.MAX_READS]
-
-
-def test_an_empty_queue_is_as_new() -> None:
-    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1))
-    started(queue)
-    queue.clear()
-    queue.validate()
-    queue.add(key(1), at(0), MAX_BYTES)
-    assert started(queue, 9.0) == [1]
 
 
 READS = st.tuples(st.integers(0, 3), st.integers(0, MAX_BYTES + 1))

@@ -9,13 +9,7 @@ from msgspec.structs import replace
 from harness.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Endpoint, FenceToken, Rank, RequestId, new_fence_token
-from nixl_kv.protocol.events import (
-    ChunksWanted,
-    PeerBroken,
-    ReadDone,
-    ReadFailed,
-    StopRead,
-)
+from nixl_kv.protocol.events import ChunksWanted, PeerBroken, ReadDone, ReadFailed, StopRead
 from nixl_kv.reading import agent as read_agent
 from nixl_kv.reading.agent import MAX_SLOT_READS, SlotOp
 from support.agent_reading import R0, SIZES, Reading
@@ -136,11 +130,6 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     reading.prefill.slots.write(3, second)
     assert reading.agent.poll() == []
     assert reading.agent.poll() == [ReadDone(D1, R0, fence_token=second)]
-
-
-def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
-    assert reading.read_slot(5) == []
-    assert reading.agent.poll() == [ReadDone(D1, R0, fence_token=FenceToken(bytes(16)))]
 
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:

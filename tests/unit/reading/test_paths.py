@@ -8,7 +8,7 @@ import pytest
 
 from harness.local.caches import Cache, Sizes
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.errors import PeerLost
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank
@@ -221,18 +221,6 @@ def test_nothing_is_in_flight_if_the_start_raises(
     while not op.has_ended:
         op.poll()
     assert op.failure == "disconnected"
-
-
-def test_a_slice_in_doubt_is_told(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = make()
-    op = reading.start()
-
-    def fail(_: object) -> bool:
-        raise TransportError("not found")
-
-    monkeypatch.setattr(reading.transport, "poll", fail)
-    with pytest.raises(TransportError, match="not found"):
-        op.poll()
 
 
 def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:

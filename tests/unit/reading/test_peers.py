@@ -9,7 +9,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.config import AllowedHosts, Config
+from nixl_kv.config import Config
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.match import Route
@@ -53,10 +53,6 @@ def cache() -> Cache:
 # --- whether they fit
 
 
-def test_an_engine_of_the_same_model_fits(fabric: Fabric, cache: Cache) -> None:
-    peers_of(cache).check(engine_of(ReadableRank(fabric, SIZES)))
-
-
 def test_another_model_is_refused_with_both_values(fabric: Fabric, cache: Cache) -> None:
     peers = peers_of(cache, {**MODEL, "dtype": "float16"})
     described = engine_of(ReadableRank(fabric, SIZES))
@@ -80,13 +76,6 @@ def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
     assert str(error.value).endswith("cannot be read: draft is 'two' here and 'one' there")
     with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
         peers_of(cache, extras={"draft": "one"}).check(described)
-
-
-def test_layouts_are_compared_only_of_the_same_model(fabric: Fabric, cache: Cache) -> None:
-    peers = peers_of(cache, {**MODEL, "dtype": "float16"})
-    with pytest.raises(IncompatiblePeer) as error:
-        peers.check(engine_of(ReadableRank(fabric, HALF)))
-    assert "heads" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +135,6 @@ def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> N
     same = msgspec.structs.replace(second, endpoint=first.endpoint)
     with pytest.raises(IncompatiblePeer, match="has several ranks at one endpoint"):
         peers_of(cache).check(msgspec.structs.replace(described, ranks=(first, same)))
-
-
-def test_a_host_is_checked_before_anything_is_compared(fabric: Fabric, cache: Cache) -> None:
-    peers = peers_of(cache, {"another": "model"}, allowed=AllowedHosts(()))
-    with pytest.raises(IncompatiblePeer, match="has a rank at"):
-        peers.check(engine_of(ReadableRank(fabric, SIZES)))
 
 
 def test_each_rank_reads_its_heads_from_those_that_have_them(fabric: Fabric) -> None:
@@ -312,29 +295,6 @@ def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
     assert preparing.run() == [Ended(PEER, "no such memory")]
     assert preparing.prepared.num_left == 2
     assert repr(preparing.prepared) == "<Ranks: none>"
-
-
-def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
-    fabric: Fabric, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
-    routes = [Route(Rank(n), (Rank(0),), {"layer.0": (0, 99)}) for n in range(2)]
-    preparing.prepared.prepare(PEER, described, routes)
-    (ended,) = preparing.run()
-    assert ended.error is not None
-    assert repr(preparing.prepared) == "<Ranks: none>"
-
-
-def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
-    good, _ = two_halves(fabric)
-    bad, ranks = two_halves(fabric)
-    fabric.lost_peers.add(ranks[0].transport.name)
-    for peer, description in ((OTHER, bad), (PEER, good)):
-        preparing.prepared.prepare(peer, description, preparing.peers.routes(description))
-    assert [(ended.peer, ended.error is None) for ended in preparing.run()] == [
-        (OTHER, False),
-        (PEER, True),
-    ]
 
 
 def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(

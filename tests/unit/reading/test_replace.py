@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.errors import LocalProtocolError, PeerLost, TransportError
+from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token
+from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
     ChunksWanted,
@@ -100,6 +100,29 @@ class Reading:
             ended += self.agents.poll()
         return ended
 
+    def until(self, kind: type[DataEvent], request: RequestId | None = None) -> list[DataEvent]:
+        """All that ends until such an event has come."""
+        ended: list[DataEvent] = []
+        while not any(
+            isinstance(event, kind) and request in (None, getattr(event, "request", None))
+            for event in ended
+        ):
+            ended += self.poll()
+        return ended
+
+    def settle(self, turns: int = 0) -> list[DataEvent]:
+        """All that ends in so many turns, and until nothing goes on."""
+        ended = [event for _ in range(turns) for event in self.poll()]
+        while not turns and self.agents.is_busy:
+            ended += self.poll()
+        return ended
+
+    def abandon_stuck(self, request: RequestId = D1) -> None:
+        """Begin a read that does not end, and give it up."""
+        self.fabric.reads_hang = True
+        self.start(request)
+        self.agents.execute(AbandonRead(request, R0))
+
     @property
     def num_transports(self) -> int:
         """Of this rank, that are not closed."""
@@ -111,36 +134,33 @@ def reading() -> Reading:
     return Reading()
 
 
+def note_added(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The metadata of each agent that is added to the first transport from now on."""
+    added: list[bytes] = []
+    transport = reading.transports[0]
+    add = transport.add_peer
+
+    def add_peer(metadata: bytes) -> PeerName:
+        added.append(metadata)
+        return add(metadata)
+
+    monkeypatch.setattr(transport, "add_peer", add_peer)
+    return added
+
+
 def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What that pays for is the process's."""
     rehearsed: list[object] = []
     monkeypatch.setattr(MemoryTransport, "rehearse", lambda *args: rehearsed.append(args[0]))
     reading = Reading()
     assert rehearsed == [reading.transports[0]]
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     while reading.num_transports < 2:
         reading.poll()
     assert rehearsed == [reading.transports[0]]
 
 
 # --- actions of the decode machine
-
-
-def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
-    fits = reading.fits
-    assert isinstance(fits, PeerFits)
-    assert fits.peer == PEER
-    assert {route.remote_rank: route.readers for route in fits.routes} == {0: (0,), 1: (0,)}
-    assert reading.joined == HandshakeDone(PEER)
-
-
-def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
-    other = engine_of(ReadableRank(reading.fabric, Sizes(heads=4)))
-    (refused,) = reading.join(other)
-    assert isinstance(refused, PeerRefused)
-    assert "number of KV heads" in refused.reason
 
 
 OTHER = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
@@ -187,37 +207,18 @@ def test_joins_are_counted_in_seconds(reading: Reading) -> None:
     (fits,) = reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert isinstance(fits, PeerFits)
     reading.clock.now += 0.25
-    while not (joined := reading.poll()):
-        pass
-    assert joined == [HandshakeDone(OTHER)]
+    assert reading.until(HandshakeDone) == [HandshakeDone(OTHER)]
     assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
 
 
-def test_nothing_is_kept_of_a_peer_that_is_dropped(reading: Reading) -> None:
-    reading.agents.execute(DropPeer(PEER))
-    assert PEER not in reading.agents.peers.descriptions
-
-
 @pytest.mark.parametrize("steps", range(4))
-def test_a_peer_that_is_dropped_is_not_joined(
-    reading: Reading, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added: list[str] = []
-    transport = reading.agents.current.transport
-    add_peer = transport.add_peer
-
-    def add(agent: bytes) -> PeerName:
-        added.append(name := add_peer(agent))
-        return name
-
+def test_a_peer_that_is_dropped_is_not_joined(reading: Reading, steps: int) -> None:
     reading.agents.execute(DropPeer(PEER))  # which has the same agents
-    monkeypatch.setattr(transport, "add_peer", add)
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     for step in range(steps):
         assert (reading.poll if step % 2 else reading.agents.poll)() == []
     reading.agents.execute(DropPeer(OTHER))
-    for _ in range(6):
-        assert reading.poll() == []
+    assert reading.settle(6) == []
     assert reading.agents.current.ranks.num_left == 2, "its connections stay open"
     assert not reading.agents.is_busy
 
@@ -229,8 +230,7 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
     dropped: list[PeerName] = []
     monkeypatch.setattr(reading.agents.current.transport, "drop_peer", dropped.append)
     reading.agents.execute(StartHandshake(OTHER, reading.description))
-    while reading.agents.is_busy:
-        reading.poll()
+    reading.settle()
     reading.agents.execute(DropPeer(OTHER))
     reading.poll()
     assert reading.agents.current.ranks.num_left == 0
@@ -245,9 +245,7 @@ def test_a_read_waits_for_the_join(reading: Reading) -> None:
     assert reading.start(D1, peer=OTHER) == []
     assert reading.agents.poll() == []
     assert not reading.agents.is_read(D1)
-    ended: list[DataEvent] = []
-    while not any(isinstance(event, ReadDone) for event in ended):
-        ended += reading.poll()
+    ended = reading.until(ReadDone)
     assert {type(event) for event in ended} == {HandshakeDone, ReadDone}
 
 
@@ -271,27 +269,21 @@ def test_a_read_that_waits_can_be_abandoned_at_once(reading: Reading) -> None:
     abandoned = reading.agents.execute(AbandonRead(D1, R0))
     assert abandoned == [ReadFailed(D1, R0, "it could not begin in time")]
     reading.agents.forget_peers()
-    for _ in range(6):
-        assert reading.poll() == []
+    assert reading.settle(6) == []
     assert not reading.agents.is_busy
 
 
 def test_another_agent_goes_on_with_the_join(reading: Reading) -> None:
     """Also a peer that the one before had joined is prepared, when it is read."""
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     reading.agents.poll()
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.background.work()
     reading.fabric.reads_hang = False
-    ended: list[DataEvent] = []
-    while not any(isinstance(event, HandshakeDone) for event in ended):
-        ended += reading.poll()
+    reading.until(HandshakeDone)
     assert len(reading.transports) == 2
     assert reading.start(D2) == []
-    while not any(isinstance(e, ReadDone) and e.request == D2 for e in ended):
-        ended += reading.poll()
+    reading.until(ReadDone, D2)
 
 
 def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Reading) -> None:
@@ -305,15 +297,12 @@ def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Readi
     events += reading.agents.poll()
     reading.background.work()  # so is its second one, which nobody has looked at yet
     events += reading.start(D1)
-    for _ in range(20):
-        events += reading.poll()
+    events += reading.settle(20)
     assert HandshakeDone(OTHER) in events
     assert not reading.agents.is_busy
     reading.fabric.lost_peers.clear()
-    events = reading.start(D2, peer=OTHER)
-    while not events:
-        events += reading.poll()
-    assert [type(event) for event in events] == [ReadDone]
+    reading.start(D2, peer=OTHER)
+    assert [type(event) for event in reading.until(ReadDone)] == [ReadDone]
 
 
 def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(
@@ -327,17 +316,9 @@ def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(
     assert {type(event) for event in broken} == {ReadFailed, PeerBroken}
     reading.fabric.lost_peers.clear()
     reading.fabric.reads_hang = False
-    added: list[bytes] = []
-    add = reading.transports[0].add_peer
-
-    def add_peer(metadata: bytes) -> PeerName:
-        added.append(metadata)
-        return add(metadata)
-
-    monkeypatch.setattr(reading.transports[0], "add_peer", add_peer)
+    added = note_added(reading, monkeypatch)
     events = reading.start(D2)
-    for _ in range(20):
-        events += reading.poll()
+    events += reading.settle(20)
     assert [type(event) for event in events] == [ReadDone]
     assert len(added) == len(reading.prefill)
 
@@ -351,27 +332,20 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
         ReadableRank(reading.fabric, sizes, first_head=n * sizes.heads) for n in range(num_ranks)
     ]
     assert reading.join(engine_of(*ranks), OTHER)[-1] == HandshakeDone(OTHER)
-    while reading.agents.is_busy:
-        reading.poll()
-    added: list[bytes] = []
+    reading.settle()
+    added = note_added(reading, monkeypatch)
     transport = reading.transports[0]
-    add, read = transport.add_peer, transport.read
-
-    def add_peer(metadata: bytes) -> PeerName:
-        added.append(metadata)
-        return add(metadata)
+    read = transport.read
 
     def fail(local: Any, remote: Any, indices: Any) -> Any:
         if remote.owner in {rank.transport.name for rank in ranks}:
             raise PeerLost("it was reset")
         return read(local, remote, indices)
 
-    monkeypatch.setattr(transport, "add_peer", add_peer)
     monkeypatch.setattr(transport, "read", fail)
     for _ in range(2):
         events = reading.start(D2, peer=OTHER)
-        for _ in range(20):
-            events += reading.poll()
+        events += reading.settle(20)
         assert {type(event) for event in events} == {ReadFailed, PeerBroken}
         assert len(events) == 2, "one for the connection"
     assert len(added) == num_ranks, "when it was read for the second time"
@@ -399,10 +373,7 @@ def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: R
     reading.join(reading.description, OTHER)
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
-    ended: list[DataEvent] = []
-    while not ended:
-        ended += reading.poll()
-    assert ended == [ReadFailed(D1, R0, STOPPED)]
+    assert reading.until(ReadFailed) == [ReadFailed(D1, R0, STOPPED)]
 
 
 def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
@@ -441,8 +412,7 @@ def forget_some(reading: Reading, count: int) -> None:
         engine = engine_of(ReadableRank(reading.fabric, Sizes()))
         assert reading.join(engine, peer)[-1] == HandshakeDone(peer)
         reading.agents.execute(DropPeer(peer))
-    while reading.agents.is_busy:
-        reading.poll()
+    reading.settle()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -469,9 +439,7 @@ def test_an_agent_with_connections_that_nobody_uses_is_replaced(
     assert reading.start(D2, block=8) == []
     assert [read.request for read in reading.agents.current.reads] == [D2], "no peer is added first"
     long.op._posted[0].polls_left = 0  # type: ignore[attr-defined]
-    ended: list[DataEvent] = []
-    while reading.agents.is_busy:
-        ended += reading.poll()
+    ended = reading.settle()
     assert {event.request for event in ended if isinstance(event, ReadDone)} == {D1, D2}
     assert reading.num_transports == 1
     assert (reading.counts["agents_replaced"], reading.counts["agents_recycled"]) == (1, 0)
@@ -488,50 +456,16 @@ def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading
     while len(reading.agents.polled) == 1:
         reading.poll()
     reading.agents.execute(AbandonRead(D1, R0))
-    ended: list[DataEvent] = []
-    while not any(isinstance(event, ReadFailed) for event in ended):
-        ended += reading.poll()
+    ended = reading.until(ReadFailed)
     assert ReadFailed(D1, R0, STOPPED) in ended
     assert reading.num_transports == 1
-
-
-def test_reads_of_data_and_slots_end(reading: Reading) -> None:
-    fence_token = new_fence_token()
-    reading.prefill[0].slots.write(3, fence_token)
-    assert not reading.agents.is_busy
-    assert reading.start(D1) == []
-    assert reading.agents.is_busy
-    assert reading.agents.is_read(D1)
-    (done,) = reading.poll()
-    assert isinstance(done, ReadDone)
-    assert done.fence_token == fence_token
-    assert not reading.agents.is_busy
-    assert not reading.agents.is_read(D1)
-
-
-def test_a_rank_without_an_agent_reads_nothing() -> None:
-    cache, clock = Cache(Sizes()), Clock()
-    agents = Agents(
-        lambda: MemoryTransport(Fabric()),
-        RemotePeers(cache.layout(), R0, MODEL),
-        defaultdict(float),
-        clock=clock,
-        make_background=lambda _count: Background(),
-    )
-    assert agents.poll() == []
-    assert not agents.is_busy
-    with pytest.raises(LocalProtocolError, match="no agent"):
-        agents.execute(StartRead(PEER, R0, grant(), StartLoad(D1, 0, 4, ())))
-    agents.close()
 
 
 # --- a read that does not end
 
 
 def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     for _ in range(3):
         assert reading.agents.poll() == []  # another agent is being made
         assert len(reading.background) == 1
@@ -545,18 +479,6 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert not reading.agents.is_read(D1)
     assert not reading.agents.is_busy
     assert reading.counts == {"agents_recycled": 1}
-
-
-def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.start(D1, R0)
-    reading.start(D1, R1, block=8)
-    reading.start(D2, R0, block=9)
-    reading.agents.execute(AbandonRead(D1, R1))
-    (agent,) = reading.agents.polled
-    assert [read.is_abandoned for read in agent.reads] == [False, True, False]
-    reading.agents.abandon(D1)
-    assert [read.is_abandoned for read in agent.reads] == [True, True, False]
 
 
 def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
@@ -578,29 +500,11 @@ def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     assert ReadFailed(D1, R0, STOPPED) in ended
 
 
-def test_an_abandoned_read_that_ends_all_the_same_is_reported(reading: Reading) -> None:
-    """Its agent is replaced nevertheless, with nothing left to fail."""
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
-    reading.agents.poll()
-    reading.fabric.reads_hang = False
-    assert reading.agents.poll() == [ChunksWanted(D1, R0, (), ())]
-    (done,) = reading.agents.poll()
-    assert isinstance(done, ReadDone)
-    for _ in range(3):
-        assert reading.poll() == []
-    assert not reading.agents.is_busy
-    assert reading.num_transports == 1
-
-
 def test_an_agent_that_cannot_be_made_is_tried_again_later(
     reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading.failures = ["second", "no memory"]
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     for _ in range(2):
         with caplog.at_level(logging.ERROR):
             reading.agents.poll()
@@ -626,8 +530,7 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
     reading.poll()
-    for _ in range(3):
-        assert reading.poll() == []
+    assert reading.settle(3) == []
     assert reading.agents.is_read(D1)
     reading.clock.now += TRY_AGAIN_S
     with caplog.at_level(logging.ERROR):
@@ -647,9 +550,7 @@ def test_an_agent_that_is_being_made_is_not_left_behind(
     reading: Reading, *, has_begun: bool
 ) -> None:
     """It registers the cache's memory."""
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     reading.agents.poll()
     opening = reading.agents._opening
     assert opening is not None

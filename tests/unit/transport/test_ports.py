@@ -1,7 +1,6 @@
 """Listening ports: which hosts the kernel admits, how many connections, and which are UCX's."""
 
 import contextlib
-import errno
 import ipaddress
 import logging
 import os
@@ -102,7 +101,7 @@ def test_a_filter_passes_the_same_hosts_as_peers_allows(seed: int) -> None:
 def connects(source: str, port: int, host: str = "127.0.0.1") -> socket.socket | None:
     """A connection, or None if nothing answers."""
     try:
-        return socket.create_connection((host, port), timeout=0.3, source_address=(source, 0))
+        return socket.create_connection((host, port), timeout=0.1, source_address=(source, 0))
     except TimeoutError:
         return None
 
@@ -264,15 +263,10 @@ def port() -> Iterator[LimitedPort]:
 def is_open(port: LimitedPort) -> bool:
     """Whether the kernel lets a connection in. It answers at once, or not at all."""
     try:
-        socket.create_connection((HOST, port.port), timeout=0.3).close()
+        socket.create_connection((HOST, port.port), timeout=0.1).close()
     except TimeoutError:
         return False
     return True
-
-
-def test_a_new_port_is_open(port: LimitedPort) -> None:
-    assert port.port > 0
-    assert is_open(port)
 
 
 def test_a_port_at_its_limit_is_shut_until_some_connections_have_ended(port: LimitedPort) -> None:
@@ -312,16 +306,6 @@ def test_a_shut_port_is_logged_once_in_a_while(
     assert caplog.text.count("accepts no more for now") == 1
 
 
-def test_connections_over_the_limit_are_counted_too(port: LimitedPort) -> None:
-    for _ in range(12):
-        port.on_accepted()
-    for _ in range(5):
-        port.on_closed()
-    assert not is_open(port)
-    port.on_closed()
-    assert is_open(port)
-
-
 def test_a_duplicate_outlives_the_port() -> None:
     port = LimitedPort(HOST, 0)
     duplicate = port.duplicate()
@@ -354,18 +338,6 @@ def test_the_limit_is_what_the_process_can_afford(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     with contextlib.closing(LimitedPort(HOST, 0)) as port:
         assert port._limit == limit
-
-
-def test_a_used_port_is_an_error(port: LimitedPort) -> None:
-    with pytest.raises(OSError, match="Address already in use") as raised:
-        LimitedPort(HOST, port.port)
-    assert raised.value.errno == errno.EADDRINUSE
-
-
-def test_a_closed_port_leaves_nothing_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    LimitedPort(HOST, 0).close()
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 @pytest.fixture

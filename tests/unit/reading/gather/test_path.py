@@ -1,14 +1,29 @@
 """Memory of another process that is mapped: by what it is read, and when it is unmapped."""
 
-import numpy as np
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
 
-from nixl_kv.protocol.events import (
-    DataEvent,
-    ReadDone,
-)
+import numpy as np
+import pytest
+
+import nixl_kv
+from harness.local.caches import Cache, Sizes
+from nixl_kv.config import Config
+from nixl_kv.geometry.layout import Memory
+from nixl_kv.protocol.events import DataEvent, ReadDone
+from nixl_kv.reading import gather
+from nixl_kv.reading.gather.path import OwnerWatch
+from nixl_kv.reading.paths import Feature, RankSetup
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
 from support.records import PEER
+from support.stepped import Background
 
 SLOT_BYTES = 16  # of the fence slot, which NIXL reads
 
@@ -107,3 +122,146 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     assert not reading.gather.is_closed, "other agents use it"
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
+
+
+# The watch on the processes that own mapped memory
+
+EVENT_S = 60.0
+
+
+class Watched:
+    """A watch, and what it has told."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Semaphore(0)
+        self.watch = OwnerWatch(self.ended.release)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    one = Watched()
+    yield one
+    one.watch.close()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """It waits for its end."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as one:
+        yield one
+        one.kill()
+
+
+def test_the_end_of_a_process_is_counted_and_told_once(
+    watched: Watched, process: subprocess.Popen[bytes]
+) -> None:
+    descriptor = os.pidfd_open(process.pid)
+    watched.watch.add(descriptor)
+    assert watched.watch.num_ended == 0
+    process.kill()
+    assert watched.ended.acquire(timeout=EVENT_S)
+    assert watched.watch.num_ended == 1
+    watched.watch.close()
+    assert watched.watch.num_ended == 1, "told again"
+    os.close(descriptor)
+
+
+def test_a_process_whose_descriptor_is_closed_is_not_watched(
+    watched: Watched, process: subprocess.Popen[bytes]
+) -> None:
+    other = os.pidfd_open(process.pid)
+    watched.watch.add(other)
+    os.close(other)
+    process.kill()
+    process.wait()
+    with subprocess.Popen([sys.executable, "-c", ""]) as second:
+        descriptor = os.pidfd_open(second.pid)
+        watched.watch.add(descriptor)
+        assert watched.ended.acquire(timeout=EVENT_S)
+    assert watched.watch.num_ended == 1, "the first one's end was told, too"
+    os.close(descriptor)
+
+
+def test_an_error_of_who_is_told_does_not_end_the_watch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Later owners' memory would stay mapped for ever."""
+    told = threading.Semaphore(0)
+
+    def fail() -> None:
+        told.release()
+        raise OSError("the wake-up descriptor is closed")
+
+    watch = OwnerWatch(fail)
+    for number in (1, 2):
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            descriptor = os.pidfd_open(ended.pid)
+            watch.add(descriptor)
+            assert told.acquire(timeout=EVENT_S)
+            assert watch.num_ended == number
+            os.close(descriptor)
+    watch.close()
+    assert "the wake-up descriptor is closed" in caplog.text
+
+
+def test_its_thread_ends_with_it(watched: Watched) -> None:
+    def names() -> set[str]:
+        return {thread.name for thread in threading.enumerate()}
+
+    assert "nixl-kv-owners" in names()
+    watched.watch.close()
+    watched.watch.close()
+    assert "nixl-kv-owners" not in names()
+    with pytest.raises(OSError, match="closed epoll"):
+        watched.watch.add(0)
+
+
+# Which ranks map the memory of others
+
+
+def built(memory: Memory, path: str) -> Feature:
+    setup = RankSetup(
+        layout=dataclasses.replace(Cache(Sizes()).layout(), memory=memory),
+        config=Config(path=path),
+        is_prefill=True,
+        is_decode=True,
+        wake=lambda: None,
+        background=Background(),
+        counts=defaultdict(float),
+        clock=lambda: 0.0,
+    )
+    return gather.build(setup)
+
+
+@pytest.fixture
+def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA's bindings and Triton."""
+    exported = SimpleNamespace(description="exported", close=lambda: None)
+    kernel = SimpleNamespace(KernelStream=lambda _: SimpleNamespace(end=lambda: None))
+    memory = SimpleNamespace(Exported=lambda *_: exported, Mapping=print)
+    gpu = SimpleNamespace(allocate=lambda *_: (1 << 20, None))
+    monkeypatch.setitem(sys.modules, "nixl_kv.gpu", gpu)
+    monkeypatch.setattr(nixl_kv, "gpu", gpu, raising=False)
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", kernel)
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", memory)
+
+
+@pytest.mark.usefixtures("_gpus")
+@pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
+def test_the_setting_says_who_maps_and_who_exports(path: str) -> None:
+    feature = built("VRAM", path)
+    assert (feature.path is not None) == (path in {"auto", "gather"})
+    assert dict(feature.description) == ({} if path == "direct" else {"export": "exported"})
+    if feature.path is not None:
+        feature.path.close()
+
+
+@pytest.mark.usefixtures("_gpus")
+def test_host_memory_is_not_mapped() -> None:
+    assert built("DRAM", "auto") == Feature()
+
+
+def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", None)
+    feature = built("VRAM", "auto")
+    assert (feature.path, dict(feature.description)) == (None, {})

@@ -16,7 +16,13 @@ from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.tcp import paced
 from nixl_kv.transport.tcp.detect import IsTcp
-from nixl_kv.transport.tcp.paced import PacedTransport
+from nixl_kv.transport.tcp.paced import (
+    MAX_STREAMS,
+    MIN_STREAMS,
+    PIECE_BYTES,
+    PacedTransport,
+    Window,
+)
 from support.stepped import Background
 
 SIZE = 4096
@@ -94,6 +100,7 @@ class World:
         self.owner.register(Span(self.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
         self.reader.register(Span(self.local_bytes.ctypes.data, SIZE), "DRAM", 0)
         self.peer = self.reader.add_peer(self.owner.metadata())
+        self.pieces: tuple[ListHandle, ListHandle] | None = None
 
     def make_agent(self) -> Watched:
         self.agents.append(Watched(self.fabric))
@@ -111,6 +118,11 @@ class World:
             prepared.append(self.reader.prepare(np.array(rows, dtype=np.uint64), "DRAM", peer))
         return prepared[0], prepared[1]
 
+    def start(self, *numbers: int) -> ReadHandle:
+        """Read these pieces, of 16 bytes each."""
+        self.pieces = self.pieces or self.lists([(0, 16, 32, 128)])
+        return self.reader.read(*self.pieces, (ids(*numbers), ids(*numbers)))
+
     def finish(self, read: ReadHandle) -> None:
         for _ in range(10_000):
             if self.reader.poll(read):
@@ -126,15 +138,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ids(*numbers: int) -> BlockIds:
     return block_ids(numbers)
-
-
-def test_a_long_run_is_read_in_parts() -> None:
-    world = World()
-    local, remote = world.lists([(0, 40, 48, 3)])
-    world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
-    assert sorted(world.lengths) == [8, 16, 16]
-    assert np.array_equal(world.local_bytes[48:88], world.remote_bytes[96:136])
-    assert world.local_bytes[:48].sum() + world.local_bytes[88:].sum() == 0
 
 
 def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
@@ -155,8 +158,7 @@ def test_neighbours_of_two_rows_are_read_together_too() -> None:
 def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
     world = World()
     world.fabric.polls = 20
-    local, remote = world.lists([(0, 16, 32, 128)])
-    world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
+    world.finish(world.start(*range(128)))
     assert 2 < len(world.agents) <= paced.MAX_STREAMS
     assert all(agent.lengths for agent in world.agents)
     for start in range(0, SIZE, 32):
@@ -168,8 +170,7 @@ def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
 def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
     world = World()
     world.background.is_held = True
-    local, remote = world.lists([(0, 16, 32, 100)])
-    read = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    read = world.start(*range(50))
     while len(world.lengths) < 20:
         assert not world.reader.poll(read)
     assert len(world.background) == len(world.agents) == 1
@@ -179,17 +180,21 @@ def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
     assert all(agent.lengths for agent in world.agents)
 
 
-def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
-    world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
-    assert len(world.agents) > 1
+def pieces_of_another_peer(world: World) -> ListHandle:
     other = MemoryTransport(world.fabric)
     other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
     name = world.reader.add_peer(other.metadata())
     rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    return world.reader.prepare(rows, "DRAM", name)
+
+
+def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.start(*range(50)))
+    assert len(world.agents) > 1
+    theirs = pieces_of_another_peer(world)
     world.background.is_held, world.fabric.polls = True, 5
-    theirs = world.reader.prepare(rows, "DRAM", name)
     reads = [
         world.reader.read(local, each, (ids(*range(60, 80)), ids(*range(60, 80))))
         for each in (theirs, remote)
@@ -206,18 +211,14 @@ def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> Non
 
 def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
     world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
-    other = MemoryTransport(world.fabric)
-    other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
-    name = world.reader.add_peer(other.metadata())
-    rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    local, _ = world.lists([(0, 16, 32, 100)])
+    world.finish(world.start(*range(50)))
+    theirs = pieces_of_another_peer(world)
     world.background.is_held, world.fabric.polls = True, 50
     world.reader._peers[world.peer].max_streams = 2  # so that the other peer is connected next
-    read = world.reader.read(local, remote, (ids(*range(60, 80)), ids(*range(60, 80))))
+    read = world.start(*range(60, 80))
     while not world.agents[1].under_way:
         assert not world.reader.poll(read)
-    theirs = world.reader.prepare(rows, "DRAM", name)
     their_read = world.reader.read(local, theirs, (ids(1, 3, 5), ids(1, 3, 5)))
     while not world.background:
         assert not world.reader.poll(their_read)
@@ -234,8 +235,7 @@ def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
 def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
     world = World()
     world.background.is_held = True
-    local, remote = world.lists([(0, 16, 32, 100)])
-    read = world.reader.read(local, remote, (ids(*range(9)), ids(*range(9))))
+    read = world.start(*range(9))
     world.finish(read)
     assert len(world.background) == 1
     world.reader.drop_peer(world.peer)
@@ -252,11 +252,12 @@ def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFi
     def fail() -> Watched:
         raise TransportError("no more file descriptors")
 
-    reader = PacedTransport(world.agents[0], fail, always, Background())
+    reader = PacedTransport(
+        world.agents[0], fail, always, Background(), clock=lambda: next(world.now) * 1e-3
+    )
     reader.add_peer(world.owner.metadata())
     world.reader = reader
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.finish(world.start(*range(9)))
     assert world.lengths == [16] * 9
     assert caplog.text.count("no more file descriptors") == 1
 
@@ -266,7 +267,6 @@ def test_an_error_of_ours_fails_a_further_connection_alone(
 ) -> None:
     """Also if an agent was made by then: it is closed."""
     world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
     agents: list[Watched] = []
 
     def make_agent() -> Watched:
@@ -275,7 +275,7 @@ def test_an_error_of_ours_fails_a_further_connection_alone(
         return agents[-1]
 
     world.reader._make_agent = make_agent
-    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.finish(world.start(*range(9)))
     assert len(agents) == 1
     assert agents[0].name not in world.fabric.transports
     assert caplog.text.count("keeps 1 connections, because another failed: KeyError('a bug')") == 1
@@ -287,8 +287,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     monkeypatch.setattr(paced, "CONNECTED_S", 0.01)
     world = World()
     world.background.is_held = True
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.finish(world.start(*range(9)))
     assert world.reader._job is not None
     connecting = world.reader._job.result
     assert connecting.set_running_or_notify_cancel()
@@ -300,21 +299,11 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
-def test_the_end_waits_for_no_connection_that_has_not_begun() -> None:
-    world = World()
-    world.background.is_held = True
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
-    world.reader.close()
-    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
-
-
 def test_a_short_read_does_not_wait_for_a_long_one() -> None:
     world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
-    long = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    long = world.start(*range(50))
     assert not world.reader.poll(long)
-    short = world.reader.read(local, remote, (ids(70), ids(70)))
+    short = world.start(70)
     world.finish(short)
     assert not world.reader.poll(long)
     world.finish(long)
@@ -322,10 +311,9 @@ def test_a_short_read_does_not_wait_for_a_long_one() -> None:
 
 def test_nobody_looks_twice_in_no_time() -> None:
     world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.reader.read(local, remote, (ids(0), ids(0))))
+    world.finish(world.start(0))
     world.fabric.polls = 3
-    read = world.reader.read(local, remote, (ids(1), ids(1)))
+    read = world.start(1)
     world.now = itertools.repeat(next(world.now))
     assert not any(world.reader.poll(read) for _ in range(9))
     world.now = itertools.count(next(world.now) + 1)
@@ -335,9 +323,8 @@ def test_nobody_looks_twice_in_no_time() -> None:
 def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
     world = World()
     world.fabric.polls = 5
-    local, remote = world.lists([(0, 16, 32, 100)])
-    read = world.reader.read(local, remote, (ids(*range(0, 80, 2)), ids(*range(0, 80, 2))))
-    other = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    read = world.start(*range(0, 80, 2))
+    other = world.start(1, 3)
     assert not world.reader.poll(read)
     assert world.reader.stop(read)
     asked = sum(len(agent.lengths) for agent in world.agents)
@@ -355,8 +342,7 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
 def test_a_lost_peer_fails_all_its_reads() -> None:
     world = World()
     world.fabric.polls = 5
-    local, remote = world.lists([(0, 16, 32, 100)])
-    reads = [world.reader.read(local, remote, (ids(*p), ids(*p))) for p in ([1, 2, 3], [4, 5])]
+    reads = [world.start(*p) for p in ([1, 2, 3], [4, 5])]
     assert not world.reader.poll(reads[0])
     world.fabric.lost_peers.add(world.peer)
     for read in reads:
@@ -368,8 +354,7 @@ def test_a_lost_peer_fails_all_its_reads() -> None:
 def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs() -> None:
     world = World()
     world.fabric.polls = 5
-    local, remote = world.lists([(0, 16, 32, 100)])
-    read = world.reader.read(local, remote, (ids(1, 3, 5), ids(1, 3, 5)))
+    read = world.start(1, 3, 5)
     while [agent.under_way for agent in world.agents] != [1, 1]:
         assert not world.reader.poll(read)
     world.agents[0].doubt = PeerLost("it was reset")
@@ -381,38 +366,33 @@ def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs
 def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
     world = World()
     world.fabric.polls = 5
-    local, remote = world.lists([(0, 16, 32, 100)])
-    read = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    read = world.start(1, 3)
     assert not world.reader.poll(read)
     world.agents[0].doubt = TransportError("nobody knows")
     with pytest.raises(TransportError, match="nobody knows"):
         world.finish(read)
     world.agents[0].doubt = None
-    other = world.reader.read(local, remote, (ids(5), ids(5)))
+    other = world.start(5)
     world.finish(other)  # in another stream: what goes on in the first one stays alone there
     assert world.agents[0].under_way == 1
 
 
-@pytest.mark.parametrize("index", [-1, 100])
-def test_an_index_without_a_piece_is_refused(index: int) -> None:
+@pytest.mark.parametrize(
+    ("local", "remote", "words"),
+    [
+        pytest.param([-1], [0], "index -1", id="no such piece"),
+        pytest.param([101], [0], "index 101", id="no such piece either"),
+        pytest.param([0], [100], "differ in length", id="pieces of unequal length"),
+        pytest.param([], [], "0 local and 0 remote", id="nothing"),
+    ],
+)
+def test_a_read_that_makes_no_sense_is_refused(
+    local: list[int], remote: list[int], words: str
+) -> None:
     world = World()
-    local, remote = world.lists([(0, 8, 8, 100)])
-    with pytest.raises(TransportError, match=f"index {index}"):
-        world.reader.read(local, remote, (ids(index), ids(0)))
-
-
-def test_pieces_of_unequal_length_are_refused() -> None:
-    world = World()
-    local, remote = world.lists([(0, 8, 8, 1), (8, 9, 9, 1)])
-    with pytest.raises(TransportError, match="differ in length"):
-        world.reader.read(local, remote, (ids(0), ids(1)))
-
-
-def test_a_read_of_nothing_is_refused() -> None:
-    world = World()
-    local, remote = world.lists([(0, 8, 8, 100)])
-    with pytest.raises(TransportError, match="0 local and 0 remote"):
-        world.reader.read(local, remote, (ids(), ids()))
+    lists = world.lists([(0, 8, 8, 100), (800, 9, 9, 1)])
+    with pytest.raises(TransportError, match=words):
+        world.reader.read(*lists, (ids(*local), ids(*remote)))
 
 
 def test_what_is_not_tcp_is_read_as_it_is() -> None:
@@ -423,23 +403,6 @@ def test_what_is_not_tcp_is_read_as_it_is() -> None:
     assert len(world.agents) == 1
     world.reader.drop_peer(world.peer)
     world.reader.close()
-
-
-def test_the_rest_is_as_with_the_agents() -> None:
-    world = World()
-    assert world.reader.metadata() == world.agents[0].metadata()
-    world.reader.progress()
-    local, remote = world.lists([(0, 8, 16, 100)])
-    world.finish(world.reader.read(local, remote, (ids(*range(99)), ids(*range(99)))))
-    assert world.reader.add_peer(world.owner.metadata()) == world.peer
-    world.reader.register(Span(world.local_bytes.ctypes.data, 8), "DRAM", 0)
-    world.reader.drop_peer(world.peer)
-    world.fabric.closes_fail = True
-    with pytest.raises(TransportError):
-        world.reader.close()
-    world.fabric.closes_fail = False
-    world.reader.close()
-    assert all(agent.name not in world.fabric.transports for agent in world.agents)
 
 
 row = st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(1, 8))
@@ -474,3 +437,57 @@ def test_facts_for_the_peers_stand_behind_the_metadata() -> None:
         world.agents[0], world.make_agent, always, Background(), facts=b"|facts"
     )
     assert reader.metadata() == world.agents[0].metadata() + b"|facts"
+
+
+# How much is under way: as much as the link holds, within bounds
+
+
+class Link:
+    """One after the other, pieces take their time on it; each has gone round before that."""
+
+    def __init__(self, rate: float, round_trip_s: float) -> None:
+        self.rate, self.round_trip_s = rate, round_trip_s
+        self.window = Window()
+        self.now = 0.0
+        self.free_at = 0.0
+        self.under_way: list[tuple[float, int, float, int]] = []
+
+    def move(self, num_bytes: int, run: int | None = None) -> float:
+        """Move so many bytes; in what time."""
+        begin, left = self.now, num_bytes
+        while left or self.under_way:
+            while left and len(self.under_way) < self.window.streams:
+                piece = min(left, PIECE_BYTES, run or left)
+                left -= piece
+                self.free_at = max(self.free_at, self.now + self.round_trip_s) + piece / self.rate
+                self.under_way.append((self.free_at, piece, self.now, self.window.arrived))
+            self.under_way.sort(key=lambda one: one[0])
+            self.now, piece, at, before = self.under_way.pop(0)
+            self.window.end(piece, self.now - at, before=before)
+        return self.now - begin
+
+
+@pytest.mark.parametrize("round_trip_s", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("rate", [1.25e7, 1.25e8, 1.25e9])
+def test_a_link_is_filled_whatever_its_round_trip(rate: float, round_trip_s: float) -> None:
+    link = Link(rate, round_trip_s)
+    link.move(int(rate / 2))
+    seconds = link.move(int(rate))
+    assert seconds == pytest.approx(1.0, rel=0.1)
+    assert link.window.rate == pytest.approx(rate, rel=0.1)
+
+
+def test_small_runs_are_read_in_as_many_streams_as_there_may_be() -> None:
+    link = Link(1.25e9, 1e-3)
+    link.move(1 << 28, run=16 << 10)
+    assert link.window.streams > MIN_STREAMS
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(0, 100)), min_size=1),
+)
+def test_whatever_was_measured_it_stays_within_bounds(ends: list[tuple[int, float]]) -> None:
+    window = Window()
+    for num_bytes, seconds in ends:
+        window.end(num_bytes, seconds, before=window.arrived)
+        assert MIN_STREAMS <= window.streams <= MAX_STREAMS

@@ -1,0 +1,153 @@
+"""NIXL's threads, UCX's interfaces, paced reads, and which build of NIXL is used."""
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness.local.memory import Fabric, MemoryTransport
+from nixl_kv.config import LOOPBACK, Config
+from nixl_kv.geometry.layout import Memory
+from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
+
+nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_cores", "expected"),
+    [("DRAM", 1, 2), ("DRAM", 2, 2), ("DRAM", 3, 3), ("DRAM", 64, 4), ("VRAM", 64, 2)],
+)
+def test_where_a_read_is_a_copy_cores_copy_together(
+    memory: Memory, num_cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **options: made.append(options))
+    nixl.nixl_transport(Config(), memory)
+    (options,) = made
+    assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
+
+
+PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_decode", "only_loopback"),
+    [
+        pytest.param({}, True, True, id="the default"),
+        pytest.param({"host": "::1"}, True, True, id="IPv6"),
+        pytest.param({"key": "k"}, False, True, id="nobody else can have a ticket"),
+        pytest.param({"key": "k"}, True, False, id="decode may read any host"),
+        pytest.param({"peers": PEERS}, True, False, id="decode may read its peers"),
+        pytest.param({"key": "k", "peers": LOOPBACK}, True, True, id="its peers are local"),
+        pytest.param({"host": "192.0.2.7"}, False, False, id="others may read it"),
+    ],
+)
+def test_an_engine_for_this_machine_alone_uses_loopback_alone(
+    changed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_decode: bool,
+    only_loopback: bool,
+) -> None:
+    made: list[str] = []
+
+    def make(*_: object, engine_config: str, **__: object) -> None:
+        made.append(engine_config)
+
+    monkeypatch.setattr(nixl, "NixlTransport", make)
+    nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
+    (settings,) = made
+    assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
+
+
+def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, like in (("", None), ("._api", nixl.api), ("._bindings", nixl.bindings)):
+        fake = ModuleType(f"nixl_rocm{name}")
+        vars(fake).update(vars(like) if like else {}, __name__=fake.__name__)
+        fake.__spec__ = ModuleSpec(fake.__name__, None)
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    spec = importlib.util.spec_from_file_location("as_with_rocm", nixl.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "as_with_rocm", module)
+    spec.loader.exec_module(module)
+    names = [module.api.__name__, module.bindings.__name__]
+    assert names == ["nixl_rocm._api", "nixl_rocm._bindings"]
+
+
+# Paced reads
+
+
+@pytest.mark.parametrize(
+    ("paced_reads", "backend", "is_tcp_near", "is_tcp_far"),
+    [
+        ("on", "UCX", True, True),
+        ("on", "LIBFABRIC", True, True),
+        ("off", "UCX", False, False),
+        ("auto", "LIBFABRIC", False, False),
+        ("auto", "UCX", False, True),
+    ],
+)
+def test_paced_reads_overrides_the_rule(
+    paced_reads: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_tcp_near: bool,
+    is_tcp_far: bool,
+) -> None:
+    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: MemoryTransport(Fabric()))
+    near = Place.find({"TLS": "tcp,sm"})
+    far = replace(near, host="another")
+    config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
+    transport = nixl.nixl_transport(config, "DRAM")
+    assert transport._is_tcp(near.suffix()) is is_tcp_near
+    assert transport._is_tcp(far.suffix()) is is_tcp_far
+
+
+@pytest.mark.parametrize(("key", "only_loopback"), [(None, True), ("k", False)])
+def test_further_agents_have_the_settings_of_the_first_and_tcp_only(
+    key: str | None, monkeypatch: pytest.MonkeyPatch, *, only_loopback: bool
+) -> None:
+    made: list[list[str]] = []
+
+    def make(*_: object, engine_config: str, **__: object) -> MemoryTransport:
+        made.append(engine_config.split(","))
+        return MemoryTransport(Fabric())
+
+    monkeypatch.setattr(nixl, "NixlTransport", make)
+    nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent()
+    first, further = made
+    assert further == [*first, "TLS=tcp"]
+    assert ("NET_DEVICES=lo" in first) is only_loopback
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("engine_config", "is_tcp"),
+    [
+        pytest.param("TLS=tcp,NET_DEVICES=lo", True, id="TCP"),
+        pytest.param("TLS=^cuda,NET_DEVICES=lo", False, id="one host"),
+    ],
+)
+def test_nixl_ignores_our_facts_and_the_rule_reads_them(
+    engine_config: str, *, is_tcp: bool
+) -> None:
+    settings = ucx_settings({}, engine_config)
+    own = Place.find(settings)
+    with contextlib.ExitStack() as stack:
+        reader, owner = (nixl.NixlTransport(engine_config=engine_config) for _ in range(2))
+        stack.callback(reader.close)
+        stack.callback(owner.close)
+        metadata = owner.metadata() + own.suffix()
+        assert reader.add_peer(metadata) == owner.name
+        assert make_rule(own, settings, "DRAM")(metadata) is is_tcp
