@@ -24,4 +24,4 @@ if [[ -z "${NIXL_KV_PYTHON:-}" && "$gpus" == GPU* && -n "${CUDA_VISIBLE_DEVICES-
     exit 2
   fi
 fi
-. "$scripts/lab/run.sh" accuracy "$@"
+. "$scripts/run.sh" accuracy "$@"

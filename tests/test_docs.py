@@ -15,9 +15,7 @@ from nixl_kv.config import Config
 
 REPO = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "configs/**/*.md", "scripts/lab/*.md")
-    for path in REPO.glob(pattern)
+    path for pattern in ("*.md", "docs/**/*.md", "configs/**/*.md") for path in REPO.glob(pattern)
 )
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
 WRITTEN = {  # what the environment gives, or what is another value in the code

@@ -229,7 +229,7 @@ def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -
     [
         pytest.param("missing", "No such file or directory", id="missing"),
         pytest.param("pipe", "it is not a regular file", id="pipe"),
-        pytest.param("with\0zero", "embedded null byte", id="no path"),
+        pytest.param("with\0zero", ".*embedded null .*", id="no path"),
     ],
 )
 def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str, words: str) -> None:

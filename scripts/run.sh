@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Install if needed, then run a module of the package `lab`: scripts/lab/run.sh MODULE [ARGUMENT ...]
-# The scripts beside this folder source it. NIXL_KV_VENV names another environment than .venv;
+# Install if needed, then run a module of this folder: scripts/run.sh MODULE [ARGUMENT ...]
+# The scripts beside it source it. NIXL_KV_VENV names another environment than .venv;
 # NIXL_KV_PYTHON an interpreter that has everything: then nothing is installed.
 set -euo pipefail
-scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [[ -z "${NIXL_KV_PYTHON:-}" ]]; then
   venv="${NIXL_KV_VENV:-$scripts/../.venv}"
   "$scripts/install" --quiet --venv "$venv"

@@ -1,1 +1,0 @@
-"""Suites: programs that put engines into some situation, and judge what comes of it."""
