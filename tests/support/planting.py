@@ -1,8 +1,8 @@
 """Faults that are planted into the bytes that decode has read, after they landed.
 
-A `Planter` replaces the digester of a decode rank, which is called when the bytes of a prefill rank
-have landed: the digest is the first to see a fault. This module works out by itself where a load's
-tokens are, so that it also sees mistakes of the product's slices and plans.
+A `Planter` replaces the digester of a decode rank. Its second step comes when the bytes of a prefill
+rank have landed, so the digest is the first to see a fault. This module works out by itself where a
+load's tokens are, so that it also sees mistakes of the product's slices and plans.
 """
 
 import ctypes
@@ -179,12 +179,14 @@ class Planter(Digester):
         return bool(able)
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
-        """Digest what has landed, and has a fault by now if it was to have one."""
+        """Plant the fault after the first step, which comes before the bytes."""
+        steps = super().__call__(secret, local_slices)
+        yield next(steps)
         for one in local_slices:
             if self._expected and one.region.layer == self._expected.field.region.layer:
                 heads = range(*(number - one.region.first_head for number in one.heads))
                 self._plant(self._expected, heads)
-        return super().__call__(secret, local_slices)
+        return (yield from steps)
 
     def _plant(self, fault: Fault, heads: range) -> None:
         field = fault.field
