@@ -205,7 +205,7 @@ class TorchDigester:
     def _numbers(
         self, secret: str, batch: Sequence[tuple[int, LocalSlice]], *, column: int
     ) -> tuple[Shape, Sequence[Ints]]:
-        """The numbers that sums of `alike` slices need. `column` is the number of tokens of a column.
+        """Numbers for the sums of `alike` slices. `column` is the number of tokens of a column.
 
         Returns the bases and numbers of the rows, the places and offsets of the tokens, the tiles
         (or, for the array program, the columns of the tokens), and the multipliers.
