@@ -1,7 +1,7 @@
 """The decode side of the protocol: commands, messages and events in, actions out.
 
 A decode rank has one `DecodeMachine`. It keeps the rank's loads, passes each its events, and
-decides when to ask again, which claims to renew, and which reads begin.
+decides when to ask again, which claims a heartbeat lists, and which reads begin.
 
 Handlers change loads and return actions. At its end, `handle` settles each load that a handler
 touched, once: it cancels reads that a failure makes useless, queues reads that can begin, and

@@ -485,7 +485,7 @@ class Load:
 HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] = {
     messages.Grant: Load.on_grant,
     messages.Deny: Load.on_refusal,
-    messages.Recall: Load.on_refusal,
+    messages.Recall: Load.on_refusal,  # of a read in progress, `DecodeMachine` answers it
     events.ChunksWanted: Load.on_progress,
     messages.PackReply: Load.on_packed,
     events.ReadDone: Load.on_read_done,

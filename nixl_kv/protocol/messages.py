@@ -285,7 +285,7 @@ class PackReply(_OfClaim, frozen=True, kw_only=True):
 
 
 class Recall(_OfClaim, frozen=True, kw_only=True):
-    """The rank needs the blocks: a reader releases them, or renews if it reads them already."""
+    """The rank needs the blocks: a reader releases them, or sends a heartbeat if it reads them."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

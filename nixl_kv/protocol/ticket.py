@@ -31,7 +31,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 9  # of tickets and messages alike; docs/protocol.md has the history
+WIRE_VERSION: Final = 9  # of tickets and messages alike; see docs/protocol.md
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"

@@ -1,8 +1,8 @@
 """Faults that are planted into the bytes that decode has read, after they landed.
 
-A `Planter` replaces the digester of a decode rank. Its second step comes when the bytes of a prefill
-rank have landed, so the digest is the first to see a fault. This module works out by itself where a
-load's tokens are, so that it also sees mistakes of the product's slices and plans.
+A `Planter` replaces the digester of a decode rank. Its second step comes when the bytes of a
+prefill rank have landed, so the digest is the first to see a fault. This module works out by itself
+where a load's tokens are, so that it also sees mistakes of the product's slices and plans.
 """
 
 import ctypes
