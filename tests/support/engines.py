@@ -25,7 +25,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 
-OFFER_TTL_S = 15
+OFFER_TTL_S = 8
 """Long enough that a busy machine does not end an offer, which tests then wait for."""
 
 PATIENT: Mapping[str, object] = {
