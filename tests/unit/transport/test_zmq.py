@@ -434,7 +434,8 @@ def test_an_endpoint_with_another_key_is_lost_with_a_reason(
     keyed: MakeKeyed, serve: Serve, server: Keys | None, client: Keys | None, reason: str
 ) -> None:
     endpoint, stranger, friend = serve(server), keyed(client), keyed(server)
-    stranger.send(endpoint, b"let me in")
+    with contextlib.suppress(TransportError):  # on a busy machine it is refused before it sends
+        stranger.send(endpoint, b"let me in")
     assert next_of(stranger) == Lost(endpoint, reason)
     check_served(friend, endpoint)
 
