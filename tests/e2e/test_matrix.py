@@ -243,8 +243,13 @@ def ask_single(single: Client, model: str, cell: Cell) -> Reference:
 
 @pytest.fixture
 def pair(
-    request: pytest.FixtureRequest, engines: Cluster, model: str, cell: Cell
+    request: pytest.FixtureRequest,
+    engines: Cluster,
+    reference_of: Callable[[str, Cell], Reference],
+    model: str,
+    cell: Cell,
 ) -> Iterator[Pair]:
+    reference_of(model, cell)  # the single engine goes first: its start may end others
     shared: list[Engine | None] = [None, None]
     path, specs = PATHS.get(f"{model}/{cell.name}"), []
     for side, shape in enumerate((cell.prefill, cell.decode)):
