@@ -78,7 +78,7 @@ def row_of(name: Any, rate: float, options: argparse.Namespace) -> Row:
             if name != "none":
                 loaded = Loaded.from_counters(since.changed(), name)
                 row |= {"GB": loaded.nbytes / 1e9, "loads": loaded.loads}
-        return row | {"idle CPU %": measure_idle(started, ()) / len(started)}
+        return row | {"idle CPU %": measure_idle(started) / len(started)}
 
 
 def run_client(url: str, rate: float, options: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 `waits`.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import allocate
+from nixl_kv.reading.paths import RankSetup, allocate
 from nixl_kv.transport.base import Received
 from support.records import CONTEXT, hex32
 
@@ -76,6 +76,20 @@ class Background(Executor):
                 future.set_result(job())
             except Exception as error:  # noqa: BLE001 - as any executor
                 future.set_exception(error)
+
+
+def rank_setup(config: Config, **changed: Any) -> RankSetup:
+    """What a path is built for: a rank of both roles over a cache in host memory."""
+    fields: dict[str, Any] = {"layout": Cache(Sizes()).layout()}
+    fields |= {"is_prefill": True, "is_decode": True, **changed}
+    return RankSetup(
+        config=config,
+        wake=lambda: None,
+        background=Background(),
+        counts=defaultdict(float),
+        clock=lambda: 0.0,
+        **fields,
+    )
 
 
 class StepControl(MemoryControl):

@@ -7,25 +7,17 @@ from typing import Final
 
 import psutil
 
-from harness.cluster.client import Client
 from harness.cluster.cluster import say
 from harness.cluster.engines import Engine
-from harness.cluster.prompts import random_prompt
 
-REQUESTS: Final = 5
-PROMPT_TOKENS: Final = 300
 SETTLE_S: Final = 12.0
 """While a prefill engine holds blocks for a reader, vLLM itself steps all the time. Blocks that
 have no reader are given up after some seconds. Only then is the engine idle."""
 IDLE_S: Final = 10.0
 
 
-def measure_idle(engines: Sequence[Engine], urls: Sequence[str]) -> float:
-    """Percent of one core that the engines use, after a few requests to each URL."""
-    for url in urls:
-        with Client(url) as client:
-            for seed in range(REQUESTS):
-                client.complete(random_prompt(PROMPT_TOKENS, seed))
+def measure_idle(engines: Sequence[Engine]) -> float:
+    """Percent of one core that the engines use once they hold nothing."""
     say(f"waiting {SETTLE_S:.0f} s, then measuring {IDLE_S:.0f} s")
     time.sleep(SETTLE_S)
     before, begin = cpu_seconds(engines), time.monotonic()

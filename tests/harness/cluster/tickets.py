@@ -1,7 +1,6 @@
 """Tickets with other values in them, as a client writes them who has no key.
 
-Ours has them in its one string, and copies of some for routers; vLLM's own connector's has them in
-fields of the request's parameters.
+They are in its one string, and copies of some are fields for routers.
 """
 
 import base64
@@ -19,9 +18,7 @@ NAMES: Final = ticket.Ticket.__struct_fields__
 
 
 def values(params: Ticket) -> dict[str, Any]:
-    """The values in the string, by name; empty without a string."""
-    if ticket.FIELD not in params:
-        return {}
+    """The values in the string, by name."""
     payload = params[ticket.FIELD].rpartition(".")[2]
     packed = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
     return dict(zip(NAMES, msgspec.msgpack.decode(packed), strict=True))
@@ -37,8 +34,6 @@ def sealed(params: Ticket, entries: object, version: int = ticket.WIRE_VERSION) 
 def changed(params: Ticket, **fields: Any) -> Ticket:
     """The same ticket with these values, wherever it has them."""
     inside = values(params)
-    if not inside:
-        return params | fields
     outside = {name: value for name, value in fields.items() if name in params}
     renamed = {INSIDE.get(name, name): value for name, value in fields.items()}
     known = {name: value for name, value in renamed.items() if name in inside}

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -19,11 +18,11 @@ from nixl_kv.geometry.layout import Memory
 from nixl_kv.protocol.events import DataEvent, ReadDone
 from nixl_kv.reading import gather
 from nixl_kv.reading.gather.path import OwnerWatch
-from nixl_kv.reading.paths import Feature, RankSetup
+from nixl_kv.reading.paths import Feature
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
 from support.records import PEER
-from support.stepped import Background
+from support.stepped import rank_setup
 
 SLOT_BYTES = 16  # of the fence slot, which NIXL reads
 
@@ -220,17 +219,8 @@ def test_its_thread_ends_with_it(watched: Watched) -> None:
 
 
 def built(memory: Memory, path: str) -> Feature:
-    setup = RankSetup(
-        layout=dataclasses.replace(Cache(Sizes()).layout(), memory=memory),
-        config=Config(path=path),
-        is_prefill=True,
-        is_decode=True,
-        wake=lambda: None,
-        background=Background(),
-        counts=defaultdict(float),
-        clock=lambda: 0.0,
-    )
-    return gather.build(setup)
+    layout = dataclasses.replace(Cache(Sizes()).layout(), memory=memory)
+    return gather.build(rank_setup(Config(path=path), layout=layout))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two blocks fit into any.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.local.caches import Cache, Sizes
+from harness.local.caches import Sizes
 from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
@@ -22,11 +22,11 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.reading import staged
-from nixl_kv.reading.paths import ExtraMemory, Feature, RankSetup
+from nixl_kv.reading.paths import ExtraMemory, Feature
 from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
-from support.stepped import HOST, RING_SLOTS, Background, MakeWorld, World
+from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
 
 TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
 TOKENS = 23
@@ -410,17 +410,7 @@ MIB = 1 << 20
 
 
 def built(*, is_decode: bool = True, **config: Any) -> Feature:
-    setup = RankSetup(
-        layout=Cache(Sizes()).layout(),
-        config=Config(**config),
-        is_prefill=True,
-        is_decode=is_decode,
-        wake=lambda: None,
-        background=Background(),
-        counts=defaultdict(float),
-        clock=lambda: 0.0,
-    )
-    return staged.build(setup)
+    return staged.build(rank_setup(Config(**config), is_decode=is_decode))
 
 
 @pytest.mark.parametrize("changed", [{"staging_mib": 0}, {"path": "direct"}, {"path": "gather"}])
