@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from nixl_kv import addresses
 from nixl_kv.errors import ConfigError
+from nixl_kv.ids import endpoint_host
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -275,6 +276,8 @@ class Config:
     in_tree_decode: Annotated[bool, SWITCH] = True
     # Whether decode computes a request whose KV cannot be read, or ends it with an error.
     on_load_failure: Annotated[str, _choice(Literal["recompute", "fail"])] = "recompute"
+    # Whether to export the metrics of vLLM's own NixlConnector too, for existing dashboards.
+    in_tree_metrics: Annotated[bool, SWITCH] = True
     # Share of the loads whose bytes decode compares with prefill's by a digest.
     verify: Annotated[float, VERIFY] = 0.0
 
@@ -294,6 +297,12 @@ class Config:
         if self.has_key:
             return AllowedHosts()
         return AllowedHosts((*LOOPBACK, ipaddress.ip_network(self.host)))
+
+    def entry_of(self, endpoint: str) -> str:
+        """The entry of `peers` that allows an endpoint; '' if `peers` is not set."""
+        host = endpoint_host(endpoint)
+        entries = [one for one in self.peers or () if AllowedHosts((one,)).allows(host)]
+        return str(entries[0]) if entries else ""
 
     @property
     def heartbeat_interval_s(self) -> float:

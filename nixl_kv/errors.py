@@ -40,8 +40,22 @@ class RemoteProtocolError(NixlKVError):
     """A peer or a client sent something that the protocol does not allow."""
 
 
+TICKET_REASONS: Final = (
+    *("malformed", "key", "version", "host", "role", "used", "prompt", "weights"),
+    "other_connector",
+)
+
+
+class TicketRefused(RemoteProtocolError):  # noqa: N818 - decode computes the request
+    """Decode cannot use a ticket. `reason` is one of TICKET_REASONS."""
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ForeignVersion(RemoteProtocolError):  # noqa: N818 - a fact about two engines, not a failure
-    """A peer or a ticket has another wire version. Names both versions."""
+    """A peer has another wire version. Names both versions."""
 
 
 class TransportError(NixlKVError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.connector.paging import Paging
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
@@ -30,6 +30,11 @@ REMEMBER_S: Final = 600.0
 
 # How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.
 MAX_ENGINES: Final = 1 << 14
+
+OTHER_PROMPT: Final = (
+    "check that prefill and decode have the same chat template, tokenizer and LoRA adapters, and "
+    "that the router sends both the same text, cache_salt and media"
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class DecodeScheduler:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
 
         Raises:
-            RemoteProtocolError: if the ticket is not valid; this engine computes the request.
+            TicketRefused: if the ticket is not valid; this engine computes the request.
         """
         sealed = self._check_trust(params)  # before anything connects to the ticket's host
         ticket = sealed.open()
@@ -104,20 +109,24 @@ class DecodeScheduler:
         if ticket.nonce in self._used:
             if is_rejected:  # the client hung up after the request had arrived
                 return
-            raise RemoteProtocolError("kv_transfer_params: nonce was used before")
+            raise TicketRefused(
+                "kv_transfer_params: its ticket was used before (a ticket is good for one load; "
+                "of n > 1 or a list of prompts, only the first request loads)",
+                "used",
+            )
         if is_rejected:  # by vLLM's frontend, so the prompt is a placeholder
             self._give_back(prepare)
             return
-        if ticket.num_tokens > prompt.num_tokens:
-            raise RemoteProtocolError(
-                f"kv_transfer_params: num_tokens is {ticket.num_tokens}; "
-                f"allowed: up to the prompt's {prompt.num_tokens}"
+        is_longer = ticket.num_tokens > prompt.num_tokens
+        if is_longer or prompt.context(ticket.nonce) != ticket.context:
+            raise TicketRefused(
+                f"kv_transfer_params: the ticket is for another prompt: {ticket.num_tokens} tokens "
+                f"there, {prompt.num_tokens} here; {OTHER_PROMPT}",
+                "prompt",
             )
-        if prompt.context(ticket.nonce) != ticket.context:
-            raise RemoteProtocolError("kv_transfer_params: context is another prompt's")
         if outdated := self._why_outdated(ticket):
             self._give_back(prepare)
-            raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
+            raise TicketRefused(f"kv_transfer_params: {outdated}", "weights")
         latest = self._epochs.pop(ticket.incarnation, 0)
         self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
         if len(self._epochs) > MAX_ENGINES:

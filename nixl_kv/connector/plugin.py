@@ -117,6 +117,15 @@ def _connectors(transfer: Any) -> Any:
     return () if transfer is None else (vars(transfer),)
 
 
+def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
+    """The settings and the roles of this connector, also if it is a child of a MultiConnector."""
+    outer = vllm_config.kv_transfer_config
+    transfer = next(filter(_is_ours, _connectors(outer)), None) or vars(outer)
+    roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
+    config = Config.parse(transfer.get("kv_connector_extra_config") or {}, os.environ)
+    return config, roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
+
+
 def _is_ours(transfer: Mapping[str, Any]) -> bool:
     module = transfer.get("kv_connector_module_path") or ""
     is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"

@@ -67,6 +67,7 @@ class _Offer:
     context: str = ""
     tables: tuple[Table, ...] = ()
     held: _Indices = field(init=False, repr=False)  # set when the ticket leaves
+    left_at: float = 0.0  # when that was, in Unix seconds
 
 
 class PrefillScheduler:
@@ -107,6 +108,15 @@ class PrefillScheduler:
     @property
     def num_offers(self) -> int:
         return len(self._offers)
+
+    @property
+    def num_held_blocks(self) -> int:
+        return len(self._held)
+
+    @property
+    def oldest_offer_at(self) -> float:
+        """When the ticket of the oldest open offer left, in Unix seconds; 0 without offers."""
+        return next((offer.left_at for offer in self._offers.values()), 0.0)
 
     def on_new_request(
         self, request: RequestId, num_tokens: int, make_context: Callable[[Nonce], str]
@@ -240,6 +250,7 @@ class PrefillScheduler:
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
         offer.held = blocks.astype(np.intp)  # numpy converts other types at each use
+        offer.left_at = time.time()
         self._offers[offer.request] = offer
         self._held.add(offer.held)
         self._revocable[offer.nonce] = offer

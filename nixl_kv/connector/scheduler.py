@@ -24,7 +24,7 @@ from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
 from nixl_kv.connector.vllm_config import (
     computed_on_decode,
     draft_facts,
@@ -43,7 +43,7 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import ConfigError, LimitedLog, RemoteProtocolError, TransportError, get_logger
+from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportError, get_logger
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
@@ -121,6 +121,7 @@ class Scheduler:
         # no effect, because a child sees only its own part of the configuration.
         self._recomputes = policy == "recompute"
         transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
+        self._counts = RequestCounts(self.stats, recomputes=self._recomputes)
         if self._is_decode:
             logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])
 
@@ -133,8 +134,8 @@ class Scheduler:
         self._follow_label()
         try:
             self._dispatch(request)
-        except RemoteProtocolError as error:
-            self.stats.count("tickets_refused")
+        except TicketRefused as error:
+            self._counts.count_refused(error.reason, request.num_prompt_tokens)
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
     # For each waiting request, in each step until it is allocated.
@@ -184,19 +185,24 @@ class Scheduler:
         if self._recomputes and has_failed and self._decode.has_begun(request_id):
             logger.warning(OUTER_POLICY, request_id)
         self._decode.request_finished(request_id)
-        return self._prefill.request_finished(
+        keeps_blocks, params = self._prefill.request_finished(
             request_id, self._transferred(block_ids), reason=why_not_offered(request)
         )
+        if params is not None:
+            self.stats.count("offers")
+        return keeps_blocks, params
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         output, metadata = connector_output, connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._follow_ranks(metadata)
+            self._counts.add(metadata.reports)
         self._follow_label()
-        self._prefill.update_connector_output(_own(output.finished_sending))
-        held_back = self._decode.update_connector_output(
-            _own(output.finished_recving), _own(output.failed_recving)
-        )
+        sent, received = _own(output.finished_sending), _own(output.finished_recving)
+        self._prefill.update_connector_output(sent)
+        self._counts.count_offers(sent)
+        held_back = self._decode.update_connector_output(received, _own(output.failed_recving))
+        self._counts.count_loads(received, held_back)
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if held_back and output.finished_recving:
             output.finished_recving -= set(held_back)
@@ -224,6 +230,9 @@ class Scheduler:
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure("open_offers", self._prefill.num_offers)
         self.stats.measure("open_loads", self._decode.num_open)
+        self.stats.measure("offered_blocks", self._prefill.num_held_blocks)
+        self.stats.measure("oldest_offer_timestamp_seconds", self._prefill.oldest_offer_at)
+        self.stats.measure("draining", self._directory is not None and self._directory.is_draining)
         return self.stats.pop()
 
     # --- the engine's description
@@ -244,8 +253,8 @@ class Scheduler:
         self._publish()
 
     def _follow_ranks(self, metadata: WorkerMetadata) -> None:
-        """Describe the engine anew: some ranks have a new incarnation, so it has one too."""
-        if self._ranks:
+        """Describe the engine anew if some ranks have a new incarnation: it has one too then."""
+        if self._ranks and metadata.rank_descriptions:
             for rank, description in metadata.rank_descriptions.items():
                 self._ranks[rank] = decode_rank(description)
             self._publish()
@@ -315,7 +324,7 @@ class Scheduler:
         fields: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
-                self.stats.count("tickets_missing")
+                self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
                 logger.info(
                     "request %s is computed here: its kv_transfer_params have no ticket",
                     request.request_id,
@@ -324,16 +333,22 @@ class Scheduler:
             return
         elif fields.get("do_remote_decode") is True:
             if not self._is_prefill:
-                raise RemoteProtocolError(
-                    "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
+                raise TicketRefused(
+                    "kv_transfer_params: do_remote_decode is true, but this engine is a "
+                    "kv_consumer, which decodes; send such requests to a prefill engine "
+                    "(kv_producer or kv_both), and check the router's lists of engines",
+                    "role",
                 )
             self._begin_offer(request)
         elif not self._is_decode:
-            raise RemoteProtocolError(
-                "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
+            raise TicketRefused(
+                "kv_transfer_params: do_remote_decode is not true, but this engine is a "
+                "kv_producer, which prefills; send such requests to a decode engine "
+                "(kv_consumer or kv_both), and check the router's lists of engines",
+                "role",
             )
         elif _is_in_tree(fields):
-            self.stats.count("tickets_refused")
+            self._counts.count_refused("other_connector", request.num_prompt_tokens)
             engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
             self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, engine, host)
         else:

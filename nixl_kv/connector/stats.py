@@ -1,16 +1,21 @@
-"""Counters and gauges, and how they reach vLLM's log and Prometheus.
+"""Counters, gauges and histograms, and how they reach vLLM's log and Prometheus.
 
 The scheduler and each worker fill a `Stats` in every step. vLLM merges them with `aggregate`. The
 API server logs `reduce()` and passes the data to `PromMetrics`.
+
+A load or an offer counts once, whatever the TP size: each worker sends its part with the step's
+output, and the scheduler joins the parts (`RequestCounts`). Workers count only the events of a
+rank, such as reads.
 """
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from importlib.metadata import version
+from typing import Any, Final, Literal, TypeAlias
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -18,112 +23,209 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from nixl_kv.errors import get_logger
-from nixl_kv.protocol import events
+from nixl_kv.config import Config
+from nixl_kv.connector.plugin import own_config
+from nixl_kv.errors import TICKET_REASONS, get_logger
+from nixl_kv.ids import RequestId
+from nixl_kv.protocol import events, peers
+from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transport import descriptors
 
 logger = get_logger(__name__)
 
-COUNTERS: Final = {
-    "loads": "Loads completed, per rank: decode read all KV while prefill held it.",
-    "loads_verified": "Loads whose bytes matched prefill's digest.",
-    "load_failures": "Loads failed, per rank. on_load_failure decides how the request continues.",
-    "load_failures_denied": "Load failures because the offer was used, expired or revoked.",
-    "load_failures_lease_lost": "Load failures because the lease expired before a read began.",
-    "load_failures_recalled": "Load failures because prefill recalled the offer before a read.",
-    "load_failures_unreachable": "Load failures because prefill did not answer, or was lost.",
-    "load_failures_incompatible": "Load failures because the engines' models or caches differ.",
-    "load_failures_late": "Load failures because a deadline passed.",
-    "load_failures_broken": "Load failures because a read returned an error.",
-    "load_failures_fenced": "Load failures because prefill took its blocks back during the read.",
-    "load_failures_corrupt": "Load failures because the bytes did not match prefill's digest.",
-    "load_failures_internal": "Load failures because of a bug in nixl_kv, or a failed digest.",
-    "loads_dropped": "Loads cancelled because the request had ended or the cache was reset.",
-    "tokens_loaded": "Prompt tokens whose KV was loaded, per rank.",
-    "bytes_read": "Bytes of KV read, per rank.",
-    "descriptors": "Contiguous runs in these bytes, per rank.",
-    "reads_direct": "Reads by NIXL with one descriptor per run, per rank.",
-    "read_seconds_direct": "Seconds that direct reads took.",
-    "reads_gather": "Reads by a kernel from mapped GPU memory, per rank.",
-    "read_seconds_gather": "Seconds that gather reads took.",
-    "reads_staged": "Reads for which prefill packed all or most bytes into its ring, per rank.",
-    "read_seconds_staged": "Seconds that staged reads took, from the first request for a chunk.",
-    "staged_bytes_read_directly": "Bytes of staged reads that NIXL read run by run, per rank.",
-    "chunks_packed": "Chunks of KV that prefill packed for its readers, per rank.",
-    "chunk_bytes": "Bytes of KV in these chunks, per rank.",
-    "chunk_seconds": "Seconds from the start to the end of each packing, per rank.",
-    "digests": "Digests computed, by prefill and by decode, per rank.",
-    "digest_bytes": "Bytes of KV covered by digests, per rank.",
-    "digest_seconds": "Seconds that digests took, concurrent with other work, per rank.",
-    "offers": "Finished prefills whose ticket left, per rank.",
-    "offers_read": "Offers that all their readers released after reading, per rank.",
-    "offers_unclaimed": "Offers that no reader claimed in time, per rank.",
-    "offers_not_needed": "Offers not read: decode had the KV or read another copy, per rank.",
-    "offers_aborted": "Offers whose reader aborted, per rank.",
-    "offers_revoked": "Offers taken back unread: their blocks were needed or held long, per rank.",
-    "offers_expired": "Offers whose last lease expired, per rank.",
-    "offers_lost": "Offers that ended because the transfer thread restarted, per rank.",
-    "asks_denied": "Asks for an unknown offer, or by a reader without the claim, per rank.",
-    "messages_dropped": "Control messages that violate the protocol, per rank.",
-    "peers_lost": "Prefill engines or ranks in use that twice in a row did not answer.",
-    "peers_unreadable": "Prefill engines to which two data connections in a row broke, per rank.",
-    "joins": "Handshakes that made a prefill engine's memory readable, per rank.",
-    "join_seconds": "Seconds that handshakes took, concurrent with other work, per rank.",
-    "warm_ups": "First reads from a prefill rank, which only open connections, per rank.",
-    "warm_up_seconds": "Seconds that these first reads took, per rank.",
-    "agents_recycled": "NIXL agents destroyed to stop a stuck read, per rank.",
-    "serving_restarts": "New incarnations because peers could not connect to its memory, per rank.",
-    "agents_replaced": "NIXL agents replaced to close connections to departed peers, per rank.",
-    "thread_restarts": "Restarts of the transfer thread after an exception, per rank.",
-    "tickets_refused": "Requests computed on decode because their kv_transfer_params are invalid.",
-    "tickets_missing": "Requests computed on decode because they have no ticket.",
-}
-
-# The scheduler measures these, once per engine.
-GAUGES: Final = {
-    "open_offers": "Offers that hold blocks now.",
-    "open_loads": "Requests that load KV now, or will when they have blocks.",
-}
-
-# Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
-# so Prometheus shows a series per rank (label `rank`).
-RANK_GAUGES: Final = {
-    "unreadable": "1 while peers cannot connect to the rank's memory; else 0.",
-    "open_descriptors": "Open file descriptors of the rank's process.",
-}
+PREFIX: Final = "vllm:nixl_kv_"
 
 DESCRIPTORS_S: Final = 10.0  # between two counts of the open file descriptors
 # The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good.
 DESCRIPTORS_SHARE: Final = 0.8
 WARN_S: Final = 600.0
 
-# These mean something only as sums over many loads, so the log omits them.
-NOT_LOGGED: Final = "read_seconds_"
+# --- the metrics
 
-TRANSFER_SECONDS: Final = "transfer_seconds"
-HISTOGRAMS: Final = {TRANSFER_SECONDS: "Seconds that the longest read of a load took, per rank."}
-_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
+Role: TypeAlias = Literal["prefill", "decode"]
+BOTH: Final[tuple[Role, ...]] = ("prefill", "decode")
+
+SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+FAILURES: Final = [kind.value for kind in events.FailureKind if kind.value != "dropped"]
+NO_TICKET: Final = "no_ticket"
+PATHS: Final = ("direct", "gather", "staged")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name under `PREFIX`. A counter's name in Prometheus ends in `_total`."""
+
+    help: str
+    roles: tuple[Role, ...]
+    # Its labels, and their values that Prometheus shows as 0 from the start.
+    labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = SECONDS  # of a histogram
+
+
+def _decode(text: str, **labels: Iterable[str]) -> Metric:
+    return Metric(text, ("decode",), labels)
+
+
+def _prefill(text: str, **labels: Iterable[str]) -> Metric:
+    return Metric(text, ("prefill",), labels)
+
+
+def _both(text: str, **labels: Iterable[str]) -> Metric:
+    return Metric(text, BOTH, labels)
+
+
+PEER: Final[Iterable[str]] = ()  # the entries of the setting `peers`
+RANK: Final[Iterable[str]] = ()  # each rank of the engine
+
+COUNTERS: Final[Mapping[str, Metric]] = {
+    "loads": _decode(
+        "Requests whose load of KV from prefill ended, by outcome and by prefill's entry in peers.",
+        outcome=("loaded", "failed", "cancelled"),
+        peer=PEER,
+    ),
+    "load_failures": _decode(
+        "Requests whose KV load failed, by reason and by prefill's entry in peers.",
+        reason=FAILURES,
+        peer=PEER,
+    ),
+    "verified_loads": _decode("Requests whose loaded bytes matched prefill's digest."),
+    "loaded_tokens": _decode("Prompt tokens whose KV was loaded from prefill."),
+    "refused_tickets": _decode(
+        "Requests with a ticket that decode refused before it asked prefill, by reason.",
+        reason=TICKET_REASONS,
+    ),
+    "recomputed_requests": _decode(
+        "Requests whose prompt decode computed because it did not get its KV, by reason.",
+        reason=(*FAILURES, *TICKET_REASONS, NO_TICKET),
+    ),
+    "recomputed_tokens": _decode(
+        "Prompt tokens that decode computed because it did not get their KV, by reason.",
+        reason=(*FAILURES, *TICKET_REASONS, NO_TICKET),
+    ),
+    "read_bytes": _decode(
+        "Bytes of KV read, by the path that they took, summed over ranks.", path=PATHS
+    ),
+    "read_descriptors": _decode("Contiguous runs of KV read, summed over ranks."),
+    "lost_peers": _decode("Connections to prefill ranks in use that broke twice, per rank."),
+    "unreadable_peers": _decode(
+        "Prefill engines to which two data connections in a row broke, per rank."
+    ),
+    "replaced_agents": _decode(
+        "NIXL agents that were replaced, by reason, per rank.",
+        reason=("stuck_read", "departed_peers"),
+    ),
+    "offers": _prefill("Requests whose finished prefill was offered to decode with a ticket."),
+    "ended_offers": _prefill(
+        "Offers that ended, by outcome. unclaimed: no decode engine asked for it in time.",
+        outcome=[end.value for end in events.OfferEnd],
+    ),
+    "denied_asks": _prefill(
+        "Asks for an unknown offer, or by a reader without the claim, per rank."
+    ),
+    "packed_bytes": _prefill(
+        "Bytes of KV that prefill packed for staged reads, summed over ranks."
+    ),
+    "serving_restarts": _prefill(
+        "New incarnations of a rank because peers could not connect to its memory, per rank."
+    ),
+    "digest_bytes": _both("Bytes of KV covered by digests (verify), summed over ranks."),
+    "dropped_messages": _both("Control messages that violate the protocol, per rank."),
+    "thread_restarts": _both("Restarts of the transfer thread after an exception, per rank."),
+}
+
+GAUGES: Final[Mapping[str, Metric]] = {
+    # The scheduler measures these, once per engine.
+    "open_loads": _decode("Requests that load KV now, or will when they have blocks."),
+    "open_offers": _prefill("Offers that hold blocks now."),
+    "offered_blocks": _prefill("Blocks of the KV cache that open offers hold."),
+    "oldest_offer_timestamp_seconds": _prefill(
+        "Unix time at which the ticket of the oldest open offer left; 0 without open offers."
+    ),
+    "draining": _prefill("1 while the engine offers no new requests (nixl-kv drain); else 0."),
+    # Each rank measures its own. A sum, or the value that arrived last, would be wrong.
+    "peers": _decode(
+        "Prefill engines that a decode rank knows, by state.",
+        state=[state.name.lower() for state in peers.State],
+        rank=RANK,
+    ),
+    "unreadable": _prefill("1 while peers cannot connect to the rank's memory; else 0.", rank=RANK),
+    "open_descriptors": _both("Open file descriptors of the rank's process.", rank=RANK),
+}
+
+HISTOGRAMS: Final[Mapping[str, Metric]] = {
+    "wait_seconds": _decode(
+        "Seconds that a request waited for its KV, by phase: for prefill's grant (ask), for local "
+        "blocks, in the read queue, for the bytes (read) and for the digests (verify).",
+        phase=events.PHASES,
+    ),
+    "read_seconds": _decode(
+        "Seconds that the read of one prefill rank by one decode rank took, by path.", path=PATHS
+    ),
+    "handshake_seconds": _decode(
+        "Seconds until a prefill engine's memory was readable at first contact, per rank."
+    ),
+    "warm_up_seconds": _decode(
+        "Seconds that the first read from a prefill rank took, which opens connections, per rank."
+    ),
+    "pack_seconds": _prefill(
+        "Seconds that packing a chunk of KV for a staged read took, per rank."
+    ),
+    "digest_seconds": _both("Seconds that computing a digest (verify) took, per rank."),
+}
+
+METRICS: Final[Mapping[str, Metric]] = {**COUNTERS, **GAUGES, **HISTOGRAMS}
+
+# Reads of a step: `{path: [[seconds, seconds to post, bytes, runs, of these bytes directly], ...]}`
+READS: Final = "reads"
+
+# The metrics of vLLM's own NixlConnector, whose names dashboards and autoscalers know.
+_BYTES: Final = tuple(float(2 << exponent) for exponent in range(10, 34, 2))
+_RUNS: Final = (10.0, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+_TIMES: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+IN_TREE_PREFIX: Final = "vllm:nixl_"
+IN_TREE_HISTOGRAMS: Final[Mapping[str, Metric]] = {  # in the order of the values of `READS`
+    "xfer_time_seconds": Metric("Seconds that a read took, per rank.", BOTH, {}, _TIMES),
+    "post_time_seconds": Metric("Seconds to start a read, per rank.", BOTH, {}, (0.001, *_TIMES)),
+    "bytes_transferred": Metric("Bytes of one read, per rank.", BOTH, {}, _BYTES),
+    "num_descriptors": Metric("Contiguous runs of one read, per rank.", BOTH, {}, _RUNS),
+}
+IN_TREE_COUNTERS: Final[Mapping[str, Metric]] = {
+    "num_failed_transfers": _both("Requests whose KV load failed."),
+    "num_failed_notifications": _both("Always 0: decode sends no NIXL notifications."),
+    "num_kv_expired_reqs": _both("Offers that no decode engine claimed or finished in time."),
+    "num_notifications_after_expiry": _both("Always 0: a fence proves that blocks were held."),
+}
+_EXPIRED: Final = (events.OfferEnd.UNCLAIMED.value, events.OfferEnd.EXPIRED.value)
+
+
+# --- what a step counted
 
 
 @dataclass
 class Stats(KVConnectorStats):
     """The counts of one step. A gauge is sent only when it changes."""
 
-    # vLLM sends it between processes: a number per counter and per engine's gauge, `{rank: value}`
-    # per rank's gauge, and a list of seconds.
+    # vLLM sends it between processes: `{name: {label values, joined by '|': value}}`. The value is
+    # a number, or a list for a histogram and for READS.
     data: dict[str, Any] = field(default_factory=dict)
     rank: int = 0  # the worker's
     _descriptors_at: float = -math.inf
     _warn_at: float = -math.inf
-    _measured: dict[str, float] = field(default_factory=dict)  # the gauges as last sent
+    _measured: dict[tuple[str, str], float] = field(default_factory=dict)  # gauges as last sent
 
-    def count(self, name: str, amount: float = 1) -> None:
-        self.data[name] = self.data.get(name, 0) + amount
+    def count(self, name: str, amount: float = 1, *labels: str) -> None:
+        values, key = self.data.setdefault(name, {}), "|".join(labels)
+        values[key] = values.get(key, 0) + amount
 
-    def measure(self, name: str, value: float) -> None:
-        if self._measured.get(name, 0) != value:
-            self._measured[name] = value
-            self.data[name] = value if name in GAUGES else {str(self.rank): value}
+    def measure(self, name: str, value: float, *labels: str) -> None:
+        key = "|".join((*labels, str(self.rank)) if "rank" in GAUGES[name].labels else labels)
+        if self._measured.get((name, key), 0) != value:
+            self._measured[name, key] = value
+            self.data.setdefault(name, {})[key] = value
+
+    def observe(self, name: str, values: Iterable[Any], *labels: str) -> None:
+        self.data.setdefault(name, {}).setdefault("|".join(labels), []).extend(values)
 
     def measure_descriptors(self, now: float) -> None:
         if now < self._descriptors_at:
@@ -139,40 +241,22 @@ class Stats(KVConnectorStats):
                 *(count, limit),
             )
 
-    def count_results(self, results: Iterable[events.Result]) -> None:
+    def count_rank(self, results: Iterable[events.Result]) -> None:
+        """Count the events of one rank; `RequestCounts` counts its loads and offers."""
         for result in results:
             match result:
                 case events.LoadEnded():
-                    self._count_load(result)
-                case events.OfferEnded():
-                    self.count(f"offers_{result.end.value}")
+                    for read in result.reads:
+                        if read.num_bytes:
+                            times = read.seconds, read.post_seconds
+                            sizes = read.num_bytes, read.num_runs, read.direct_bytes
+                            self.observe(READS, [[*times, *sizes]], read.path)
                 case events.Counts():
-                    for name, amount in result.counts.items():
-                        record = self.measure if name in RANK_GAUGES else self.count
-                        record(name, amount)
-
-    def _count_load(self, load: events.LoadEnded) -> None:
-        if load.failure is not None:
-            if load.failure.kind is events.FailureKind.DROPPED:
-                self.count("loads_dropped")  # not a failure
-            else:
-                self.count("load_failures")
-                self.count(f"load_failures_{load.failure.kind.value}")
-            return
-        self.count("loads")
-        if load.verified:
-            self.count("loads_verified")
-        self.count("tokens_loaded", load.num_tokens)
-        for read in load.reads:
-            self.count("bytes_read", read.num_bytes)
-            self.count("descriptors", read.num_runs)
-            if read.num_bytes:
-                self.count(f"reads_{read.path}")
-                self.count(f"read_seconds_{read.path}", read.seconds)
-                if read.direct_bytes:
-                    self.count("staged_bytes_read_directly", read.direct_bytes)
-        seconds = max((read.seconds for read in load.reads), default=0.0)
-        self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
+                    for (name, label), amount in result.amounts.items():
+                        record = self.measure if name in GAUGES else self.count
+                        record(name, amount, *filter(None, (label,)))
+                    for (name, label), seconds in result.seconds.items():
+                        self.observe(name, seconds, *filter(None, (label,)))
 
     def pop(self) -> "Stats | None":
         data, self.data = self.data, {}
@@ -182,74 +266,268 @@ class Stats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
-        for name, value in other.data.items():
-            if isinstance(value, list):
-                self.data[name] = [*self.data.get(name, []), *value]
-            elif name in RANK_GAUGES:
-                self.data[name] = {**self.data.get(name, {}), **value}
-            elif name in GAUGES:
-                self.data[name] = value
-            else:
-                self.count(name, value)
+        for name, values in other.data.items():
+            mine = self.data.setdefault(name, {})
+            for key, value in values.items():
+                if isinstance(value, list):
+                    mine[key] = [*mine.get(key, []), *value]
+                else:
+                    mine[key] = value if name in GAUGES else mine.get(key, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
+        """The numbers of vLLM's log line. The first ones have the names of vLLM's NixlConnector."""
         numbers: dict[str, int | float] = {}
-        for name, value in self.data.items():
-            if name in RANK_GAUGES:
-                numbers |= {f"{name} of rank {rank}": each for rank, each in value.items()}
-            elif name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED):
-                numbers[name] = value
-        seconds = self.data.get(TRANSFER_SECONDS, [])
-        if any(seconds):  # a rank that has nothing to read needs no time
-            numbers["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
-            numbers["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
+        reads = [read for each in self.data.get(READS, {}).values() for read in each]
+        if reads:
+            times, posts, sizes, runs, _ = zip(*reads, strict=True)
+            mib = sum(sizes) / 2**20
+            numbers = {
+                "Num successful transfers": len(reads),
+                "Avg xfer time (ms)": _milliseconds(statistics.mean(times)),
+                "P90 xfer time (ms)": _milliseconds(_p90(times)),
+                "Avg post time (ms)": _milliseconds(statistics.mean(posts)),
+                "P90 post time (ms)": _milliseconds(_p90(posts)),
+                "Avg MB per transfer": round(mib / len(reads), 3),
+                "Throughput (MB/s)": round(mib / sum(times), 3) if any(times) else 0,
+                "Avg number of descriptors": round(statistics.mean(runs), 1),
+            }
+        ended = self.data.get("ended_offers", {})
+        failed = sum(self.data.get("load_failures", {}).values())
+        expired = sum(ended.get(outcome, 0) for outcome in _EXPIRED)
+        numbers |= {"Num failed transfers": failed} if failed else {}
+        numbers |= {"Num KV expired reqs": expired} if expired else {}
+        for name, values in sorted(self.data.items()):
+            if name in COUNTERS or name in GAUGES:
+                numbers |= {
+                    f"{name}{{{key}}}" if key.strip("|") else name: value
+                    for key, value in values.items()
+                }
         return numbers
 
     def is_empty(self) -> bool:
         return not self.data
 
 
+def _p90(values: tuple[float, ...]) -> float:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+# --- loads and offers, which all ranks of an engine share
+
+
+@dataclass
+class LoadReport:
+    """How a load ended on one rank, or on several."""
+
+    num_tokens: int
+    reason: str = ""  # why it failed
+    verified: bool = False
+    peer: str = ""  # prefill's entry in `peers`
+    waits: tuple[float, ...] = ()  # see `events.PHASES`
+
+    @classmethod
+    def of(cls, ended: events.LoadEnded, config: Config) -> "LoadReport":
+        return cls(
+            ended.num_tokens,
+            "" if ended.failure is None else ended.failure.kind.value,
+            ended.verified,
+            "" if ended.peer is None else config.entry_of(ended.peer.endpoint),
+            ended.waits,
+        )
+
+    def join(self, other: "LoadReport") -> "LoadReport":
+        """The slowest rank decides how long the request waited, and one failure fails the load."""
+        if not (self.waits and other.waits):
+            waits = self.waits or other.waits
+        else:
+            waits = max(self.waits, other.waits, key=sum)
+        return LoadReport(
+            max(self.num_tokens, other.num_tokens),
+            self.reason or other.reason,
+            self.verified and other.verified,
+            self.peer or other.peer,
+            waits,
+        )
+
+
+@dataclass
+class RankReports:
+    """The loads and offers that ended on some ranks in one step."""
+
+    loads: dict[RequestId, LoadReport] = field(default_factory=dict)
+    offers: dict[RequestId, events.OfferEnd] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.offers)
+
+    def add(self, results: Iterable[events.Result], config: Config) -> None:
+        for result in results:
+            match result:
+                case events.LoadEnded():
+                    self.loads[result.request] = LoadReport.of(result, config)
+                case events.OfferEnded():
+                    self.offers[result.request] = result.end
+
+    def join(self, other: "RankReports") -> None:
+        for request, load in other.loads.items():
+            mine = self.loads.get(request)
+            self.loads[request] = load if mine is None else mine.join(load)
+        for request, end in other.offers.items():
+            self.offers[request] = max(end, self.offers.get(request, end), key=_ORDER.index)
+
+
+_ORDER: Final = list(events.OfferEnd)
+
+
+class RequestCounts:
+    """Counts each load and each offer once, when vLLM has heard of its end from all ranks."""
+
+    def __init__(self, stats: Stats, *, recomputes: bool) -> None:
+        self._stats = stats
+        self._recomputes = recomputes
+        self._reports = RankReports()
+
+    def add(self, reports: RankReports) -> None:
+        self._reports.join(reports)
+
+    def count_loads(self, ended: Iterable[RequestId], held_back: Iterable[RequestId]) -> None:
+        """`held_back` will be reported once more, as failed."""
+        for request in ended:
+            load = self._reports.loads.pop(request, None)
+            if load is not None and request not in held_back:
+                self._count_load(load)
+
+    def _count_load(self, load: LoadReport) -> None:
+        stats, reason = self._stats, load.reason
+        if reason == events.FailureKind.DROPPED.value:
+            stats.count("loads", 1, "cancelled", load.peer)
+            return
+        for phase, seconds in zip(events.PHASES, load.waits, strict=False):
+            stats.observe("wait_seconds", [seconds], phase)
+        if reason:
+            stats.count("loads", 1, "failed", load.peer)
+            stats.count("load_failures", 1, reason, load.peer)
+            self.count_recomputed(reason, load.num_tokens)
+            return
+        stats.count("loads", 1, "loaded", load.peer)
+        stats.count("loaded_tokens", load.num_tokens)
+        if load.verified:
+            stats.count("verified_loads")
+
+    def count_offers(self, ended: Iterable[RequestId]) -> None:
+        for request in ended:
+            end = self._reports.offers.pop(request, None)
+            if end is not None:
+                self._stats.count("ended_offers", 1, end.value)
+
+    def count_refused(self, reason: str, num_tokens: int) -> None:
+        self._stats.count("refused_tickets", 1, reason)
+        self.count_recomputed(reason, num_tokens)
+
+    def count_recomputed(self, reason: str, num_tokens: int) -> None:
+        if self._recomputes or reason == NO_TICKET:
+            self._stats.count("recomputed_requests", 1, reason)
+            self._stats.count("recomputed_tokens", num_tokens, reason)
+
+
+# --- Prometheus
+
+
 class PromMetrics(KVConnectorPromMetrics):
-    """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
+    """The series of this engine's role under `PREFIX`, and those of vLLM's NixlConnector."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        # With several API servers, each gets the stats of some steps.
-        latest = partial(self._gauge_cls, multiprocess_mode="mostrecent")
-        histogram = partial(self._histogram_cls, buckets=_BUCKETS)
-        kinds = (
-            (self._counter_cls, COUNTERS, ()),
-            (latest, GAUGES, ()),
-            (latest, RANK_GAUGES, ("rank",)),
-            (histogram, HISTOGRAMS, ()),
-        )
-        self._metrics = {
-            name: kind(
-                name=f"vllm:nixl_kv_{name}",
-                documentation=text,
-                labelnames=[*self._labelnames, *further],
-            )
-            for kind, texts, further in kinds
-            for name, text in texts.items()
+        config, self._roles = own_config(vllm_config)
+        self._values: dict[str, Iterable[str]] = {
+            "peer": ("", *map(str, config.peers or ())),
+            "rank": [str(rank) for rank in range(vllm_config.parallel_config.world_size)],
         }
-        ranks = map(str, range(vllm_config.parallel_config.world_size))
-        for place in itertools.product(self._metrics, self.per_engine_labelvalues, ranks):
-            self._series(*place)  # show 0 from the start
+        # With several API servers, each gets the stats of some steps.
+        gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
+        self._metrics = {
+            **self._make(PREFIX, self._counter_cls, COUNTERS),
+            **self._make(PREFIX, gauge, GAUGES),
+            **self._make(PREFIX, self._histogram_cls, HISTOGRAMS),
+        }
+        self._has_in_tree = config.in_tree_metrics
+        if self._has_in_tree:
+            self._metrics |= self._make(IN_TREE_PREFIX, self._histogram_cls, IN_TREE_HISTOGRAMS)
+            self._metrics |= self._make(IN_TREE_PREFIX, self._counter_cls, IN_TREE_COUNTERS)
+        self._show_build(gauge, config)
+
+    def _make(self, prefix: str, make: Any, metrics: Mapping[str, Metric]) -> dict[str, Any]:
+        series = {}
+        for name, metric in metrics.items():
+            if not set(self._roles) & set(metric.roles):
+                continue
+            options = {"buckets": metric.buckets} if make is self._histogram_cls else {}
+            made = make(
+                name=f"{prefix}{name}",
+                documentation=metric.help,
+                labelnames=[*self._labelnames, *metric.labels],
+                **options,
+            )
+            values = [known or self._values[label] for label, known in metric.labels.items()]
+            for engine, *labels in itertools.product(self.per_engine_labelvalues, *values):
+                made.labels(*self.per_engine_labelvalues[engine], *labels)  # 0 from the start
+            series[name] = made
+        return series
+
+    def _show_build(self, gauge: Any, config: Config) -> None:
+        facts = {
+            "version": version("nixl-kv"),
+            "wire": str(WIRE_VERSION),
+            "role": "+".join(self._roles),
+            "verify": f"{config.verify:g}",
+            "path": config.path,
+        }
+        info = gauge(
+            name=f"{PREFIX}build_info",
+            documentation="Always 1. Its labels are facts about nixl_kv in this engine.",
+            labelnames=[*self._labelnames, *facts],
+        )
+        for labels in self.per_engine_labelvalues.values():
+            info.labels(*labels, *facts.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            if name in COUNTERS:
-                self._series(name, engine_idx).inc(value)
-            elif name in GAUGES:
-                self._series(name, engine_idx).set(value)
-            elif name in RANK_GAUGES:
-                for rank, each in value.items():
-                    self._series(name, engine_idx, rank).set(each)
-            elif name in HISTOGRAMS:
-                for each in value:
-                    self._series(name, engine_idx).observe(each)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, values in self._flatten(transfer_stats_data):
+            if name not in self._metrics:  # of another role
+                continue
+            made = self._metrics[name]
+            for key, value in values.items():
+                series = made.labels(*labels, *(key.split("|") if METRICS[name].labels else ()))
+                if name in COUNTERS:
+                    series.inc(value)
+                elif name in GAUGES:
+                    series.set(value)
+                else:
+                    for each in value:
+                        series.observe(each)
+        if self._has_in_tree:
+            self._observe_in_tree(transfer_stats_data, labels)
 
-    def _series(self, name: str, engine: int, rank: str = "") -> Any:
-        labels = self.per_engine_labelvalues[engine]
-        return self._metrics[name].labels(*labels, *([rank] if name in RANK_GAUGES else []))
+    def _flatten(self, data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from ((name, values) for name, values in data.items() if name in METRICS)
+        for path, reads in data.get(READS, {}).items():
+            times, _, sizes, runs, directly = zip(*reads, strict=True)
+            yield "read_seconds", {path: times}
+            yield "read_bytes", {path: sum(sizes) - sum(directly)}
+            yield "read_bytes", {"direct": sum(directly)}
+            yield "read_descriptors", {"": sum(runs)}
+
+    def _observe_in_tree(self, data: dict[str, Any], labels: Any) -> None:
+        for reads in data.get(READS, {}).values():
+            for read in reads:
+                for name, value in zip(IN_TREE_HISTOGRAMS, read, strict=False):
+                    self._metrics[name].labels(*labels).observe(value)
+        ended, failures = data.get("ended_offers", {}), data.get("load_failures", {})
+        expired = sum(ended.get(outcome, 0) for outcome in _EXPIRED)
+        self._metrics["num_failed_transfers"].labels(*labels).inc(sum(failures.values()))
+        self._metrics["num_kv_expired_reqs"].labels(*labels).inc(expired)

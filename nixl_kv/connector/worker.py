@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
-from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.stats import RankReports, Stats
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
@@ -82,9 +82,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, with a step's output."""
 
     rank_descriptions: Mapping[int, bytes]  # of new incarnations, by rank
+    reports: RankReports = field(default_factory=RankReports)
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
-        return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
+        self.reports.join(other.reports)
+        return WorkerMetadata(
+            {**self.rank_descriptions, **other.rank_descriptions}, reports=self.reports
+        )
 
 
 @dataclass
@@ -125,6 +129,8 @@ class Worker:
         self._handshake: HandshakeMetadata | None = None  # once registered
         self._new_life: HandshakeMetadata | None = None  # if the scheduler does not know it yet
         self._late_results: list[events.Result] = []  # to report with the next step
+        self._config = parse_config(vllm_config)
+        self._reports = RankReports()  # for the scheduler, with the output of this step
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
         self._computes = True  # whether the current step does
@@ -184,7 +190,7 @@ class Worker:
                 "Until then it transfers no KV and computes all prompts itself"
             ) from error
         self._late_results += self._ending.pop_results()
-        self._late_results.append(events.Counts({"unreadable": 0}))
+        self._late_results.append(events.Counts({("unreadable", ""): 0}))
         self._ending = None
 
     def shutdown(self) -> None:
@@ -212,9 +218,6 @@ class Worker:
         self._unwritten.wait_for_save()  # of the last step, if vLLM did not call it
         self._engine.submit([*self._unwritten.pop_written(), *step.commands])
         self._unwritten.add(step.commands)
-        for command in step.commands:
-            if isinstance(command, events.PublishOffer):
-                self.stats.count("offers")
 
     # After the forwards of a step, including a draft model's; see `UnwrittenOffers`.
     def wait_for_save(self) -> None:
@@ -237,7 +240,8 @@ class Worker:
             results += current
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
-        self.stats.count_results(results)
+        self.stats.count_rank(results)
+        self._reports.add(results, self._config)
         transferred = KVConnectorTransferResults()
         for result in results:
             match result:
@@ -252,10 +256,14 @@ class Worker:
         return transferred
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        life, self._new_life = self._new_life, None
-        if life is None:
+        (life, self._new_life), (reports, self._reports) = (
+            (self._new_life, None),
+            (self._reports, RankReports()),
+        )
+        if life is None and not reports:
             return None
-        return WorkerMetadata({worker_rank(self._vllm_config): life.rank_description})
+        rank = worker_rank(self._vllm_config)
+        return WorkerMetadata({} if life is None else {rank: life.rank_description}, reports)
 
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure_descriptors(self._clock())

@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -277,7 +277,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     config, layout = spec.config, spec.layout
     if layout.memory == "DRAM":
         use_huge_pages(layout.spans)  # before NIXL registers them
-    event_log, counts = EventLog(), defaultdict[str, float](float)
+    event_log, counts = EventLog(), events.Counts()
     incarnation = new_incarnation()
     digests = open_digests(
         layout,

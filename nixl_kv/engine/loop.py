@@ -6,7 +6,7 @@ events to the state machines, and carries out their actions. The thread polls NI
 is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Parts:
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
-    counts: defaultdict[str, float]  # since they were last published, by counter
+    counts: events.Counts  # since they were last published
     description: messages.RankDescription
 
     @property
@@ -237,7 +237,7 @@ class Loop:
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
         parts = self.parts
-        parts.counts["thread_restarts"] += 1
+        parts.counts.count("thread_restarts")
         parts.slots.clear_all()  # first of all: no grant is valid any longer
         for queue in (self._received, self._decoding, self._doubted):
             queue.clear()
@@ -333,7 +333,7 @@ class Loop:
         parts.slots.clear_all()
         parts.prefill.begin_life(incarnation, parts.writing)
         self.outstanding.lose_offers()
-        parts.counts["serving_restarts"] += 1
+        parts.counts.count("serving_restarts")
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
         )
@@ -376,7 +376,7 @@ class Loop:
                 case Lost():
                     self._on_lost(item)
         except RemoteProtocolError as error:
-            self.parts.counts["messages_dropped"] += 1
+            self.parts.counts.count("dropped_messages")
             self._log.warning("control message dropped: %s", error)
 
     def _on_answer(self, item: FromEndpoint) -> None:
@@ -400,7 +400,7 @@ class Loop:
             return
         self._doubted.discard(endpoint)
         if is_used:
-            self.parts.counts["peers_lost"] += 1
+            self.parts.counts.count("lost_peers")
             self._log.warning("lost %s (%s); loads that need it fail", endpoint, lost.reason)
         self._handle(events.EndpointLost(endpoint, lost.reason))
 
@@ -476,7 +476,7 @@ class Loop:
     def _warn(self, action: events.Notice) -> None:
         match action:
             case events.PeerUnreadable():
-                self.parts.counts["peers_unreadable"] += 1
+                self.parts.counts.count("unreadable_peers")
                 message = (
                     "%s answers, but its memory cannot be read: %s; loads from it fail at once, "
                     "and it is tried again after 1, 2, 4, ... up to 64 s"
@@ -485,7 +485,7 @@ class Loop:
             case events.PeerReadable():
                 logger.warning("%s can be read again", action.peer)
             case events.AskDenied():
-                self.parts.counts["asks_denied"] += 1
+                self.parts.counts.count("denied_asks")
                 message = "denied an ask for offer %s: %s"
                 self._log.warning(message, short(action.nonce), action.reason)
 
@@ -499,9 +499,11 @@ class Loop:
         return None
 
     def _publish_counts(self) -> None:
-        if self.parts.counts:
-            self._results.append(events.Counts(dict(self.parts.counts)))
-            self.parts.counts.clear()
+        parts = self.parts
+        for state in parts.decode.peers.pop_changed():
+            parts.counts.measure("peers", parts.decode.peers.num_in[state], state.name.lower())
+        if parts.counts:
+            self._results.append(parts.counts.pop())
 
     def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
         # An idle rank makes no further turn, so the caller gets a load's counts with its end.

@@ -6,12 +6,12 @@ rank checks that the agent's listening sockets still exist. If one is gone, a ne
 """
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LimitedLog, TransportError, get_logger
+from nixl_kv.protocol import events
 from nixl_kv.transport import descriptors
 from nixl_kv.transport.base import Transport
 
@@ -43,7 +43,7 @@ class Serving:
         register: Callable[[Transport], None],
         *,
         background: Executor,
-        counts: defaultdict[str, float],
+        counts: events.Counts,
         clock: Callable[[], float],
     ) -> None:
         self._make_transport = make_transport
@@ -90,7 +90,7 @@ class Serving:
             self._checked_at = self._clock()
             self.stay_awake(SERVE_ON_S)
             if not descriptors.are_open(self._listening):
-                self._counts["unreadable"] = 1
+                self._counts.measure("unreadable", 1)
                 self._log.warning(
                     "peers can no longer connect to this rank's memory, because UCX has closed a "
                     "listening socket: this rank begins a new incarnation with another NIXL agent; "
@@ -132,7 +132,7 @@ class Serving:
             return False
         self._background.submit(self._retire, self.transport)
         self.transport, self._listening = agent, listening
-        self._counts["unreadable"] = 0
+        self._counts.measure("unreadable", 0)
         return True
 
     def _retire(self, agent: Transport) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import TicketRefused
 from nixl_kv.keys import Keys, make_user_key, parse_key, read_key_file
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
@@ -48,15 +48,17 @@ class Trust:
         """Find the ticket, of any wire version. Connects to nothing.
 
         Raises:
-            RemoteProtocolError: if no engine with our key has made it, or if it names a host that
+            TicketRefused: if no engine with our key has made it, or if it names a host that
                 `peers` does not allow.
         """
         ticket = SealedTicket.parse(params)
         ticket.check_mac(self._ticket_key)
         host = ticket.head().host
         if not self.allowed.allows(host):
-            raise RemoteProtocolError(
-                f"kv_transfer_params: {FIELD}: host is {host!r}; allowed by 'peers': {self.allowed}"
+            raise TicketRefused(
+                f"kv_transfer_params: {FIELD}: host is {host!r}; allowed by 'peers': "
+                f"{self.allowed}; if prefill is trusted, add its network to 'peers'",
+                "host",
             )
         return ticket
 

@@ -409,7 +409,7 @@ class DecodeMachine:
                 self._requeue(load, read, now)
             is_over = load.is_over
             if is_over and (load.start is not None or load.is_cancelled):
-                actions += load.end()
+                actions += load.end(now)
                 self._forget(load)
             else:
                 self._due.set(load.claim, math.inf if is_over else load.next_due)

@@ -5,8 +5,8 @@ The machines answer with actions, which `engine.loop` carries out. Results go ba
 """
 
 import enum
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -208,6 +208,7 @@ class ReadDone(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     path: str = "direct"
     direct_bytes: int = 0  # of them, those that a staged read has read directly
+    post_seconds: float = 0.0  # until its first descriptors were posted, or its kernel launched
     fence_token: FenceToken | None = None  # None: stopped before the fence slot was read
 
 
@@ -391,7 +392,7 @@ class AskDenied(msgspec.Struct, frozen=True):
 
 
 class FailureKind(enum.Enum):
-    """Why a load failed; the values are names of counters."""
+    """Why a load failed; the values are the `reason` of metrics."""
 
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
@@ -414,6 +415,10 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{self.detail} ({self.kind.value})"
 
 
+PHASES: Final = ("ask", "blocks", "queue", "read", "verify")
+"""In which a load waits: for grants, for local blocks, for its turn, for its bytes, for digests."""
+
+
 class LoadEnded(msgspec.Struct, frozen=True):
     """A started load has ended: no read can write into its blocks later."""
 
@@ -423,15 +428,19 @@ class LoadEnded(msgspec.Struct, frozen=True):
     peer: PeerKey | None = None  # None: no engine was asked
     verified: bool = False  # its digest equals prefill's
     reads: tuple[ReadDone, ...] = ()  # one per prefill rank
+    waits: tuple[float, ...] = ()  # seconds in each of PHASES; one that did not begin has 0
 
 
 class OfferEnd(enum.Enum):
-    """How an offer ended; the values are names of counters."""
+    """How an offer ended; the values are the `outcome` of metrics.
 
-    READ = "read"
-    ABORTED = "aborted"
+    If the ranks of an engine differ, the last one in this order describes the offer.
+    """
+
     NOT_NEEDED = "not_needed"
+    READ = "read"
     UNCLAIMED = "unclaimed"
+    ABORTED = "aborted"
     REVOKED = "revoked"
     EXPIRED = "expired"
     LOST = "lost"
@@ -451,10 +460,31 @@ class NewLife(msgspec.Struct, frozen=True):
     description: messages.RankDescription
 
 
-class Counts(msgspec.Struct, frozen=True):
-    """Increments of counters since the last such result, and values of gauges."""
+_Series: TypeAlias = tuple[str, str]  # the name of a metric, and the value of its label or ''
 
-    counts: Mapping[str, float]
+
+class Counts(msgspec.Struct):
+    """Increments of counters, values of gauges, and durations since the last such result."""
+
+    amounts: dict[_Series, float] = msgspec.field(default_factory=dict)
+    seconds: dict[_Series, list[float]] = msgspec.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.amounts or self.seconds)
+
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
+        self.amounts[name, label] = self.amounts.get((name, label), 0) + amount
+
+    def measure(self, name: str, value: float, label: str = "") -> None:
+        self.amounts[name, label] = value
+
+    def observe(self, name: str, seconds: float, label: str = "") -> None:
+        self.seconds.setdefault((name, label), []).append(seconds)
+
+    def pop(self) -> "Counts":
+        popped = Counts(self.amounts, self.seconds)
+        self.amounts, self.seconds = {}, {}
+        return popped
 
 
 PrefillCommand: TypeAlias = (

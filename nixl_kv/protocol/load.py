@@ -136,6 +136,7 @@ class RankRead:
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # see `messages.PackRequest`
+    entered_at: dict[State, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank = self.route.remote_rank
@@ -168,6 +169,7 @@ class Load:
     peer: events.PeerKey
     timeout_s: float
     since: float  # when it was prepared, and from then on when it was started
+    prepared_at: float = field(init=False)
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
@@ -179,7 +181,7 @@ class Load:
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
-        self.peer_name = str(self.peer)
+        self.peer_name, self.prepared_at = str(self.peer), self.since
         self._record("", "PREPARED", f"PrepareLoad: offer {short(self.ticket.nonce)}")
 
     @property
@@ -433,7 +435,7 @@ class Load:
                 actions += self._end_read(read, State.FAILED, Cancelled(failure), now)
         return actions
 
-    def end(self) -> Actions:
+    def end(self, now: float) -> Actions:
         start, failure, is_good = self.start, self.failure, self.failure is None
         cause = "" if failure is None else str(failure)
         before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"
@@ -443,7 +445,23 @@ class Load:
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
         is_verified, num_tokens = is_good and start.verify, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
-        return [events.LoadEnded(*ended)]
+        return [events.LoadEnded(*ended, self._waits(now))]
+
+    def _waits(self, now: float) -> tuple[float, ...]:
+        """The seconds in each of PHASES. The slowest read decides; a failed load stops early."""
+        if self.is_open and not self.reads:  # this rank has none of the prompt's KV
+            return ()
+        reads = self.reads.values()
+
+        def last(*states: State) -> float:
+            entered = [[read.entered_at.get(state, now) for state in states] for read in reads]
+            return max(map(min, entered), default=now)
+
+        granted_at = last(State.GRANTED)
+        landed_at = last(State.VERIFYING, State.DONE)
+        times = (granted_at, max(granted_at, self.since), last(State.READING), landed_at, now)
+        begins = (self.prepared_at, *times[:-1])
+        return tuple(end - begin for begin, end in zip(begins, times, strict=True))
 
     def validate(self) -> None:
         for read in self.reads.values():
@@ -465,7 +483,7 @@ class Load:
         states, about = (read.state, after), (self.request, read.name)
         read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
         if after not in (State.DRAINING, State.FAILED):
-            read.moved_at = now
+            read.moved_at = read.entered_at[after] = now
 
     def _end_read(self, read: RankRead, after: State, event: object, now: float) -> Actions:
         self._move(read, after, event, now)

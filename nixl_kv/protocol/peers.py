@@ -9,6 +9,7 @@ GONE peer's connections are dead, and only it can be met again without a pause.
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -98,8 +99,16 @@ class PeerBook:
         self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
         self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
+        self.num_in = Counter[State]()  # how many peers are in each state
+        self._changed: set[State] = set()  # whose number has changed
+
+    def pop_changed(self) -> set[State]:
+        changed, self._changed = self._changed, set()
+        return changed
 
     def clear(self) -> None:
+        self._changed |= self.num_in.keys()
+        self.num_in.clear()
         for table in (self.known, self._at, self.failed, self.deadlines):
             table.clear()
 
@@ -110,6 +119,7 @@ class PeerBook:
             return peer, []
         peer = self.known[key] = Peer(key, now)
         self._index(peer)
+        self._count(peer.state, 1)
         self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
         return peer, [_describe(key)]
@@ -251,7 +261,14 @@ class PeerBook:
 
     def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
         states = peer.state, after
+        self._count(peer.state, -1)
+        if after is not None:
+            self._count(after, 1)
         peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
+
+    def _count(self, state: State, amount: int) -> None:
+        self.num_in[state] += amount
+        self._changed.add(state)
 
     def _disconnect(self, key: events.PeerKey) -> Actions:
         """Close the link to a directory, unless another peer's description is awaited over it."""

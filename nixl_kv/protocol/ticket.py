@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv.config import MAX_LABEL
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
+from nixl_kv.errors import TicketRefused, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
 WIRE_VERSION: Final = 9  # of tickets and messages alike; see docs/protocol.md
@@ -117,7 +117,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
     """A ticket as it arrived: check its MAC before its host, and its version before the rest.
 
-    All methods raise RemoteProtocolError.
+    All methods raise TicketRefused.
     """
 
     version: int
@@ -127,17 +127,18 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, params: object) -> "SealedTicket":
         if not isinstance(params, Mapping):
-            raise RemoteProtocolError(
+            raise TicketRefused(
                 f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
             )
         for name, allowed in FLAGS.items():
             if params.get(name) is not None and params[name] is not allowed:
-                raise RemoteProtocolError(
+                raise TicketRefused(
                     f"kv_transfer_params: {name} is {_words(params[name])}; "
-                    f"allowed: {_words(allowed)}"
+                    f"allowed: {_words(allowed)}",
+                    "role",
                 )
         if FIELD not in params:
-            raise RemoteProtocolError(f"kv_transfer_params lacks the field {FIELD!r}")
+            raise TicketRefused(f"kv_transfer_params lacks the field {FIELD!r}")
         text = params[FIELD]
         if not isinstance(text, str):
             raise _refused(f"is {_words(text)}; allowed: text")
@@ -152,15 +153,18 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
     def check_mac(self, key: bytes | None) -> None:
         """Check the MAC; without a key there must be none. Errors never tell the right MAC."""
         if key is None and self.mac:
-            raise _refused("mac was made by an engine with a key; this one has no key")
+            raise _refused("mac was made by an engine with a key; this one has no key", "key")
         if key is None:
             return
         if not self.mac:
-            raise _refused("mac is missing: made by an engine without a key; this one has a key")
+            raise _refused(
+                "mac is missing: made by an engine without a key; this one has a key", "key"
+            )
         if not hmac.compare_digest(self.mac, _mac(self.version, self.payload, key)):
             raise _refused(
                 "mac is wrong: the ticket was changed, or made with another key; compare the "
-                "fingerprints that both engines log at start"
+                "fingerprints that both engines log at start",
+                "key",
             )
 
     def head(self) -> TicketHead:
@@ -168,9 +172,8 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
     def open(self) -> Ticket:
         if self.version != WIRE_VERSION:
-            raise ForeignVersion(
-                f"kv_transfer_params: {FIELD} is of wire version {self.version}; "
-                f"this engine speaks {WIRE_VERSION}"
+            raise _refused(
+                f"is of wire version {self.version}; this engine speaks {WIRE_VERSION}", "version"
             )
         return self._convert(Ticket)
 
@@ -192,8 +195,8 @@ def _mac(version: int, payload: str, key: bytes) -> str:
     return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
 
 
-def _refused(words: str, sep: str = " ") -> RemoteProtocolError:
-    return RemoteProtocolError(f"kv_transfer_params: {FIELD}{sep}{words}")
+def _refused(words: str, reason: str = "malformed", sep: str = " ") -> TicketRefused:
+    return TicketRefused(f"kv_transfer_params: {FIELD}{sep}{words}", reason)
 
 
 def _words(value: object) -> str:

@@ -10,7 +10,6 @@ a grant.
 """
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -145,8 +144,9 @@ class ActiveRead:
     num_bytes: int = 0
     num_runs: int = 0
     slot: int = 0  # of the load's fence token
-    # Bytes, runs, seconds, path and direct bytes, once all data has landed.
-    landed: tuple[int, int, float, str, int] | None = None
+    post_seconds: float = 0.0
+    # Bytes, runs, seconds, path, direct bytes and seconds to post, once all data has landed.
+    landed: tuple[int, int, float, str, int, float] | None = None
     is_unwanted: bool = False
     is_abandoned: bool = False
     error: str = ""  # why its state is unknown; then it is not polled again
@@ -157,14 +157,14 @@ class ActiveRead:
 
 
 class ReadAgent:
-    """`counts` receives the number of first reads, and their seconds. `clock` is monotonic."""
+    """`counts` receives the seconds of first reads. `clock` is monotonic."""
 
     def __init__(
         self,
         opened: Opened,
         peers: RemotePeers,
         background: Executor,
-        counts: defaultdict[str, float],
+        counts: events.Counts,
         clock: Callable[[], float],
     ) -> None:
         self.transport = opened.transport
@@ -327,7 +327,7 @@ class ReadAgent:
         if not num_bytes:
             of_slot = SlotOp(self, rank, slot)
             read = ActiveRead(
-                of_slot, rank, load.request, started_at, landed=(0, 0, 0.0, "direct", 0)
+                of_slot, rank, load.request, started_at, landed=(0, 0, 0.0, "direct", 0, 0.0)
             )
             self.reads.append(read)
             return self._poll(read)
@@ -335,6 +335,7 @@ class ReadAgent:
         ops = (path.start(prepared, request) for path, prepared in rank.paths)
         op = next(op for op in ops if op is not None)  # the last path accepts every read
         read = ActiveRead(op, rank, load.request, started_at, num_bytes, num_runs, slot)
+        read.post_seconds = self._clock() - started_at
         self.reads.append(read)
         is_polled = num_bytes <= self._at_once_bytes
         self._at_once_bytes -= num_bytes
@@ -366,13 +367,13 @@ class ReadAgent:
         if not request:
             self.warm_ups.remove(read)
             if op.failure is None:
-                self._counts["warm_ups"] += 1
-                self._counts["warm_up_seconds"] += seconds
+                self._counts.observe("warm_up_seconds", seconds)
             return []
         if op.failure is None and read.landed is None:
             is_direct = op.num_direct_bytes == read.num_bytes
             path, num_direct = ("direct", 0) if is_direct else (op.path, op.num_direct_bytes)
-            read.landed = read.num_bytes, read.num_runs, seconds, path, num_direct
+            runs, post = read.num_runs, read.post_seconds
+            read.landed = read.num_bytes, runs, seconds, path, num_direct, post
             if not read.is_unwanted:
                 return self._read_slot(read)
         self.reads.remove(read)

@@ -12,7 +12,7 @@ otherwise. The setting `path` leaves out the paths that it excludes.
 """
 
 import abc
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -317,7 +317,7 @@ class RankSetup:
     is_decode: bool
     wake: Callable[[], None]  # ends a wait of the transfer thread; on any thread
     background: Executor  # plans
-    counts: defaultdict[str, float]
+    counts: events.Counts
     clock: Callable[[], float]
 
 

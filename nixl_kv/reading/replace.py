@@ -14,7 +14,6 @@ agent that has collected many connections to ranks that died or were forgotten. 
 connects to all engines that the old one reads, in the background, so no read waits for it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class Agents:
         self,
         make_transport: Callable[[], Transport],
         peers: RemotePeers,
-        counts: defaultdict[str, float],
+        counts: events.Counts,
         *,
         memory: tuple[ExtraMemory, ...] = (),
         clock: Callable[[], float],
@@ -246,8 +245,7 @@ class Agents:
         if ended.error is None:
             if since is None:
                 return []
-            self._counts["joins"] += 1
-            self._counts["join_seconds"] += self._clock() - since
+            self._counts.observe("handshake_seconds", self._clock() - since)
             return [events.HandshakeDone(ended.peer)]
         failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
         if since is not None:
@@ -383,12 +381,12 @@ class Agents:
             if error is None:
                 self._closing.remove(closing)
                 if closing.agent.reads:
-                    self._counts["agents_recycled"] += 1
+                    self._counts.count("replaced_agents", label="stuck_read")
                     logger.warning(
                         "destroyed a NIXL agent in %.2f s; its reads have ended", seconds
                     )
                 else:
-                    self._counts["agents_replaced"] += 1
+                    self._counts.count("replaced_agents", label="departed_peers")
                     logger.info("replaced a NIXL agent; its connections are closed")
                 failed += closing.agent.fail_all()
             elif seconds >= TRY_AGAIN_S:

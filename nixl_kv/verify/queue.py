@@ -10,7 +10,7 @@ The engine calls `open_digests` and nothing else of this folder.
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,10 +54,10 @@ class DigestQueue:
         self,
         layout: CacheLayout,
         digester: Digester | None,
-        counts: defaultdict[str, float],
+        counts: events.Counts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Counts digests, their bytes and their seconds in `counts`. No digester: refuses all."""
+        """Counts digests and their bytes in `counts`. No digester: refuses all."""
         self.name_slices = partial(name_slices, layout)
         self._layout = layout
         self._digester = digester
@@ -151,9 +151,8 @@ class DigestQueue:
     def _finish_job(self, digest: Digest, seconds: float) -> list[events.DigestEvent]:
         job = self.jobs.popleft()
         job.digest = digest
-        self._counts["digests"] += 1
-        self._counts["digest_bytes"] += job.num_bytes
-        self._counts["digest_seconds"] += seconds
+        self._counts.count("digest_bytes", job.num_bytes)
+        self._counts.observe("digest_seconds", seconds)
         self.waiting |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
         ended = [one for one in job.actions.values() if not _awaits_reply(one)]
         return [_finished(one, job, digest) for one in ended]
@@ -165,7 +164,7 @@ class DigestQueue:
 
 def open_digests(
     layout: CacheLayout,
-    counts: defaultdict[str, float],
+    counts: events.Counts,
     clock: Callable[[], float],
     *,
     is_prefill: bool,

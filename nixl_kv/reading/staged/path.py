@@ -18,7 +18,7 @@ thread plans each crop once.
 """
 
 import enum
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -490,14 +490,14 @@ class _Pack:
 
 
 class PackQueue:
-    """Chunks in progress. Chunks, their bytes and their seconds are added to `counts`."""
+    """Chunks in progress. `counts` receives their bytes and their seconds."""
 
     def __init__(
         self,
         layout: CacheLayout,
         staging: Staging,
         background: Executor,
-        counts: defaultdict[str, float],
+        counts: events.Counts,
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
@@ -527,9 +527,8 @@ class PackQueue:
             try:
                 if not self._has_ended(pack):
                     continue
-                self._counts["chunks_packed"] += 1
-                self._counts["chunk_bytes"] += pack.num_bytes
-                self._counts["chunk_seconds"] += self._clock() - pack.started_at
+                self._counts.count("packed_bytes", pack.num_bytes)
+                self._counts.observe("pack_seconds", self._clock() - pack.started_at)
             except (NixlKVError, ValueError) as error:
                 refusal = str(error)
             self._packs.remove(pack)
