@@ -16,6 +16,7 @@ from typing import Final
 
 MAX_TEXT: Final = 2000  # characters of one argument of a log record
 MAX_TRACEBACK_LINES: Final = 200
+MAX_KINDS: Final = 1000  # of lines that a LimitedLog tells apart
 PAUSE_S: Final = 0.1
 """Pause after an error in a thread's loop, so that a recurring error does not burn the CPU."""
 
@@ -86,15 +87,19 @@ class LimitedLog:
         self._logger = logger
         self._clock = clock
         self._interval_s = interval_s
-        self._kinds: dict[str, tuple[float, int]] = {}  # time of the next line; lines left out
+        # Time of the next line, and lines left out.
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def warning(self, message: str, *args: object) -> None:
-        now = self._clock()
-        next_at, left_out = self._kinds.get(message, (now, 0))
+    def warning(self, message: str, *args: object, about: str = "") -> None:
+        """`about` tells subjects apart, each of which gets lines of its own."""
+        now, kind = self._clock(), (message, about)
+        next_at, left_out = self._kinds.get(kind, (now, 0))
         if now < next_at:
-            self._kinds[message] = next_at, left_out + 1
+            self._kinds[kind] = next_at, left_out + 1
             return
-        self._kinds[message] = now + self._interval_s, 0
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = now + self._interval_s, 0
         self._logger.warning(message, *args)
         if left_out:
             self._logger.warning("  and %d more like it since the last such line", left_out)

@@ -58,6 +58,7 @@ class _Load:
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
     is_retracted: bool = False  # must not end well
+    is_refused: bool = False  # its ticket was refused, and the request must fail
 
 
 class DecodeScheduler:
@@ -136,6 +137,13 @@ class DecodeScheduler:
         self._loads[prompt.request] = _Load(num_tokens)
         self._commands.append(prepare)
 
+    def refuse(self, request: RequestId, num_tokens: int) -> None:
+        """Let a request fail whose ticket was refused, unless its KV is in the local cache.
+
+        A connector cannot reject a request, so vLLM is told of a load that fails.
+        """
+        self._loads[request] = _Load(num_tokens - self._computed, is_refused=True)
+
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing."""
         load = self._loads.get(request)
@@ -156,6 +164,9 @@ class DecodeScheduler:
             self._release(request)
             return
         load.is_started = True
+        if load.is_refused:
+            self._held_back.append(request)
+            return
         tokens = range(load.local, load.local + num_tokens)
         pairs = zip(self._pagings, tables, strict=True)
         self._commands.append(

@@ -89,8 +89,19 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     )
 
 
+def check_key_and_backends(config: Config) -> None:
+    """Raise a ConfigError for a key or a NIXL backend that the engine could not use."""
+    from nixl_kv.engine.trust import Trust  # noqa: PLC0415 - not in every process
+
+    Trust.of(config)
+    if config.backends != Config.backends:
+        from nixl_kv.transport.nixl import check_backends  # noqa: PLC0415 - takes seconds
+
+        check_backends(config.backends)
+
+
 def check_before_weights(executor: Any) -> None:
-    """Make vLLM's executor class check the address before it loads the model. Wraps it once."""
+    """Make vLLM's executor class check settings before it loads the model. Wraps it once."""
     # The scheduler, which listens, is created after the model is loaded, in the same process as
     # the executor. No hook of a connector gets the configuration earlier: vLLM 0.31 to 0.33 call
     # `get_required_kvcache_layout` after loading the weights.
@@ -104,7 +115,9 @@ def check_before_weights(executor: Any) -> None:
             if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
                 extra = transfer.get("kv_connector_extra_config") or {}
                 is_prefill = transfer.get("kv_role") != "kv_consumer"
-                check_address(Config.parse(extra, os.environ), vllm_config, is_prefill=is_prefill)
+                config = Config.parse(extra, os.environ)
+                check_address(config, vllm_config, is_prefill=is_prefill)
+                check_key_and_backends(config)
         begin(self, vllm_config, *args, **options)
 
     setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute

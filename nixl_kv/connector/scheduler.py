@@ -60,7 +60,7 @@ OUTER_POLICY: Final = (
     "MultiConnector, also set kv_load_failure_policy of --kv-transfer-config to 'recompute'"
 )
 IN_TREE_PREFILL: Final = (
-    "request %s is computed here: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
+    "request %s %s: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
     'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
@@ -135,8 +135,8 @@ class Scheduler:
         try:
             self._dispatch(request)
         except TicketRefused as error:
-            self._counts.count_refused(error.reason, request.num_prompt_tokens)
-            logger.warning("request %s is computed here: %s", request.request_id, error)
+            outcome = self._refuse(request, error.reason)
+            logger.warning("request %s %s: %s", request.request_id, outcome, error)
 
     # For each waiting request, in each step until it is allocated.
     def get_num_new_matched_tokens(
@@ -185,6 +185,7 @@ class Scheduler:
         if self._recomputes and has_failed and self._decode.has_begun(request_id):
             logger.warning(OUTER_POLICY, request_id)
         self._decode.request_finished(request_id)
+        self._counts.forget(request_id)
         keeps_blocks, params = self._prefill.request_finished(
             request_id, self._transferred(block_ids), reason=why_not_offered(request)
         )
@@ -348,13 +349,22 @@ class Scheduler:
                 "role",
             )
         elif _is_in_tree(fields):
-            self._counts.count_refused("other_connector", request.num_prompt_tokens)
+            outcome = self._refuse(request, "other_connector")
             engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
-            self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, engine, host)
+            self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, engine, host)
         else:
             self._decode.on_new_request(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
+
+    def _refuse(self, request: Request, reason: str) -> str:
+        """Do what on_load_failure says; returns that in words."""
+        request_id = RequestId(request.request_id)
+        self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
+        if self._recomputes or not self._is_decode:
+            return OUTCOMES["recompute"]
+        self._decode.refuse(request_id, request.num_prompt_tokens)
+        return OUTCOMES["fail"]
 
     def _begin_offer(self, request: Request) -> None:
         arrived, reason = copy(request), ""  # `shorten` changes the request

@@ -391,6 +391,7 @@ class RequestCounts:
         self._stats = stats
         self._recomputes = recomputes
         self._reports = RankReports()
+        self._refused: set[RequestId] = set()  # requests that fail, which are no loads
 
     def add(self, reports: RankReports) -> None:
         self._reports.join(reports)
@@ -399,7 +400,8 @@ class RequestCounts:
         """`held_back` will be reported once more, as failed."""
         for request in ended:
             load = self._reports.loads.pop(request, None)
-            if load is not None and request not in held_back:
+            is_load = request not in self._refused and request not in held_back
+            if load is not None and is_load:
                 self._count_load(load)
 
     def _count_load(self, load: LoadReport) -> None:
@@ -425,9 +427,14 @@ class RequestCounts:
             if end is not None:
                 self._stats.count("ended_offers", 1, end.value)
 
-    def count_refused(self, reason: str, num_tokens: int) -> None:
+    def count_refused(self, request: RequestId, reason: str, num_tokens: int) -> None:
         self._stats.count("refused_tickets", 1, reason)
         self.count_recomputed(reason, num_tokens)
+        if not self._recomputes:
+            self._refused.add(request)
+
+    def forget(self, request: RequestId) -> None:
+        self._refused.discard(request)
 
     def count_recomputed(self, reason: str, num_tokens: int) -> None:
         if self._recomputes or reason == NO_TICKET:

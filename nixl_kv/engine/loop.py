@@ -50,6 +50,7 @@ LINK_KEPT_S: Final = 5.0
 # per second. Others get one line each.
 STORY_LINES: Final = 10
 STORIES_PER_S: Final = 20
+KNOWN_LOG_S: Final = 60.0  # between two lines about loads from an unusable peer
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 _THREAD_DIED: Final = events.Failure(events.FailureKind.INTERNAL, "the transfer thread died")
@@ -198,6 +199,8 @@ class Loop:
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
         self._log = LimitedLog(logger, clock)
+        # Loads from a peer that is known to be unusable may fail many times a second.
+        self._known_log = LimitedLog(logger, clock, interval_s=KNOWN_LOG_S)
         own = (parts.control, parts.packs, parts.digests, parts.agents, parts.serving)
         self._to_close: list[Any] = [part for part in (*own, *parts.features) if part is not None]
 
@@ -458,7 +461,13 @@ class Loop:
                 self._pack(action)
             case events.MakeDigest() | events.CompareDigest():
                 event = parts.digests.add(action)
-            case events.PeerUnreadable() | events.PeerReadable() | events.AskDenied():
+            case (
+                events.PeerUnreadable()
+                | events.PeerReadable()
+                | events.PeerUnreachable()
+                | events.PeerReachable()
+                | events.AskDenied()
+            ):
                 self._warn(action)
             case _:
                 return parts.agents.execute(action)
@@ -484,6 +493,14 @@ class Loop:
                 logger.warning(message, action.peer, action.reason)
             case events.PeerReadable():
                 logger.warning("%s can be read again", action.peer)
+            case events.PeerUnreachable():
+                message = (
+                    "%s is unreachable: %s; loads from it fail at once, and it is probed after 1, "
+                    "2, 4, ... up to 64 s"
+                )
+                logger.warning(message, action.peer, action.reason)
+            case events.PeerReachable():
+                logger.warning("%s can be reached again", action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
                 message = "denied an ask for offer %s: %s"
@@ -519,7 +536,12 @@ class Loop:
             logger.info("request %s: its load was cancelled", report.request)
             return
         where = f"{failure.kind.value}; {report.peer}" if report.peer else failure.kind.value
-        logger.warning("request %s: KV not loaded: %s (%s)", report.request, failure.detail, where)
+        message = "request %s: KV not loaded: %s (%s)"
+        if failure.is_known:
+            about = str(report.peer)
+            self._known_log.warning(message, report.request, failure.detail, where, about=about)
+            return
+        logger.warning(message, report.request, failure.detail, where)
         now, earlier = self._clock(), self._stories_at
         if len(earlier) == STORIES_PER_S and now < earlier[0] + 1.0:
             story = ["(many loads fail: nixl-kv status --request tells what happened to this one)"]

@@ -19,10 +19,12 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
 from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.peers import PeerBook
+from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
 MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
@@ -58,6 +60,9 @@ class DecodeMachine:
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record)
+        self.breaker = Breaker(
+            record, lambda rank: self._heartbeat(rank.endpoint, rank.incarnation)
+        )
         self.numbers = Numbers()
         self._record = record
         self._name_slices = name_slices
@@ -86,7 +91,7 @@ class DecodeMachine:
     @property
     def next_due(self) -> float | None:
         own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
-        due = min(own, stalls, self.peers.deadlines.next)
+        due = min(own, stalls, self.peers.deadlines.next, self.breaker.deadlines.next)
         return None if due == math.inf else due
 
     def is_using(self, endpoint: Endpoint) -> bool:
@@ -106,6 +111,7 @@ class DecodeMachine:
             table.clear()
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
+        self.breaker.clear()
 
     def validate(self) -> None:
         self._queue.validate()
@@ -173,9 +179,13 @@ class DecodeMachine:
         self._loads[load.claim] = self._by_request[load.request] = load
         self._by_peer.setdefault(key, {})[load.claim] = load
         self._touched[load.claim] = load
+        failure = self.breaker.check(key, now)
+        if failure is not None:
+            load.fail(failure)
+            return []
         peer, actions = self.peers.get_or_connect(key, now)
         if peer.failure is not None:
-            load.fail(peer.failure)
+            load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:
             fits = events.PeerFits(key, peer.description, peer.routes)
             actions += self._open(load, fits, type(command).__name__, now)
@@ -263,19 +273,28 @@ class DecodeMachine:
         return actions + (self._send_heartbeat(event.endpoint, now) if reads else [])
 
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
+        self.breaker.on_endpoint_lost(event, now)
+        failed: dict[events.PeerKey, Failure] = {}
         for load, read in self._at(event.endpoint):
             read.unreachable_since = min(now, read.unreachable_since)
             load.on_refusal(read, event, now)
-        return self.peers.on_endpoint_lost(event, now)
+            if load.failure is not None and load.failure.kind is FailureKind.UNREACHABLE:
+                failed[load.peer] = load.failure
+        actions = self.peers.on_endpoint_lost(event, now)
+        for peer, failure in failed.items():
+            actions += self.breaker.on_failure(peer, failure, now)
+        return actions
 
     # --- messages
 
     def _on_answer(self, event: events.Answered, now: float) -> Actions:
         match event.message:
             case messages.Description() as description:
-                return self.peers.on_description(description, event.endpoint)
+                actions = self.peers.on_description(description, event.endpoint)
+                return actions + self.breaker.on_description(description, event.endpoint)
             case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
                 peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
+                self.breaker.on_refusal(refusal, peer)
                 return self.peers.on_refused(peer, refusal, now)
             case messages.VersionRefusal() as refusal:
                 lost = events.EndpointLost(event.endpoint, str(refusal))
@@ -317,7 +336,7 @@ class DecodeMachine:
             # A heartbeat may overtake an ask, so prefill may have granted the claim since.
             if one and held and held.grant is not None and held.granted_at < message.number:
                 one.on_refusal(held, message, now)
-        return []
+        return self.breaker.on_reply(message, endpoint)
 
     # --- reads
 
@@ -326,14 +345,16 @@ class DecodeMachine:
         read = load.reads.get(event.rank) if load is not None else None
         if load is None or read is None:
             return []
-        actions = self.peers.on_read(load.peer) if isinstance(event, events.ReadDone) else []
+        actions: Actions = []
+        if isinstance(event, events.ReadDone):
+            actions = self.peers.on_read(load.peer) + self.breaker.on_read(load.peer, event)
         return actions + HANDLERS[type(event)](load, read, event, now)
 
     # --- time
 
     def _on_tick(self, tick: events.Tick, now: float) -> Actions:
-        actions = self.peers.on_tick(tick, self._is_in_use, now)
-        self._fail_loads()
+        actions = self.peers.on_tick(tick, self._is_in_use, now) + self.breaker.on_tick(tick, now)
+        actions += self._fail_loads(now)
         for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
             self._touched[load.claim] = load
             actions += load.on_tick(now)
@@ -391,17 +412,21 @@ class DecodeMachine:
 
     # --- the end of an event
 
-    def _fail_loads(self) -> None:
+    def _fail_loads(self, now: float) -> Actions:
+        actions: Actions = []
         failed, self.peers.failed = self.peers.failed, []
         for peer in failed:
             for load in self._of_peer(peer.key):
                 if not load.is_over and peer.failure is not None:
                     load.fail(peer.failure)
+            is_silent = peer.failure is not None and peer.failure.kind is FailureKind.UNREACHABLE
+            if peer.failure is not None and is_silent and peer.state is not PeerState.UNREADABLE:
+                actions += self.breaker.on_failure(peer.key, peer.failure, now)
+        return actions
 
     def _settle(self, now: float) -> Actions:
         """Settle the loads that the event touched, then start the reads that have room."""
-        self._fail_loads()
-        actions: Actions = []
+        actions = self._fail_loads(now)
         for load in self._touched.values():
             if load.failure is not None:
                 actions += load.cancel(load.failure, now)

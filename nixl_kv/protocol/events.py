@@ -381,6 +381,19 @@ class PeerReadable(msgspec.Struct, frozen=True):
     peer: PeerKey
 
 
+class PeerUnreachable(msgspec.Struct, frozen=True):
+    """A peer did not answer several times in a row: loads from it fail at once from now on."""
+
+    peer: PeerKey
+    reason: str
+
+
+class PeerReachable(msgspec.Struct, frozen=True):
+    """A peer that was unreachable answers again, or a read of it succeeded."""
+
+    peer: PeerKey
+
+
 class AskDenied(msgspec.Struct, frozen=True):
     """This rank denied a message about an offer. The reason stays on this side."""
 
@@ -410,6 +423,7 @@ class FailureKind(enum.Enum):
 class Failure(msgspec.Struct, frozen=True):
     kind: FailureKind
     detail: str
+    is_known: bool = False  # the log told that this peer cannot be used
 
     def __str__(self) -> str:
         return f"{self.detail} ({self.kind.value})"
@@ -498,7 +512,7 @@ DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
 DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
-Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
+Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
 LocalAction: TypeAlias = PackChunk | WriteSlot | ClearSlot | LoadEnded | OfferEnded

@@ -22,6 +22,7 @@ from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
+INCOMPATIBLE_S: Final = 10.0  # the pause of a peer that does not fit, which lasts
 MAX_BREAKS: Final = 2  # broken connections in a row make a peer UNREADABLE; one happens by itself
 UNREADABLE_S: Final = 1.0  # the first pause of an UNREADABLE peer
 # Each attempt costs a load, and file descriptors until the agent ends.
@@ -29,7 +30,11 @@ MAX_UNREADABLE_S: Final = 64.0
 LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer can be forgotten
 KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
 
-NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
+NO_DESCRIPTION: Final = Failure(
+    FailureKind.UNREACHABLE,
+    f"no answer in {CONNECT_TIMEOUT_S:g} s; if prefill runs, a firewall may drop packets to its "
+    "ports: `nixl-kv doctor --peer HOST:PORT` checks them",
+)
 
 
 class State(MachineState):
@@ -228,7 +233,8 @@ class PeerBook:
 
     def _pause(self, peer: Peer, event: object, failure: Failure, now: float) -> Actions:
         self._move(peer, State.BACKOFF, event, failure.detail)
-        self._fail(peer, failure, now + BACKOFF_S)
+        does_fit = failure.kind is not FailureKind.INCOMPATIBLE
+        self._fail(peer, failure, now + (BACKOFF_S if does_fit else INCOMPATIBLE_S))
         if peer.description is not None:
             return []
         is_checked = peer.is_described and not isinstance(event, events.PeerRefused)

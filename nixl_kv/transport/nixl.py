@@ -12,6 +12,7 @@
 - Never use an agent name twice: a restarted process is another agent.
 """
 
+import difflib
 import gc
 import importlib
 import os
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from nixl_kv.config import Config
-from nixl_kv.errors import PeerLost, TransportError, get_logger
+from nixl_kv.errors import ConfigError, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
 from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
@@ -134,6 +135,23 @@ def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) ->
     return pace(make(ucx_options=options, engine_config=settings), make, config, memory, settings)
 
 
+def check_backends(names: Sequence[str]) -> None:
+    """Raise a ConfigError if this NIXL lacks a backend. Takes two seconds for the import."""
+    _check_backends(names, api.nixl_agent("nixl-kv-check", api.nixl_agent_config(backends=[])))
+
+
+def _check_backends(names: Sequence[str], agent: api.nixl_agent) -> None:
+    known = agent.get_plugin_list()
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(
+                f"backends has {name!r}, which this NIXL does not have; {hint}allowed: "
+                f"{', '.join(known)}"
+            )
+
+
 class _Handle:
     """A list or a read. NIXL's handle keeps its agent alive, so `close` takes it away."""
 
@@ -179,6 +197,7 @@ class NixlTransport:
             # Set when the destructor of the C++ object has run. The wrapper may go earlier.
             self._gone = gone = threading.Event()
             self._proof = weakref.ref(agent.agent, lambda _: gone.set())
+            _check_backends(backends, agent)
             for backend in backends:
                 options = dict(ucx_options) if backend == UCX else {}
                 if options and engine_config:
