@@ -1,8 +1,4 @@
-"""A whole model's KV, divided on prefill, read by the ranks of decode.
-
-The real routes, plans and reads move real bytes. Every byte that decode needs must be right and be
-written once, nothing else may be touched, and the runs must be as few as possible.
-"""
+"""A whole model's KV, divided on prefill, read by the ranks of decode; see test_any_shape."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.local.model_layouts import ORDERS
+from harness.local.model_layouts import ORDERS, heads_of_rank
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
 from nixl_kv.reading.tiles import JOB_COLUMNS, Tiling
@@ -244,13 +244,6 @@ class Cut:
         return next(group for group in self.groups if layer in group.layers)
 
 
-def heads_of(rank: int, tp: int, heads: int) -> tuple[int, int]:
-    """(first, number) of the heads of one of `tp` ranks: divided, or copied if they are too few."""
-    if tp <= heads:
-        return rank * (heads // tp), heads // tp
-    return rank // (tp // heads), 1
-
-
 class RankMemory:
     """One rank of an engine: its memory, and where everything is in it."""
 
@@ -316,8 +309,8 @@ class RankMemory:
 
 
 def _shard(layer: Layer, rank: int, tp: int) -> Layer:
-    first, heads = heads_of(rank, tp, layer.heads)
-    return replace(layer, first_head=first, heads=heads)
+    first, end = heads_of_rank(rank, tp, layer.heads)
+    return replace(layer, first_head=first, heads=end - first)
 
 
 def _unused(like: Layer, count: int) -> list[Layer]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.local.model_layouts import heads_of_rank
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, assign, holdings, routes
 from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
-from support.oracle import heads_of
 
 properties = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 
@@ -49,10 +49,9 @@ def engine(
     """
     ranks = []
     for names, rank in itertools.product(stages or ["".join(model)], range(tp)):
-        held = {name: heads_of(rank, tp, model[name]) for name in names}
         stripe = Stripe(stripes[0], rank % stripes[0], stripes[1])
         ranks.append(
-            {name: Holding((first, first + n), stripe) for name, (first, n) in held.items()}
+            {name: Holding(heads_of_rank(rank, tp, model[name]), stripe) for name in names}
         )
     return ranks
 

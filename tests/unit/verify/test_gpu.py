@@ -90,7 +90,7 @@ def test_the_sums_are_those_of_the_reference(
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", limit)
     calls = Calls(monkeypatch)
     for order in ("LBHNC", "BLNHC"):
-        host = noise(int(np.prod(sizes.shape(order))))
+        host = noise(sizes.num_bytes)
         layout = with_opaque_layer(layout_of(host.ctypes.data, sizes, order))
         digester = digester_of(layout)
         for end, begin in ((127, 0), (65, 64), (1, 0)):
@@ -118,7 +118,7 @@ def test_the_kernel_has_the_same_sums() -> None:
 def interpret() -> None:
     for sizes in (*KINDS[:2], Sizes(layers=1, blocks=8, heads=1, parts=(656,))):
         for order in ("LBHNC", "BHLNC"):
-            host = noise(int(np.prod(sizes.shape(order))))
+            host = noise(sizes.num_bytes)
             for stripe in (ALL_TOKENS, Stripe(2, 1, 4)):
                 layout = layout_of(host.ctypes.data, sizes, order, stripe=stripe)
                 digester = digester_of(layout)
@@ -147,9 +147,10 @@ def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch
 def test_long_columns_are_summed() -> None:
     """In a long prompt a column has more than 64 tokens."""
     sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
-    host = noise(int(np.prod(sizes.shape("LBHNC"))))
-    slices = slices_of(layout_of(host.ctypes.data, sizes, "LBHNC"), 64 * 8192 - 5, 100)
-    made = digest(digester_of(layout_of(host.ctypes.data, sizes, "LBHNC")), slices)
+    host = noise(sizes.num_bytes)
+    layout = layout_of(host.ctypes.data, sizes, "LBHNC")
+    slices = slices_of(layout, 64 * 8192 - 5, 100)
+    made = digest(digester_of(layout), slices)
     assert is_equal(made, reference(slices))
     assert len(made.columns) == 4096
 
@@ -188,7 +189,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def host() -> np.ndarray:
-    return noise(int(np.prod(KINDS[0].shape("LBHNC"))))
+    return noise(KINDS[0].num_bytes)
 
 
 @pytest.mark.usefixtures("_no_gpu")
