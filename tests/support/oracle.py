@@ -10,7 +10,6 @@ from a dense array of shape [token, head, byte] for each layer and part.
 """
 
 import ctypes
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -298,15 +297,6 @@ class RankMemory:
         for to, part in zip(self.offsets(layer.name, tokens), dense[layer.name], strict=True):
             memory[to] = part[tokens, heads]
 
-    @cached_property
-    def owners(self) -> np.ndarray:
-        """The block that each byte of the memory belongs to."""
-        owners = np.full(len(self.memory), ABSENT)
-        for store in self.stores:
-            for part in itertools.chain.from_iterable(store.parts.values()):
-                owners[part] = np.arange(len(part)).reshape(-1, 1, 1, 1, 1)
-        return owners
-
 
 def _shard(layer: Layer, rank: int, tp: int) -> Layer:
     first, end = heads_of_rank(rank, tp, layer.heads)
@@ -418,14 +408,8 @@ def runs_within_rows(plan: Plan, reads: Reads) -> int:
     return len(reads.local) - int(np.count_nonzero(follows))
 
 
-def fewest_runs(pairs: np.ndarray, owners: np.ndarray | None = None) -> int:
-    """The smallest number of runs that can copy these pairs of bytes.
-
-    With `owners`, the numbers of each pair's blocks, no run reaches from one block into the next:
-    the smallest number where no two blocks are neighbours.
-    """
+def fewest_runs(pairs: np.ndarray) -> int:
+    """The smallest number of runs that can copy these pairs of bytes."""
     order = np.argsort(pairs[:, 0])
     breaks = (np.diff(pairs[order], axis=0) != 1).any(axis=1)
-    if owners is not None:
-        breaks |= (np.diff(owners[order], axis=0) != 0).any(axis=1)
     return min(1, len(pairs)) + int(np.count_nonzero(breaks))

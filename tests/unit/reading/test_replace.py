@@ -447,25 +447,6 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert reading.counts == {"agents_recycled": 1}
 
 
-def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
-    """A healthy read keeps its agent alive, until it has ended itself."""
-    reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
-    reading.fabric.polls = 4
-    reading.start(D1, R0)
-    reading.start(D2, R1, block=8)
-    reading.agents.execute(AbandonRead(D1, R0))
-    reading.agents.poll()
-    assert reading.poll() == []
-    reading.start(D3, R1, block=9)
-    assert len(reading.agents.polled) == 2
-    ended: list[DataEvent] = []
-    while len(ended) < 3:
-        assert reading.num_transports == 2 or ReadDone in map(type, ended)
-        ended += reading.poll()
-    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D2, D3}
-    assert ReadFailed(D1, R0, STOPPED) in ended
-
-
 def test_an_agent_that_cannot_be_made_is_tried_again_later(
     reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:

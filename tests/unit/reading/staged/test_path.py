@@ -4,7 +4,6 @@ A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two 
 """
 
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +27,12 @@ from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
 
-TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
-TOKENS = 23
-CHUNKS = 3
+TOKENS, CHUNKS = 23, 3
+SHORT = [2, 8, 4, 6, 1, 3], [7, 3, 9, 1, 5, 0], TOKENS
+"""Blocks of decode, blocks of prefill, tokens."""
 
-LONG, LONG_OTHER = [*TABLE, 2, 8, 4, 6], [*OTHER, 7, 9, 5, 0]
-LONG_TOKENS = 40
-LONG_CHUNKS = 5
+LONG_TOKENS, LONG_CHUNKS = 40, 5
+LONG = [*SHORT[0], 7, 9, 5, 0], [*SHORT[1], 2, 8, 4, 6], LONG_TOKENS
 
 
 # Two stepped ranks
@@ -50,28 +48,21 @@ def staged_world(make_world: MakeWorld, **changed: Any) -> World:
     return make_world(config, ("prefill and decode", "prefill and decode"))
 
 
-def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
-    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
-    world.decode.start_load(number, table, TOKENS, verify=verify)
+def start(world: World, number: int = 1, *, long: bool = False, verify: bool = False) -> None:
+    local, remote, tokens = LONG if long else SHORT
+    world.decode.prepare_load(number, world.prefill.offer(number, remote, tokens))
+    world.decode.start_load(number, local, tokens, verify=verify)
 
 
-def start_long(world: World) -> None:
-    world.decode.prepare_load(1, world.prefill.offer(1, LONG, LONG_TOKENS))
-    world.decode.start_load(1, LONG_OTHER, LONG_TOKENS)
+def is_there(world: World, *, long: bool = False) -> bool:
+    local, remote, _ = LONG if long else SHORT
+    return np.array_equal(world.decode.cache.blocks(local), world.prefill.cache.blocks(remote))
 
 
-def long_is_there(world: World) -> bool:
-    arrived = world.decode.cache.blocks(LONG_OTHER)
-    return np.array_equal(arrived, world.prefill.cache.blocks(LONG))
-
-
-def has_ended(world: World) -> Callable[[], bool]:
-    """Whether decode has reported a load."""
-    return lambda: any(isinstance(result, LoadEnded) for result in world.decode.results)
-
-
-def blocks_are_there(world: World) -> bool:
-    return np.array_equal(world.decode.cache.blocks(OTHER), world.prefill.cache.blocks(TABLE))
+def ended(world: World) -> LoadEnded:
+    """The report of a load, as soon as there is one."""
+    world.until(lambda: any(isinstance(result, LoadEnded) for result in world.decode.results))
+    return world.decode.ended_load()
 
 
 def staged_path(world: World) -> StagedPath:
@@ -102,10 +93,9 @@ def nothing_is_left(world: World) -> bool:
 
 def arrives(world: World) -> tuple[str, int]:
     """All of the only load, and nothing of it is left. Its path, and the bytes read directly."""
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
+    end = ended(world)
     assert end.failure is None
-    assert blocks_are_there(world)
+    assert is_there(world)
     world.run()
     assert nothing_is_left(world)
     (read,) = end.reads
@@ -132,11 +122,10 @@ def test_a_prompt_arrives_by_chunks(
 ) -> None:
     packs = sent_packs(world, monkeypatch)
     start(world, verify=verify)
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
+    end = ended(world)
     assert (end.failure, end.verified) == (None, verify)
     assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
-    assert blocks_are_there(world)
+    assert is_there(world)
     assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
     world.run()
     total = Counter(world.prefill.parts.counts)
@@ -185,16 +174,15 @@ def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
 def test_a_read_that_advances_is_not_late(world: World) -> None:
     """However long all of it takes."""
     world.prefill.copying.is_held = True
-    start_long(world)
+    start(world, long=True)
     for _ in range(LONG_CHUNKS):
         world.run(8)
         world.clock.now += 0.8 * world.config.request_timeout_s
         world.prefill.copying.work()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    assert long_is_there(world)
+    assert ended(world).failure is None
+    assert is_there(world, long=True)
 
 
 def failing(copier: Any, name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +239,7 @@ def test_what_cannot_be_planned_is_planned_once(
     monkeypatch.setattr(staging.copier, "prepare", refuse)
     for number in (1, 2):
         start(world, number)
-        world.until(has_ended(world))
-        assert world.decode.ended_load().failure is None
+        assert ended(world).failure is None
     assert len(planned) == 1
 
 
@@ -261,16 +248,15 @@ def test_what_cannot_be_scattered_fails_that_load_alone(
 ) -> None:
     failing(staged_path(world).staging.copier, "start", 1, monkeypatch)
     start(world)
-    world.until(has_ended(world))
-    failure = world.decode.failed_load()
+    failure = ended(world).failure
+    assert failure is not None
     assert failure.kind is FailureKind.BROKEN
     assert failure.detail == "reading prefill rank 0 failed: no kernel"
     world.run()
     assert nothing_is_left(world)
     start(world, 2)
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    assert blocks_are_there(world)
+    assert ended(world).failure is None
+    assert is_there(world)
 
 
 def test_one_slot_is_enough_for_all_of_a_read(
@@ -279,17 +265,16 @@ def test_one_slot_is_enough_for_all_of_a_read(
     """Others take the rest of decode's ring while its first chunks are packed."""
     packs = sent_packs(world, monkeypatch)
     world.prefill.copying.is_held = True
-    start_long(world)
+    start(world, long=True)
     world.until(lambda: len(packs) == 3)
     slots = staged_path(world).slots
     for _ in range(RING_SLOTS - 1):
         slots.popleft()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
+    assert ended(world).failure is None
     assert len(packs) == LONG_CHUNKS
-    assert long_is_there(world)
+    assert is_there(world, long=True)
     assert free_slots(world) == 1
 
 
@@ -323,8 +308,8 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
 
     monkeypatch.setattr(machine, "_packed", lie)
     start(world)
-    world.until(has_ended(world))
-    failure = world.decode.failed_load()
+    failure = ended(world).failure
+    assert failure is not None
     assert (failure.kind, "slot 1000" in failure.detail) == (FailureKind.BROKEN, True)
     assert free_slots(world) == RING_SLOTS
 
@@ -344,7 +329,7 @@ def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
     world: World, changed: dict[str, Any], why: str
 ) -> None:
     request = pack_request(world, **changed)
-    table = Table.of(TABLE)
+    table = Table.of(SHORT[1])
     packs = pack_queue(world)
     packs.add(PackChunk(b"route", request, (table,), 0))
     (packed,) = packs.poll()
