@@ -115,17 +115,6 @@ def open_sockets(control: ZmqControl) -> list[zmq.Socket[bytes]]:
     return [each for each in control._context._sockets if not each.closed]
 
 
-def restarted(make: MakeControl, endpoint: Endpoint) -> ZmqControl:
-    """Another process at a known endpoint, as soon as its port is free."""
-    control, port = make(None), port_of(endpoint)
-    deadline = time.monotonic() + PATIENCE_S
-    while control._listener is None:
-        assert time.monotonic() < deadline
-        with contextlib.suppress(TransportError):
-            control.listen(HOST, port)
-    return control
-
-
 def test_a_thousand_links_need_as_many_sockets_as_one(
     make: MakeControl, reader: ZmqControl
 ) -> None:
@@ -172,7 +161,11 @@ def test_nothing_queued_for_a_dead_process_reaches_its_successor(
     server.close()
     hear_of_loss(reader, endpoint)
     reader.send(endpoint, b"for the dead")
-    successor = restarted(make, endpoint)
+    successor, deadline = make(None), time.monotonic() + PATIENCE_S
+    while successor._listener is None:  # until the port is free
+        assert time.monotonic() < deadline
+        with contextlib.suppress(TransportError):
+            successor.listen(HOST, port_of(endpoint))
     assert successor.poll(0.2) == []
     assert reader.poll(0) == [Lost(endpoint, "connection closed")]
     reader.send(endpoint, b"for the second")
@@ -201,15 +194,7 @@ def test_a_full_queue_is_an_error(make: MakeControl, monkeypatch: pytest.MonkeyP
             reader.send(endpoint, b"once more")
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        pytest.param([b"one", b"two"], id="two frames"),
-        pytest.param([b"", b"two"], id="as a REQ socket sends"),
-        pytest.param([b"", b"", b"", b""], id="four empty frames"),
-        pytest.param([b"x"] * 1000, id="a thousand frames"),
-    ],
-)
+@pytest.mark.parametrize("frames", [[b"one", b"two"], [b"", b"as a REQ"], [b""] * 4, [b"x"] * 1000])
 def test_requests_of_other_than_one_frame_are_ignored(
     raw: RawSockets, server: ZmqControl, endpoint: Endpoint, frames: list[bytes]
 ) -> None:
@@ -234,14 +219,7 @@ def test_an_answer_of_several_frames_does_no_harm(raw: RawSockets, reader: ZmqCo
     assert len(answers) <= 2
 
 
-@pytest.mark.parametrize(
-    "greeting",
-    [
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", id="HTTP"),
-        pytest.param(b"\xff" * 100, id="all ones"),
-        pytest.param(b"", id="nothing"),
-    ],
-)
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 100, b""])
 def test_an_endpoint_that_speaks_another_protocol_is_lost(
     reader: ZmqControl, greeting: bytes
 ) -> None:
