@@ -16,7 +16,6 @@ from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
-from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
@@ -25,14 +24,15 @@ from nixl_kv.reading.paths import ExtraMemory, Feature
 from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
+from support.records import pack_request
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
 
 TOKENS, CHUNKS = 23, 3
 SHORT = [2, 8, 4, 6, 1, 3], [7, 3, 9, 1, 5, 0], TOKENS
 """Blocks of decode, blocks of prefill, tokens."""
 
-LONG_TOKENS, LONG_CHUNKS = 40, 5
-LONG = [*SHORT[0], 7, 9, 5, 0], [*SHORT[1], 2, 8, 4, 6], LONG_TOKENS
+LONG = [*SHORT[0], 7, 9, 5, 0], [*SHORT[1], 2, 8, 4, 6], 40
+LONG_CHUNKS = 5
 
 
 # Two stepped ranks
@@ -40,11 +40,7 @@ LONG = [*SHORT[0], 7, 9, 5, 0], [*SHORT[1], 2, 8, 4, 6], LONG_TOKENS
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    return staged_world(make_world)
-
-
-def staged_world(make_world: MakeWorld, **changed: Any) -> World:
-    config = Config(host=HOST, path="staged", **changed)
+    config = Config(host=HOST, path="staged")
     return make_world(config, ("prefill and decode", "prefill and decode"))
 
 
@@ -138,25 +134,6 @@ def test_a_prompt_arrives_by_chunks(
 
 def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
     return messages.LayerHeads(layer=layer, first=0, end=end)
-
-
-def pack_request(world: World, **changed: Any) -> messages.PackRequest:
-    """Sizes() has three layers, `layer.0` to `layer.2`."""
-    values: dict[str, Any] = {
-        "incarnation": world.prefill.parts.description.incarnation,
-        "nonce": Nonce("0" * 32),
-        "claim": Claim("1" * 32),
-        "reader": messages.Reader(
-            engine=EngineId("other"), incarnation=Incarnation("2" * 32), rank=Rank(0)
-        ),
-        "number": 1,
-        "chunk": 0,
-        "begin": 0,
-        "end": TOKENS,
-        "layers": tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers)),
-        "holds": (0,),
-    }
-    return messages.PackRequest(**{**values, **changed})
 
 
 def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
@@ -328,10 +305,10 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
 def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
     world: World, changed: dict[str, Any], why: str
 ) -> None:
-    request = pack_request(world, **changed)
-    table = Table.of(SHORT[1])
+    layers = tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers))
+    request = pack_request(**{"end": TOKENS, "layers": layers, **changed})
     packs = pack_queue(world)
-    packs.add(PackChunk(b"route", request, (table,), 0))
+    packs.add(PackChunk(b"route", request, (Table.of(SHORT[1]),), 0))
     (packed,) = packs.poll()
     assert why in (packed.refusal or "")
 
