@@ -13,6 +13,7 @@ from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import SAMPLE_BYTES, sample_rows
 from nixl_kv.reading.peers import (
@@ -150,36 +151,31 @@ class CountingTransport(MemoryTransport):
         return super().prepare(rows, memory, peer)
 
 
-@pytest.fixture
-def transport(fabric: Fabric, cache: Cache) -> CountingTransport:
-    transport = CountingTransport(fabric)
-    transport.register(Span(cache.memory.ctypes.data, cache.memory.nbytes), "DRAM", 0)
-    return transport
-
-
 def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
     ranks = [ReadableRank(fabric, HALF, seed=head, first_head=head) for head in range(2)]
     return engine_of(*ranks), ranks
 
 
 class Preparing:
-    """One agent's peers, and what is told of them."""
+    """One agent's peers, of which `described` has two ranks with half of the heads each."""
 
-    def __init__(self, transport: MemoryTransport, peers: RemotePeers) -> None:
+    def __init__(self, fabric: Fabric, cache: Cache) -> None:
+        self.described, self.halves = two_halves(fabric)
         self.background, self.is_reading = Background(is_held=True), False
         self.ready: list[int] = []
         self.ended: list[Ended] = []
-        self.peers = peers
+        self.transport, self.peers = CountingTransport(fabric), peers_of(cache)
+        self.transport.register(cache.layout().spans[0], "DRAM", 0)
         self.prepared = Ranks(
-            transport,
-            peers,
+            self.transport,
+            self.peers,
             self.background,
             is_reading=lambda _name: self.is_reading,
             on_ready=lambda rank: self.ready.append(rank.rank),
         )
 
-    def prepare(self, description: Description) -> None:
-        self.prepared.prepare(PEER, description, self.peers.routes(description))
+    def prepare(self, peer: PeerKey = PEER) -> None:
+        self.prepared.prepare(peer, self.described, self.peers.routes(self.described))
 
     def step(self) -> None:
         """What a turn does, and the background before the next one."""
@@ -195,23 +191,20 @@ class Preparing:
 
 
 @pytest.fixture
-def preparing(transport: CountingTransport, cache: Cache) -> Preparing:
-    return Preparing(transport, peers_of(cache))
+def preparing(fabric: Fabric, cache: Cache) -> Preparing:
+    return Preparing(fabric, cache)
 
 
-def test_all_ranks_that_are_read_are_prepared(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, ranks = two_halves(fabric)
+def test_all_ranks_that_are_read_are_prepared(preparing: Preparing) -> None:
     prepared = preparing.prepared
-    preparing.prepare(described)
+    preparing.prepare()
     assert prepared.is_preparing(PEER)
     assert not prepared.is_preparing(OTHER)
     assert preparing.run() == [Ended(PEER)]
     assert not prepared.is_preparing(PEER)
     assert preparing.ready == [0, 1]
-    assert transport.known == [rank.transport.name for rank in ranks]
-    for number, rank in enumerate(ranks):
+    assert preparing.transport.known == [rank.transport.name for rank in preparing.halves]
+    for number, rank in enumerate(preparing.halves):
         one = prepared.find(PEER, Rank(number))
         assert one is not None
         assert (one.state, one.name) == (RankState.READY, rank.transport.name)
@@ -221,10 +214,9 @@ def test_all_ranks_that_are_read_are_prepared(
         assert prepared.find(missing, Rank(0)) is None
 
 
-def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Preparing) -> None:
+def test_one_rank_is_planned_while_one_is_added(preparing: Preparing) -> None:
     """So each has a thread; and a rank can be read before the next one is added."""
-    described, _ = two_halves(fabric)
-    preparing.prepare(described)
+    preparing.prepare()
     for _ in range(2):
         preparing.prepared.begin_next()
         assert len(preparing.background) == 2, "one is planned, one is added"
@@ -236,100 +228,87 @@ def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Prepa
     assert preparing.run() == [Ended(PEER)]
 
 
-def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
-    fabric: Fabric, preparing: Preparing
-) -> None:
-    preparing.prepared.prepare(PEER, two_halves(fabric)[0], [Route(Rank(0), ())])
+def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(preparing: Preparing) -> None:
+    preparing.prepared.prepare(PEER, preparing.described, [Route(Rank(0), ())])
     assert preparing.prepared.collect() == [Ended(PEER)]
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
     fabric: Fabric, preparing: Preparing
 ) -> None:
-    described, ranks = two_halves(fabric)
-    name = ranks[1].transport.name
+    name = preparing.halves[1].transport.name
     fabric.lost_peers.add(name)
-    preparing.prepare(described)
+    preparing.prepare()
     assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
     assert preparing.prepared.num_left == 1, "the other one's connections stay open"
     assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
-def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, ranks = two_halves(fabric)
-    transport.refused = ranks[1].transport.name
-    preparing.prepare(described)
+def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(preparing: Preparing) -> None:
+    preparing.transport.refused = preparing.halves[1].transport.name
+    preparing.prepare()
     assert preparing.run() == [Ended(PEER, "no such memory")]
     assert preparing.prepared.num_left == 2
     assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
-def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
+def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(preparing: Preparing) -> None:
     for _ in range(3):
-        preparing.prepare(described)
+        preparing.prepare()
         preparing.run()
         assert preparing.prepared.num_left == 0
         preparing.prepared.drop(PEER)
         preparing.run()
         assert preparing.prepared.num_left == 2
-    assert len(set(transport.known)) == 2
+    assert len(set(preparing.transport.known)) == 2
 
 
 def test_a_lost_peer_is_dropped_by_the_transport_once_nothing_reads_it(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+    preparing: Preparing,
 ) -> None:
-    preparing.prepare(two_halves(fabric)[0])
+    preparing.prepare()
     preparing.run()
     preparing.prepared.drop(OTHER, is_lost=True)
     preparing.run()
-    assert len(transport.known) == 2
+    assert len(preparing.transport.known) == 2
     preparing.is_reading = True
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.step()
-    assert len(transport.known) == 2, "it is being read"
+    assert len(preparing.transport.known) == 2, "it is being read"
     assert not preparing.prepared.is_busy
     preparing.is_reading = False
     preparing.run()
-    assert transport.known == []
+    assert preparing.transport.known == []
     assert preparing.prepared.num_left == 2, "only the end of the agent closes its connections"
 
 
-def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
+def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(preparing: Preparing) -> None:
     for peer in (PEER, OTHER):
-        preparing.prepared.prepare(peer, described, preparing.peers.routes(described))
+        preparing.prepare(peer)
     preparing.run()
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.run()
     assert preparing.prepared.find(OTHER, Rank(0)) is None
-    assert set(transport.known) == set()
+    assert set(preparing.transport.known) == set()
 
 
-def test_a_peer_that_comes_back_while_it_is_still_read_stays(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
-    preparing.prepare(described)
+def test_a_peer_that_comes_back_while_it_is_still_read_stays(preparing: Preparing) -> None:
+    preparing.prepare()
     preparing.run()
     preparing.is_reading = True
     preparing.prepared.drop(PEER)
-    preparing.prepare(described)
+    preparing.prepare()
     preparing.step()
     preparing.is_reading = False
     assert preparing.run()[-1] == Ended(PEER)
     assert preparing.prepared.find(PEER, Rank(1)) is not None
-    assert set(transport.known) == {rank.agent.decode() for rank in described.ranks}
+    assert set(preparing.transport.known) == {
+        rank.agent.decode() for rank in preparing.described.ranks
+    }
 
 
-def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) -> None:
-    preparing.prepare(two_halves(fabric)[0])
+def test_nothing_is_added_after_the_end(preparing: Preparing) -> None:
+    preparing.prepare()
     preparing.prepared.begin_next()
     preparing.prepared.close()
     preparing.background.work()
@@ -339,7 +318,7 @@ def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) ->
 
 def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Preparing) -> None:
     with pytest.raises(ValueError, match="KV head 1"):
-        preparing.prepare(engine_of(ReadableRank(fabric, HALF)))
+        preparing.peers.routes(engine_of(ReadableRank(fabric, HALF)))
 
 
 def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
@@ -355,11 +334,10 @@ def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
 @pytest.mark.parametrize("event", RankEvent)
 @pytest.mark.parametrize("state", RankState)
 def test_a_rank_changes_its_state_by_the_table_only(
-    fabric: Fabric, preparing: Preparing, state: RankState, event: RankEvent
+    preparing: Preparing, state: RankState, event: RankEvent
 ) -> None:
-    described, _ = two_halves(fabric)
-    (route, _) = preparing.peers.routes(described)
-    rank = RemoteRank(PEER, route, described.ranks[0], state)
+    (route, _) = preparing.peers.routes(preparing.described)
+    rank = RemoteRank(PEER, route, preparing.described.ranks[0], state)
     if event in TRANSITIONS[state]:
         rank.move(event)
         assert rank.state is (TRANSITIONS[state][event] or state)
