@@ -17,24 +17,24 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from nixl_kv.geometry.layout import Table, extent
-from nixl_kv.geometry.match import holdings, routes
+from nixl_kv.geometry.layout import extent
+from nixl_kv.geometry.match import routes
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, describe_difference
 from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
+from support import any_shape
 from support.cases import Case, cases, typical
 from support.digest_caches import is_equal, window
-from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
+from support.oracle import Blocks, CacheGroup, Dense, Layer
 from support.records import D1
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 SECRET = "5ec2e7" * 5 + "00"
 MASK = 2**64 - 1
-NOISE = (0, 256)
 
 
 # --- the formula in plain integers
@@ -124,52 +124,33 @@ def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Diges
     return Digest(*(one.numpy().view(np.uint64) for one in sums))
 
 
-def tables_of(cut: Cut, start: int) -> tuple[Table, ...]:
-    """From the entry of token `start` on."""
-    firsts = [(group.table, start // group.entry_size) for group in cut.groups]
-    return tuple(Table.of(table[first:], first) for table, first in firsts)
-
-
-class Pair:
+class Pair(any_shape.Pair):
     """Prefill and decode with the same KV where decode reads it, and different noise elsewhere."""
 
     def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.decode.write(self.dense)
+        # Tokens after the end are noise, and in decode those before the beginning too.
         rng = np.random.default_rng(case.seed)
-        self.case = case
-        self.dense = random_dense(case.model, case.table_tokens, rng, 256)
-        self.prefill, self.decode = (
-            Engine(cut, case.model, rng, NOISE) for cut in (case.prefill, case.decode)
-        )
-        for engine in (self.prefill, self.decode):
-            engine.write(self.dense)
-        self._overwrite_other_tokens(rng)
-
-    def _overwrite_other_tokens(self, rng: np.random.Generator) -> None:
-        """With noise: tokens after the end, and in decode those before the beginning too."""
-        for engine, begin in ((self.prefill, 0), (self.decode, self.case.tokens.start)):
+        for engine, begin in ((self.prefill, 0), (self.decode, case.tokens.start)):
             for rank in engine.ranks:
                 for layer in rank.layers:
                     present = rank.present(layer.name)
-                    other = present[(present >= self.case.tokens.stop) | (present < begin)]
+                    other = present[(present >= case.tokens.stop) | (present < begin)]
                     for offsets in rank.offsets(layer.name, other) if len(other) else ():
                         rank.memory[offsets] = rng.integers(0, 256, offsets.shape, dtype=np.uint8)
 
     def reads(self) -> Iterator[tuple[tuple[KVSlice, ...], list[LocalSlice], list[LocalSlice]]]:
         """For each read of decode: its slices, and where they are on both sides."""
-        held = [
-            [holdings(rank.layout) for rank in engine.ranks]
-            for engine in (self.decode, self.prefill)
-        ]
         start, end = self.case.tokens.start, self.case.tokens.stop
+        tables, remote_tables = self.tables()
         for number, rank in enumerate(self.decode.ranks):
-            tables = tables_of(self.case.decode, start)
-            for route in routes(Rank(number), *held):
+            for route in routes(Rank(number), *self.held):
                 if not route.readers:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
-                load = StartLoad(D1, start, end, tables)
+                load = StartLoad(D1, start, end, tuple(tables))
                 slices = name_slices(rank.layout, route, remote, load)
-                remote_tables = tables_of(self.case.prefill, 0)
                 if slices:
                     yield (
                         slices,
