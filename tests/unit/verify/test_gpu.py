@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,26 +181,22 @@ class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be
 
 
 @pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
+    """Of this process's memory, digested as if it were a GPU's."""
     monkeypatch.setattr(gpu, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    host = noise(KINDS[0].num_bytes)
+    yield layout_of(host.ctypes.data, KINDS[0], "LBHNC")  # noqa: PT022 - `host` lives until then
 
 
-@pytest.fixture
-def host() -> np.ndarray:
-    return noise(KINDS[0].num_bytes)
-
-
-@pytest.mark.usefixtures("_no_gpu")
 def test_without_a_compiler_the_array_program_digests(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nMore")
 
     monkeypatch.setattr(gpu.TorchDigester, "compile", fail)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         digester = Memory(layout)
     assert "Failed to find C compiler." in caplog.text
@@ -210,14 +206,12 @@ def test_without_a_compiler_the_array_program_digests(
     assert digester._stream.waited
 
 
-@pytest.mark.usefixtures("_no_gpu")
 def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", 1 << 11)
     calls = Calls(monkeypatch)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     digester, slices = Memory(layout), slices_of(layout, 100)
     digester._stream.may_end = False
     steps = digester(SECRET, slices)
@@ -229,29 +223,29 @@ def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
     assert is_equal(finished(steps), reference(slices))
 
 
-@pytest.mark.usefixtures("_no_gpu")
 def test_an_error_of_torch_fails_that_digest(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
-    monkeypatch.setattr(gpu, "gathered_sums", fail)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
-    with pytest.raises(DigestError, match="no memory"):
-        finished(Memory(layout)(SECRET, slices_of(layout, 100)))
+    digester, slices = Memory(layout), slices_of(layout, 100)
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "gathered_sums", fail)
+        with pytest.raises(DigestError, match="no memory"):
+            finished(digester(SECRET, slices))
+    assert is_equal(finished(digester(SECRET, slices)), reference(slices))
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_a_cache_that_cannot_be_opened_leaves_no_thread(host: np.ndarray) -> None:
+def test_a_cache_that_cannot_be_opened_leaves_no_thread(layout: CacheLayout) -> None:
     class Refused(Memory):
         def _map(self, layout: CacheLayout) -> tuple[Any, int]:
             raise RuntimeError(f"no CUDA device {layout.device}")
 
     before = threading.active_count()
     with pytest.raises(DigestError, match="no CUDA"):
-        Refused(layout_of(host.ctypes.data, KINDS[0], "LBHNC"))
+        Refused(layout)
     assert threading.active_count() == before
 
 
