@@ -1,6 +1,5 @@
 """Prefill and decode with other weights of the same model: only their labels tell them apart."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,37 +12,14 @@ from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.models.qwen3 import TinyModel
-from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from nixl_kv.keys import write_key_file
-from support.engines import PATIENT, connect, expect, started
+from support.engines import PATIENT, connected, expect, started
 from support.nixl_kv_command import nixl_kv
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOKENS = 16
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    write_key_file(path)
-    return path
-
-
-@pytest.fixture
-def pair(cluster: Cluster, key_file: Path) -> Iterator[Pair]:
-    prefill, decode = pair_specs(
-        ensure_tiny_model(),
-        suffix="-weights",
-        kv_cache_bytes=64 << 20,
-        connector_config={**PATIENT, "key_file": str(key_file)},
-    )
-    prefill = replace(prefill, model=ensure_tiny_model(model=TinyModel(seed=1)))
-    with started(cluster, prefill, decode) as (first, second):
-        connect(first, second)
-        with Pair(first, second) as pair:
-            yield pair
 
 
 def label(engine: Engine, weights: str, key_file: Path) -> None:
@@ -53,21 +29,28 @@ def label(engine: Engine, weights: str, key_file: Path) -> None:
 
 
 def test_kv_of_other_weights_is_read_unless_labels_differ(
-    pair: Pair, single: Client, key_file: Path
+    cluster: Cluster, single: Client, tmp_path: Path
 ) -> None:
-    def likeness(seed: int) -> str:
-        question = Question.of(single, random_prompt(150, seed=seed), TOKENS)
-        return question.compare(pair.complete(question.prompt, TOKENS))
+    key_file = tmp_path / "key"
+    write_key_file(key_file)
+    specs = pair_specs(
+        ensure_tiny_model(),
+        suffix="-weights",
+        kv_cache_bytes=64 << 20,
+        connector_config={**PATIENT, "key_file": str(key_file)},
+    )
+    prefill = replace(specs[0], model=ensure_tiny_model(model=TinyModel(seed=1)))
+    with started(cluster, prefill, specs[1]) as engines, connected(*engines) as pair:
 
-    since = CountersSince(pair.to_decode)
-    assert likeness(170_000) == "other"  # what labels are for
-    expect(since, {LOADS: 1, TICKETS_REFUSED: 0})
+        def likeness(seed: int) -> str:
+            question = Question.of(single, random_prompt(150, seed=seed), TOKENS)
+            return question.compare(pair.complete(question.prompt, TOKENS))
 
-    label(pair.prefill, "step 7", key_file)
-    label(pair.decode, "step 8", key_file)
-    assert likeness(170_001) == "same"
-    expect(since, {LOADS: 1, TICKETS_REFUSED: 1, FAILURES: 0})
+        since = CountersSince(pair.to_decode)
+        assert likeness(170_000) == "other"  # what labels are for
+        expect(since, {LOADS: 1, TICKETS_REFUSED: 0})
 
-    label(pair.prefill, "step 8", key_file)
-    assert likeness(170_002) == "other"
-    expect(since, {LOADS: 2, TICKETS_REFUSED: 1, FAILURES: 0})
+        label(pair.prefill, "step 7", key_file)
+        label(pair.decode, "step 8", key_file)
+        assert likeness(170_001) == "same"
+        expect(since, {LOADS: 1, TICKETS_REFUSED: 1, FAILURES: 0})

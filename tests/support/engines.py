@@ -53,13 +53,15 @@ _SEEDS = itertools.count(10**6)
 
 @contextmanager
 def started(cluster: Cluster, *specs: EngineSpec) -> Iterator[list[Engine]]:
+    """Engines that end with the block."""
     engines = cluster.start(*specs)
     yield engines
     cluster.end(*engines)
 
 
-def connect(prefill: Engine, decode: Engine) -> None:
-    """Let decode read from prefill once, so that no test begins with their first handshake.
+@contextmanager
+def connected(prefill: Engine, decode: Engine) -> Iterator[Pair]:
+    """A pair whose decode has read from prefill once: no test begins with their first handshake.
 
     On a very busy machine that may take longer than it is allowed, and a prompt is then computed.
     """
@@ -73,6 +75,7 @@ def connect(prefill: Engine, decode: Engine) -> None:
         assert wait_until(has_read, EVENT_S)
         for client in (pair.to_prefill, pair.to_decode):
             client.complete(PROBE, SETTLING)
+        yield pair
 
 
 class Accounts:

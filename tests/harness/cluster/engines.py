@@ -241,17 +241,6 @@ class Engine(ManagedProcess):
         self.start()
         self.wait_ready(RESTART_TIMEOUT_S)
 
-    def unplug(self) -> None:
-        """Turn its host's interface to the wire off."""
-        self._set_link(up=False)
-
-    def plug(self) -> None:
-        self._set_link(up=True)
-
-    def _set_link(self, *, up: bool) -> None:
-        assert self.spec.host is not None, f"{self.name} is not on a host of its own"
-        self.spec.host.set_link(up=up)
-
     def why_ended(self) -> str:
         """The first line of its log that names an error, without the prefix of its logger."""
         for line in self.log_text().splitlines():

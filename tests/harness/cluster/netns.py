@@ -91,9 +91,6 @@ class Namespace:
     def ip(self, *arguments: str) -> None:
         run_ip("-n", self.name, *arguments)
 
-    def set_link(self, *, up: bool) -> None:
-        self.ip("link", "set", WIRE, "up" if up else "down")
-
     def set_up_link(self) -> None:
         """Give that interface its address, and turn it on."""
         # Duplicate address detection would take a second.
