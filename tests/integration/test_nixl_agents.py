@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import nixl._api as api
 import nixl._bindings as bindings
@@ -89,10 +90,8 @@ def test_a_rehearsal_reads_within_the_process_and_leaves_nothing(
 def test_a_rehearsal_that_fails_costs_a_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse() -> NixlTransport:
-        raise TransportError("no more agents")
-
     transport = NixlTransport(engine_config=UCX_ENGINE_CONFIG)
+    refuse = mock.Mock(side_effect=TransportError("no more agents"))
     monkeypatch.setattr(transport, "_make_another", refuse)
     with caplog.at_level(logging.INFO, "nixl_kv"):
         transport.rehearse(Span(4096, 4096), "DRAM", 0)

@@ -101,20 +101,6 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
     expect_load(decode, healthy, "next")
 
 
-@pytest.mark.slow
-def test_other_reads_go_on_while_one_process_is_stopped(decode: SmallEngine, start: Start) -> None:
-    """Until the hanging read has ended, and after that."""
-    stopped, healthy = start(), start()
-    stop_during(decode, stopped, "hanging")
-    number = 0
-    while not decode.is_reported("hanging") or number < 4:
-        number += 1
-        start_load(decode, healthy, f"other{number}")
-        assert decode.wait_failure(f"other{number}") is None
-    assert decode.wait_failure("hanging") == SILENT
-    expect_load(decode, healthy, "last")
-
-
 @pytest.mark.parametrize(
     ("num_readers", "is_stopped"),
     [
