@@ -26,8 +26,8 @@ from harness.cluster.metrics import (
     VERIFIED,
     CountersSince,
 )
+from harness.cluster.models.families import Qwen3Next
 from harness.cluster.models.files import ensure_tiny_model
-from harness.cluster.models.qwen3_next import Qwen3Next
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from support.engines import (

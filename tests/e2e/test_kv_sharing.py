@@ -14,8 +14,8 @@ from harness.cluster.client import Client, RefusedError
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import Engine
 from harness.cluster.metrics import NBYTES
+from harness.cluster.models.families import Gemma4
 from harness.cluster.models.files import ensure_tiny_model
-from harness.cluster.models.gemma import Gemma4
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from support.engines import PATIENT, Accounts, connected, started, without_connector

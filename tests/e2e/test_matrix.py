@@ -41,7 +41,7 @@ from harness.cluster.metrics import (
     CountersSince,
     accepted_share,
 )
-from harness.cluster.models import FAMILIES
+from harness.cluster.models.families import FAMILIES
 from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt

@@ -10,8 +10,8 @@ from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.families import TinyModel
 from harness.cluster.models.files import SPECIALS, ensure_tiny_model, words
-from harness.cluster.models.qwen3 import TinyModel
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.tickets import changed, sealed, values

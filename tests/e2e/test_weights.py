@@ -10,8 +10,8 @@ from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.models.families import TinyModel
 from harness.cluster.models.files import ensure_tiny_model
-from harness.cluster.models.qwen3 import TinyModel
 from harness.cluster.prompts import random_prompt
 from nixl_kv.keys import write_key_file
 from support.engines import PATIENT, connected, expect, started

@@ -256,9 +256,7 @@ class Engine(ManagedProcess):
         arguments += ["--enable-prefix-caching", "--dtype", spec.actual_dtype]
         arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
         optional = {
-            "--pipeline-parallel-size": spec.pipeline_parallel
-            if spec.pipeline_parallel > 1
-            else None,
+            "--pipeline-parallel-size": spec.pipeline_parallel,
             "--block-size": spec.block_size,
             "--num-gpu-blocks-override": spec.num_blocks,
             "--kv-cache-memory-bytes": spec.kv_cache_bytes,
@@ -269,9 +267,8 @@ class Engine(ManagedProcess):
             arguments += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
         else:
             arguments += CPU_PIPELINE if spec.pipeline_parallel > 1 else ["--enforce-eager"]
-        transfer = self.kv_transfer_config()
-        if transfer:
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        if spec.connector != "none":
+            arguments += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         return [*arguments, *spec.extra_args, *(["--headless"] if spec.headless else [])]
 
     def environment(self) -> dict[str, str]:
@@ -282,25 +279,21 @@ class Engine(ManagedProcess):
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
         return env
 
-    def kv_transfer_config(self) -> dict[str, object] | None:
-        """The value of --kv-transfer-config; None for an engine without a connector."""
+    def kv_transfer_config(self) -> dict[str, object]:
+        """The value of --kv-transfer-config."""
         spec = self.spec
-        if spec.connector == "none":
-            return None
         config: dict[str, object] = {"kv_role": KV_ROLES[spec.role]}
+        extra = dict(spec.connector_config)
         if spec.engine_id is not None:
             config["engine_id"] = spec.engine_id
-        extra = dict(spec.connector_config)
         if spec.connector == "in-tree":
-            config["kv_connector"] = "NixlConnector"
             config["kv_load_failure_policy"] = "recompute"
-        elif spec.drop_in:
-            config["kv_connector"] = "NixlConnector"
+        elif not spec.by_name:
             config["kv_connector_module_path"] = spec.module
+        if spec.connector == "in-tree" or spec.drop_in:
+            config["kv_connector"] = "NixlConnector"
         else:
             config["kv_connector"] = "NixlKVConnector"
-            if not spec.by_name:
-                config["kv_connector_module_path"] = spec.module
             extra = {"port": self.side_port, "verify": "all"} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import psutil
 
@@ -67,9 +67,6 @@ class ManagedProcess:
         self.log_path = log_path
         self._child: Child | None = None
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, status {self.exit_code()}>"
-
     @property
     def pid(self) -> int:
         """The session leader's process id."""
@@ -81,22 +78,15 @@ class ManagedProcess:
         command: Sequence[str],
         env: Mapping[str, str],
         cwd: Path | None = None,
-        *,
-        pass_fds: Sequence[int] = (),
+        **options: Any,
     ) -> None:
         """Start it, in this process's folder or in `cwd`; what it prints goes to the log file."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log_path.open("ab") as log:
             self.adopt(
                 subprocess.Popen(
-                    command,
-                    env=dict(env),
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=pass_fds,
+                    command, env=dict(env), cwd=cwd, stdout=log, start_new_session=True, **options
                 )
             )
 
@@ -143,7 +133,11 @@ class ManagedProcess:
 
     def members(self) -> list[psutil.Process]:
         """All processes of its session, also those that outlived their parent."""
-        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                found += [process] if os.getsid(process.pid) == self.pid else []
+        return found
 
     def terminate(self) -> None:
         """Ask the leader to end; vLLM then ends its own children."""
@@ -185,13 +179,6 @@ def busy(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
 
 
 def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> None:

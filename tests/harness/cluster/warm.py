@@ -1,10 +1,9 @@
 """Engines that are forked from a process that has imported vLLM.
 
-An engine is three processes (API server, engine core, worker). Each imports torch and vLLM, in
-20 s of CPU time; the rest of a start costs 4 s for all three. Here one process imports them once.
-Each engine is a child of it, and forks its own two as well, which vLLM would spawn on CPU. Nothing
-else differs from the command line: the same main function gets the same arguments, environment and
-folder.
+Each of an engine's three processes imports torch and vLLM, in 20 s of CPU time; the rest of a start
+costs 4 s. Here one process imports them once. Engines are its children, and fork their other two
+processes, which vLLM would spawn on CPU. Nothing else differs from the command line: the same main
+function gets the same arguments, environment and folder.
 
     python -m harness.cluster.warm DESCRIPTOR    # of the socket that asks for engines
 """

@@ -21,7 +21,6 @@ Tensors = dict[str, FloatArray]
 
 FORMAT: Final = 2
 """Raise it when the same numbers shall give other files."""
-DTYPES: Final = ("float32", "bfloat16", "float16")
 ATTENTION_GAIN: Final = 4.0
 SHARPNESS: Final = 2.0
 """One word among thousands still shows in attention."""
@@ -56,13 +55,6 @@ class Family(ABC):
     """How long a prompt and its answer may be."""
     dtype: str = "float32"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that vLLM would refuse only after half a minute."""
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
 
     def digest(self) -> str:
         """A short name for all numbers."""
