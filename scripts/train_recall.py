@@ -2,9 +2,7 @@
 
     baga dova , lige end , dova lige , ? baga   ->   dova lige end
 
-Each word of an answer is one lookup, and the next lookup begins with its result. Every prompt has
-new links, so the answer is in the prompt's KV or state and nowhere else. The configuration and the
-tokenizer come from configs/NAME. The output folder also has held-out prompts with their answers.
+Every prompt has new links, so the answer is in the prompt's KV or state and nowhere else.
 """
 
 import argparse
@@ -24,8 +22,7 @@ EOS, COMMA, ASK, END = 1, 3, 4, 5
 FIRST_WORD, WORDS = 6, 1018
 SHORTEST, LONGEST = 5, 9
 """Words of a chain: the first one is in the question, the others and END are the answer."""
-HELD_OUT: Final = 1 << 31
-"""Seeds from here on are for held-out prompts, those below for training."""
+HELD_OUT: Final = 1 << 31  # seeds from here on are for held-out prompts
 PROMOTION: Final = 0.95
 """Share of right tokens above which prompts grow."""
 

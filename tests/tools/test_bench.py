@@ -36,16 +36,6 @@ def measured(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("what", bench.BENCHMARKS)
-def test_every_benchmark_says_what_it_measures(
-    what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        bench.parse_arguments([what, "--help"])
-    assert exited.value.code == 0
-    assert f"usage: scripts/bench {what}" in capsys.readouterr().out
-
-
 def test_rows_become_a_table_and_a_fault_an_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,14 +91,6 @@ def test_two_checkouts_load_the_same_cells_beside_the_link(tmp_path: Path) -> No
         assert ("verify adds ms" in row) == row["path"].endswith("verified")
 
 
-@pytest.mark.slow
-@pytest.mark.nixl
-def test_first_load_of_new_processes_is_compared_with_later_ones(tmp_path: Path) -> None:
-    cell = ["--blocks", "16-16", "--orders", "BHLNC", "--first-loads", "1"]
-    (row,) = measured(tmp_path, "transfer", *TINY, *cell)
-    assert row["added ms"] == pytest.approx(row["first ms"] - row["later ms"], rel=0.01)
-
-
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
     reason="network namespaces need root, and `ip` of iproute2",
@@ -146,7 +128,6 @@ def test_gather_runs_its_kernel() -> None:
     [
         pytest.param(["--tokens", "1000"], "multiples of 64", id="tokens"),
         pytest.param(["--against", "/nowhere"], "has no scripts/benchmarks", id="checkout"),
-        pytest.param(["--tp", "1-2-3"], "2", id="three numbers"),
         pytest.param(["--blocks", "0-16"], "2", id="zero"),
     ],
 )
@@ -193,12 +174,6 @@ def test_a_load_lasts_from_the_first_rank_that_began_to_the_last_that_ended() ->
     assert pair.num_bytes == [4, 4]
 
 
-def test_process_that_ends_is_an_error() -> None:
-    command = [sys.executable, "-c", "raise SystemExit(1)"]
-    with transfer.Process(command, {}) as process, pytest.raises(RuntimeError, match="ended"):
-        transfer.ask([process], "start")
-
-
 # --- figures
 
 
@@ -227,16 +202,3 @@ def test_figures_are_medians_and_ratios_of_each_round() -> None:
         "cpu ratio": "1.00 (1.00 to 1.00)",
     }
     assert transfer.figures(samples, "auto, verified")["verify adds ms"] == pytest.approx(8.0)
-
-
-def test_ways_take_turns_and_the_first_round_does_not_count() -> None:
-    order: list[str] = []
-
-    def way(name: str) -> transfer.Sample:
-        order.append(name)
-        return {"read": len(order)}
-
-    ways = {name: lambda name=name: way(name) for name in ("a", "b")}
-    samples = transfer.rounds(ways, 2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert samples == {"a": [{"read": 4}, {"read": 5}], "b": [{"read": 3}, {"read": 6}]}
