@@ -481,7 +481,7 @@ def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cl
         for engine in decode:
             with Client(engine.url) as client:
                 total.update(client.counters())
-        loads = outcome.items * settings.knobs["DECODER_TP_SIZE"]
+        loads: int = outcome.items * settings.knobs["DECODER_TP_SIZE"]
         return total[LOADS] + total[FAILURES] >= loads
 
     try:

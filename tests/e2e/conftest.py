@@ -13,8 +13,7 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from support.engines import PATIENT, Accounts, connected, without_connector
 
-KV_CACHE_BYTES = 320 << 20
-"""The size of each cache, 1 MiB for each block: enough for all tests."""
+KV_CACHE_BYTES = 320 << 20  # the size of each cache, 1 MiB for each block: enough for all tests
 
 
 @pytest.fixture(scope="session")

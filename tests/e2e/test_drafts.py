@@ -33,11 +33,9 @@ from support.engines import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AHEAD = 3
-ANSWER = 1 + 6 * (AHEAD + 1)
-"""Tokens: prefill's, and those of six steps."""
+ANSWER = 1 + 6 * (AHEAD + 1)  # tokens: prefill's, and those of six steps
 LENGTHS = (2, 100, 128, 129, 300)
-SEEDS = itertools.count(150_000)
-"""No prompt is in a cache before."""
+SEEDS = itertools.count(150_000)  # no prompt is in a cache before
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from harness.cluster.metrics import (
     PREEMPTIONS,
     QUEUED,
     CountersSince,
-    wait_until_free,
 )
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.netns import ADDRESSES, PERFECT, Namespace, Quality, Wire
@@ -35,7 +34,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from support.asking import Ended, Load, ask, judge, kinds
-from support.engines import EVENT_S, started
+from support.engines import EVENT_S, expect_free, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.faults]
 slow = pytest.mark.slow
@@ -74,10 +73,6 @@ LONG = Kind(num_words=1500, answer=16)  # 12 MiB of KV and 12 blocks
 TALK = Kind(num_words=300, answer=400)  # decode generates for seconds; 3 blocks grow to 6
 
 
-def new_prompt(kind: Kind) -> str:
-    return random_prompt(kind.num_words, next(SEEDS))
-
-
 class Scene:
     """A pair of engines while a fault happens to it, and the requests that it gets."""
 
@@ -91,7 +86,8 @@ class Scene:
 
     def draw(self, kind: Kind, count: int) -> list[Question]:
         """New questions. Draw them before a fault begins: the single engine takes its time."""
-        return questions_of(self.single, [new_prompt(kind) for _ in range(count)], kind.answer)
+        prompts = [random_prompt(kind.num_words, next(SEEDS)) for _ in range(count)]
+        return questions_of(self.single, prompts, kind.answer)
 
     def send(self, question: Question, complete: Callable[..., Answer] | None = None) -> None:
         """Begin one request: to prefill, then decode, or as `complete` does."""
@@ -127,12 +123,6 @@ class Scene:
 
 def expect_soon(condition: Callable[[], bool], otherwise: str) -> None:
     assert wait_until(condition, EVENT_S, interval_s=0.02), otherwise
-
-
-def expect_free(client: Client, within_s: float = EVENT_S) -> None:
-    """An engine shall hold no block soon."""
-    held = wait_until_free(client, NUM_BLOCKS, within_s)
-    assert not held, f"{client.url} holds {held} blocks"
 
 
 def expect_loads(scene: Scene) -> None:

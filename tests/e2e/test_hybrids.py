@@ -43,21 +43,18 @@ from support.planting import expect_named, planted_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-BLOCK = 384
-"""Tokens of KV in a page as large as a state."""
+BLOCK = 384  # tokens of KV in a page as large as a state
 ANSWER = 16
 DTYPE = "bfloat16"
 STATE_ARGS = ("--mamba-ssm-cache-dtype", "float32")
-CHUNK = 512
-"""Tokens that are computed in a step at most."""
+CHUNK = 512  # tokens that are computed in a step at most
 LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
 TALKERS = 8
 TALK = 120
 """So long that requests overlap: vLLM 0.33 preempts none of those that answer with 40 tokens."""
 MAX_ROUNDS = 5
 FEW_BLOCKS = 14  # of which a talker has 5, and 4 more for a while after a few words
-SEEDS = itertools.count(140_000)
-"""No prompt is in a cache before."""
+SEEDS = itertools.count(140_000)  # no prompt is in a cache before
 
 
 @pytest.fixture(scope="module")

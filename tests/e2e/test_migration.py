@@ -23,8 +23,7 @@ pytestmark = pytest.mark.e2e
 
 CLIENTS = 8
 NUM_PROMPTS = 120
-ANSWER = 4
-"""Tokens."""
+ANSWER = 4  # tokens
 LEASE_S = 6
 """An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
 

@@ -16,10 +16,8 @@ from support.engines import EVENT_S, Accounts, connected, started
 pytestmark = pytest.mark.e2e
 
 TESTS = Path(__file__).resolve().parents[1]
-TRACE = "traced: "
-"""As support.traced_connector writes it."""
-ANSWER = 4
-"""Tokens: each takes the interpreter a while."""
+TRACE = "traced: "  # as support.traced_connector writes it
+ANSWER = 4  # tokens: each takes the interpreter a while
 
 
 def test_engines_with_the_v2_runner_read_from_each_other_and_from_v1(

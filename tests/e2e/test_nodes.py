@@ -30,9 +30,8 @@ from harness.cluster.netns import WIRE, Namespace, Switch
 from harness.cluster.pair import Pair
 from harness.cluster.processes import Ports, nixl_kv_command
 from harness.cluster.prompts import random_prompt
-from harness.cluster.waiting import wait_until
 from support.asking import ask, kinds
-from support.engines import EVENT_S, started
+from support.engines import EVENT_S, expect_load, started
 
 pytestmark = [
     pytest.mark.e2e,
@@ -129,21 +128,11 @@ def running(cluster: Cluster, router: Namespace, *specs: EngineSpec) -> Iterator
         route = cluster.route([first], [decode], router)
         try:
             with Pair(first, decode, route) as pair:
-                expect_load(pair)  # engines load code at their first request
+                # Engines load code at their first request.
+                expect_load(pair.to_decode, pair.to_router.complete)
                 yield pair
         finally:
             route.stop()
-
-
-def expect_load(pair: Pair) -> None:
-    """KV is read, now or soon."""
-    since = CountersSince(pair.to_decode)
-
-    def has_read() -> bool:
-        pair.to_router.complete(random_prompt(WORDS, next(SEEDS)), 1)
-        return since.wait_for(LOADS, timeout_s=1.0)[LOADS] > 0
-
-    assert wait_until(has_read, EVENT_S)
 
 
 def expect_right(single: Client, pair: Pair, *, loads: int = REQUESTS) -> None:
@@ -182,7 +171,7 @@ def test_tensor_parallel_ranks_on_two_hosts_one_of_which_is_cut_off(
         switch.cut(hosts.second, hosts.decode)
         expect_right(single, pair, loads=0)
         switch.heal()
-        expect_load(pair)
+        expect_load(pair.to_decode, pair.to_router.complete)
         expect_right(single, pair)
 
 

@@ -35,8 +35,7 @@ HOST_TIER: Final = {
         "spec_module_path": "harness.cluster.host_tier",
     },
 }
-EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"
-"""Tokens that any connector has given."""
+EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"  # tokens that any connector has given
 
 BLOCK: Final = 128
 NUM_TOKENS: Final = 400

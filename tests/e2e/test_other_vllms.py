@@ -23,10 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 REPO = Path(__file__).resolve().parents[2]
 OLDEST, NEWEST = "0.31.0", "0.33.0"
 OTHER, THIS = "other", "this"
-START_S = 900
-"""Two of vLLM are imported side by side, and their code for the CPU is loaded."""
-LENGTHS = (5, 127, 128, 129, 300, 700, 1100, 1500)
-"""Of the prompts, in tokens; a block has 128."""
+START_S = 900  # two of vLLM are imported side by side, and their code for the CPU is loaded
+LENGTHS = (5, 127, 128, 129, 300, 700, 1100, 1500)  # of the prompts, in tokens; a block has 128
 
 
 def python_with(vllm: str) -> Path:

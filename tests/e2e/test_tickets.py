@@ -28,8 +28,7 @@ PARAMETERS = (
     *("remote_block_ids", "tp_size"),
 )
 """What is beside the ticket."""
-ROUTED = itertools.count(270)
-"""Seeds: no prompt is in decode's cache before."""
+ROUTED = itertools.count(270)  # seeds: no prompt is in decode's cache before
 
 
 def lines_with(words: str, log: str) -> list[str]:

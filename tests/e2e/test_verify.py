@@ -19,10 +19,8 @@ pytestmark = pytest.mark.e2e
 
 DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
-LONG = (300, 500)
-"""Several blocks."""
-SEEDS = itertools.count(71_000)
-"""No prompt is in decode's cache before."""
+LONG = (300, 500)  # several blocks
+SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before
 
 
 @pytest.fixture(scope="module")

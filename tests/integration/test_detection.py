@@ -38,8 +38,7 @@ STAGING_BYTES = 8 << 20
 MAX_HEADS = 16
 SEEDS = 2
 MAX_LOADS = SEEDS * len(FAULTS) + SEEDS + 1
-SPARE = 8
-"""Entries of a block table grow until a state fits in: then there are fewer."""
+SPARE = 8  # entries of a block table grow until a state fits in: then there are fewer
 
 
 def engine(**numbers: int | str) -> EngineShape:

@@ -43,8 +43,7 @@ pytestmark = pytest.mark.nixl
 logger = logging.getLogger(__name__)
 
 SILENT = "prefill fell silent during the read"
-MOST_LOADS = 2
-"""That are checked between two readers: of fifty not all."""
+MOST_LOADS = 2  # that are checked between two readers: of fifty not all
 
 Start = Callable[..., PrefillProcess]
 

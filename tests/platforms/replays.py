@@ -32,14 +32,10 @@ class Request:
 
     path: str
     body: Mapping[str, Any]
-    id: str
-    """The platform chooses it."""
-    prefill: str = "http://127.0.0.1:8000"
-    """URL of the prefill engine, as the platform knows it."""
-    pod_ip: str = "127.0.0.1"
-    """Of the pod that prefill runs in."""
-    token_ids: tuple[int, ...] = ()
-    """Of the prompt, where the platform has a tokenizer."""
+    id: str  # the platform chooses it
+    prefill: str = "http://127.0.0.1:8000"  # URL of the prefill engine, as the platform knows it
+    pod_ip: str = "127.0.0.1"  # of the pod that prefill runs in
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the platform has a tokenizer
 
 
 class BrokenReplyError(ValueError):
@@ -132,17 +128,13 @@ class Replay:
     version: str
     source: str
     hand_on: Callable[[Request, Reply], Body]
-    ones: tuple[str, ...] = (LIMIT,)
-    """The fields that become 1 for prefill."""
-    ones_if_there: tuple[str, ...] = ()
-    """The fields that become 1 if the client has sent them."""
+    ones: tuple[str, ...] = (LIMIT,)  # the fields that become 1 for prefill
+    ones_if_there: tuple[str, ...] = ()  # the fields that become 1 if the client has sent them
     dropped: tuple[str, ...] = (STREAM,)
-    asks: bool = True
-    """False: prefill is not asked for a ticket."""
+    asks: bool = True  # false: prefill is not asked for a ticket
     for_prefill: Callable[[Request], Body] = unchanged
     for_decode: Callable[[Request], Body] = unchanged
-    takes_chat: bool = True
-    """False: its own front end makes a prompt of a conversation."""
+    takes_chat: bool = True  # false: its own front end makes a prompt of a conversation
 
     @property
     def moves_kv(self) -> bool:
@@ -154,20 +146,13 @@ class Replay:
         """Whether engines are sent token ids instead of the prompt."""
         return self.for_decode is not unchanged
 
-    @property
-    def keeps_fewest(self) -> bool:
-        """Whether prefill is sent the client's `min_tokens` beside its limit of one token."""
-        return FEWEST not in (*self.ones, *self.dropped)
-
     def to_prefill(self, request: Request) -> Body:
-        """What prefill is sent."""
         body = {k: v for k, v in self.for_prefill(request).items() if k not in self.dropped}
         present = [name for name in self.ones_if_there if name in request.body]
         asked = {PARAMS: dict(ASKED)} if self.asks else {}
         return body | dict.fromkeys((*self.ones, *present), 1) | {"stream": False} | asked
 
     def to_decode(self, request: Request, reply: Reply) -> Body:
-        """What decode is sent."""
         return self.for_decode(request) | self.hand_on(request, reply)
 
 

@@ -60,8 +60,7 @@ class SmallEngine(LocalEngine):
         assert rank.counts[name] == amount
 
 
-Pair: TypeAlias = tuple[SmallEngine, SmallEngine]
-"""Prefill and decode."""
+Pair: TypeAlias = tuple[SmallEngine, SmallEngine]  # prefill and decode
 
 MakePair: TypeAlias = Callable[..., Pair]
 

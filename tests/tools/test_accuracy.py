@@ -17,7 +17,6 @@ import safetensors
 
 import accuracy
 from accuracy import KNOWN, Outcome, Settings, find_subjects, pair_specs, recall
-from harness.cluster.engines import PATIENT
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCHER = REPO / "scripts/run_accuracy_test.sh"
@@ -193,13 +192,6 @@ def test_engines_are_as_the_knobs_say() -> None:
     single = accuracy.engine_spec("single", replace(GSM8K, instead_of="x"), given, ["0"])
     assert (single.connector, single.extra_env) == ("none", {"CUDA_VISIBLE_DEVICES": "0"})
     assert "--max-model-len" not in single.extra_args  # meant for another model
-
-
-def test_engines_on_cpu_are_patient_and_share_the_cores() -> None:
-    prefill, decode = pair_specs(GSM8K, settings(VERIFY=""))
-    assert decode.connector_config == {**PATIENT, "verify": "off"}
-    assert decode.extra_args == ("--max-model-len", "4096")
-    assert prefill.cores | decode.cores == os.sched_getaffinity(0)
 
 
 # --- Evaluation and verdict

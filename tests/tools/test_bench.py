@@ -1,4 +1,4 @@
-"""scripts/bench: its commands run, wrong bytes are seen, and figures compare the same rounds."""
+"""scripts/bench: its commands run, and figures compare the same rounds."""
 
 import importlib.util
 import json
@@ -134,44 +134,6 @@ def test_gather_runs_its_kernel() -> None:
 def test_wrong_arguments_are_refused(arguments: list[str], reason: str) -> None:
     with pytest.raises(SystemExit, match=reason):
         bench.main(["transfer", *arguments])
-
-
-class Process:
-    """Answers as told, and notes the questions."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.asked: list[str] = []
-        self._answers = answers
-
-    def tell(self, question: str, **_: object) -> None:
-        self.asked.append(question)
-
-    def answer(self) -> Any:
-        return self._answers.get(self.asked[-1], [None])
-
-
-def loaded(begin: float, end: float, read: float) -> dict[str, float]:
-    return {"begin": begin, "end": end, "read": read, "cpu": 0.1, "num_bytes": 4, "num_runs": 2}
-
-
-def pair_of(decode: list[Any], *paths: str) -> transfer.Pair:
-    prefill: Any = Process()
-    return transfer.Pair(prefill, decode, paths)
-
-
-def test_wrong_bytes_are_named_with_their_path() -> None:
-    good, bad = (Process(check=right, load=loaded(0, 1, 1)) for right in (True, False))
-    fault = {"fault": "wrong bytes on path auto, direct"}
-    assert pair_of([good, bad], "auto", "direct").check() == fault
-    assert bad.asked == good.asked == ["clear", "prepare_load", "load", "check"] * 2
-    assert pair_of([good], "auto").check() == {}
-
-
-def test_a_load_lasts_from_the_first_rank_that_began_to_the_last_that_ended() -> None:
-    pair = pair_of([Process(load=loaded(5, 7, 1.5)), Process(load=loaded(6, 9, 1.25))], "auto")
-    together = {"load": 4.0, "read": 1.5, "cpu": 0.2, "num_bytes": 8, "num_runs": 4}
-    assert pair.load("auto") == together
-    assert pair.num_bytes == [4, 4]
 
 
 # --- figures

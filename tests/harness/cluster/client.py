@@ -66,8 +66,7 @@ class Answer:
     """The log probabilities of each token and of its alternatives."""
     finish_reason: str = ""
     """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
-    pieces: tuple[str, ...] = ()
-    """Of the text, if it was streamed."""
+    pieces: tuple[str, ...] = ()  # of the text, if it was streamed
 
 
 class Client:

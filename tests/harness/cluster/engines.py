@@ -100,8 +100,7 @@ class EngineSpec:
     role: Role = "single"
     connector: Connector = "none"
     connector_config: Mapping[str, object] = field(default_factory=dict)
-    by_name: bool = False
-    """Let the installed entry point find our connector."""
+    by_name: bool = False  # let the installed entry point find our connector
     drop_in: bool = False
     """Configure it as vLLM's own connector, with our module's path as all that is new."""
     module: str = "nixl_kv.connector"
@@ -109,22 +108,18 @@ class EngineSpec:
     engine_id: str | None = None
     """The operator's name for it, also after a restart; None: a new name for each start."""
     device: Device = "cpu"
-    dtype: str | None = None
-    """None: float32 on CPU, the model's own on a GPU."""
+    dtype: str | None = None  # None: float32 on CPU, the model's own on a GPU
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     block_size: int | None = None
-    num_blocks: int | None = None
-    """None: as many as fit into the cache's memory."""
+    num_blocks: int | None = None  # None: as many as fit into the cache's memory
     kv_cache_bytes: int | None = None
     """The cache of each rank; None: 1 GiB on CPU, the rest of `gpu_memory_utilization` on a GPU."""
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    without_env: frozenset[str] = frozenset()
-    """Variables of ours that it must not inherit."""
-    cores: frozenset[int] = frozenset()
-    """Where it may run; empty: everywhere."""
+    without_env: frozenset[str] = frozenset()  # variables of ours that it must not inherit
+    cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
     host: Namespace | None = None
     """Where it runs, and reaches others over the wire or switch alone; None: on this machine."""
     headless: bool = False

@@ -1,6 +1,5 @@
 """The names of engines' metrics, and how much they have grown since a moment."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -37,8 +36,7 @@ QUEUED: Final = "vllm:num_requests_waiting"
 USAGE: Final = "vllm:kv_cache_usage_perc"
 
 POLL_S: Final = 0.05
-PROBE: Final = "ba"
-"""A prompt of one token."""
+PROBE: Final = "ba"  # a prompt of one token
 
 
 # Where each connector counts a field of Loaded.
@@ -108,16 +106,3 @@ def accepted_share(changed: Counters) -> float | None:
     """How many of the tokens that were drafted were right; None if none was drafted."""
     drafted = changed.get(DRAFTED, 0.0)
     return changed.get(ACCEPTED, 0.0) / drafted if drafted else None
-
-
-def wait_until_free(client: Client, num_blocks: int, timeout_s: float) -> int:
-    """How many blocks an engine still holds when it holds none, or time is over.
-
-    An idle engine does not update the gauge: so it is given a step. One block is vLLM's own.
-    """
-
-    def held() -> int:
-        client.complete(PROBE, 1)
-        return round(client.counters()[USAGE] * (num_blocks - 1))
-
-    return look_until(held, operator.not_, timeout_s, interval_s=POLL_S)

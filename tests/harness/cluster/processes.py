@@ -17,8 +17,7 @@ import psutil
 from harness.cluster.waiting import wait_until
 
 GRACE_S: Final = 8.0
-PORT_RANGE: Final = range(20000, 32000)
-"""Below the ports that Linux gives to outgoing connections."""
+PORT_RANGE: Final = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 class ProcessDiedError(RuntimeError):

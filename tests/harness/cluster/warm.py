@@ -57,10 +57,8 @@ class Launch:
     env: dict[str, str]
     log_path: str
     folder: str
-    cores: tuple[int, ...] = ()
-    """Where it may run; none: everywhere."""
-    namespace: str | None = None
-    """Where it runs; None: on this machine."""
+    cores: tuple[int, ...] = ()  # where it may run; none: everywhere
+    namespace: str | None = None  # where it runs; None: on this machine
     main: str | None = None
     """The module whose function of that name it runs; None: the API server's."""
 

@@ -20,8 +20,7 @@ from harness.cluster.models.recipe import (
 
 VOCABULARY_UNIT: Final = 3 * 64
 SLIDING: Final = "sliding_attention"
-QUIET: Final = 1 / 256
-"""How much less a layer adds that shall not matter much."""
+QUIET: Final = 1 / 256  # how much less a layer adds that shall not matter much
 
 
 @dataclass(frozen=True)
@@ -171,10 +170,8 @@ class KimiLinear(DeepseekV2):
 
     period: int = 4
     state_heads: int = 4
-    state_dim: int = 128
-    """The size of keys and values in a state."""
-    kernel: int = 4
-    """The length of the convolutions."""
+    state_dim: int = 128  # the size of keys and values in a state
+    kernel: int = 4  # the length of the convolutions
 
     def config(self, vocab_size: int) -> dict[str, object]:
         layers = range(1, self.layers + 1)
@@ -228,10 +225,8 @@ class Qwen3Next(Family):
     sparse_step: int = 4
     key_heads: int = 2
     value_heads: int = 4
-    state_dim: int = 128
-    """The size of keys and values in a state."""
-    kernel: int = 4
-    """The length of the convolution."""
+    state_dim: int = 128  # the size of keys and values in a state
+    kernel: int = 4  # the length of the convolution
     experts: int = 2
     expert_dim: int = 64
 
@@ -317,13 +312,11 @@ class Granite4(Family):
 
     hidden: int = 512
     period: int = 4
-    expand: int = 2
-    """How much wider Mamba2 is than the model."""
+    expand: int = 2  # how much wider Mamba2 is than the model
     mamba_head_dim: int = 64
     groups: int = 1
     state_dim: int = 128
-    kernel: int = 4
-    """The length of the convolution."""
+    kernel: int = 4  # the length of the convolution
 
     def config(self, vocab_size: int) -> dict[str, object]:
         return super().config(vocab_size) | {
