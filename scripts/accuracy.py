@@ -42,8 +42,7 @@ BUNDLED: Final = CONFIGS / "recall"
 HELDOUT: Final = "heldout.jsonl"
 HUB: Final = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 OFFLINE: Final = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-START_TIMEOUT_S: Final = 1200.0
-"""vLLM's own launcher waits this long too: the engine may have to download weights."""
+START_TIMEOUT_S: Final = 1200.0  # as vLLM's own launcher: weights may have to be downloaded
 METRICS: Final = {"gsm8k": "exact_match,strict-match", "recall": "exact_match,none"}
 ROUNDING: Final = 1e-9
 COUNTERS_LAG_S: Final = 5.0
@@ -55,9 +54,8 @@ NONE_ALLOWED: Final = {
 }
 SIDES: Final[Sequence[tuple[Role, str, str]]] = (
     ("prefill", "PREFILL", "PREFILLER"),
-    ("decode", "DECODE", "DECODER"),
+    ("decode", "DECODE", "DECODER"),  # DECODE_BLOCK_SIZE, but DECODER_TP_SIZE
 )
-"""vLLM's launcher has NUM_DECODE_INSTANCES and DECODE_BLOCK_SIZE, but DECODER_TP_SIZE."""
 CPU_LAYOUTS: Final = ("HND", "LBHNC")
 CUDA_LAYOUTS: Final = ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
@@ -148,11 +146,7 @@ def types(gpus: Sequence[str]) -> dict[str, Any]:
 def read_settings(
     gpus: Sequence[str], env: Mapping[str, str], flags: Mapping[str, object]
 ) -> Settings:
-    """Check all knobs and flags; an empty one counts as not set.
-
-    Raises:
-        ValueError: for the first one with a value that is not allowed.
-    """
+    """Check all knobs and flags; an empty one counts as not set. A bad one is a ValueError."""
     fields = types(gpus)
     given = {"VERIFY": "all", **env, **flags}
     texts = {name: text for name in fields if (text := str(given.get(name) or "").strip())}
@@ -217,21 +211,16 @@ class Subject:
 
 
 def find_subjects(settings: Settings) -> list[Subject]:
-    """The named models. The bundled one runs alone, or for all that are not available.
-
-    Raises:
-        ValueError: if a model cannot be evaluated.
-    """
+    """The named models. The bundled one runs alone, or for all that are not available."""
     names: Sequence[str] = settings.knobs["MODEL_NAMES"]
     wants_hub = any(not (Path(name) / HELDOUT).is_file() for name in names)
     online = wants_hub and is_reachable(HUB)
     os.environ.update(dict.fromkeys(OFFLINE, "0" if online else "1"))
     found = {name: find_subject(name, online=online) for name in names}
     subjects = [subject for subject in found.values() if subject] if names else [recall(BUNDLED)]
-    given = (settings.knobs["EXPECTED_ACCURACY"], settings.knobs["TOLERANCE"])
-    changed = dict(zip(("expected", "tolerance"), given, strict=True))
-    changed = {name: value for name, value in changed.items() if value is not None}
-    subjects = [replace(subject, **changed) for subject in subjects]
+    for name, knob in (("expected", "EXPECTED_ACCURACY"), ("tolerance", "TOLERANCE")):
+        if (value := settings.knobs[knob]) is not None:
+            subjects = [replace(subject, **{name: value}) for subject in subjects]
     if missing := " ".join(name for name, subject in found.items() if subject is None):
         say(
             f"MODEL_NAMES={missing}: {HUB} is not reachable, and this machine has no copy of model "

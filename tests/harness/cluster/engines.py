@@ -250,8 +250,8 @@ class Engine(ManagedProcess):
         arguments += ["--host", self._listens_on, "--port", str(self.port)]
         arguments += ["--enable-prefix-caching", "--dtype", spec.actual_dtype]
         arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
+        arguments += ["--pipeline-parallel-size", str(spec.pipeline_parallel)]
         optional = {
-            "--pipeline-parallel-size": spec.pipeline_parallel,
             "--block-size": spec.block_size,
             "--num-gpu-blocks-override": spec.num_blocks,
             "--kv-cache-memory-bytes": spec.kv_cache_bytes,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import psutil
 
@@ -24,16 +24,6 @@ class ProcessDiedError(RuntimeError):
     """A process ended, or hung, before it was ready."""
 
 
-class Child(Protocol):
-    """A process that was started, as `subprocess.Popen` has it."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-
 class Ports:
     """Gives out free ports, each only once."""
 
@@ -43,19 +33,12 @@ class Ports:
     def next_free(self) -> int:
         while True:
             port = secrets.choice(PORT_RANGE)
-            if port not in self._given and _is_free(port):
-                self._given.add(port)
-                return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                if port not in self._given:
+                    self._given.add(port)
+                    return port
 
 
 class ManagedProcess:
@@ -64,13 +47,12 @@ class ManagedProcess:
     def __init__(self, name: str, log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
-        self._child: Child | None = None
+        self._child: Any = None  # a `subprocess.Popen`, or a `warm.ForkedProcess`
 
     @property
     def pid(self) -> int:
         """The session leader's process id."""
-        assert self._child is not None, f"{self.name} was not started"
-        return self._child.pid
+        return int(self._child.pid)
 
     def launch(
         self,
@@ -89,16 +71,17 @@ class ManagedProcess:
                 )
             )
 
-    def adopt(self, child: Child) -> None:
+    def adopt(self, child: Any) -> None:
         """Manage a child that leads a session already."""
         self._child = child
 
     def exit_code(self) -> int | None:
         """None while it runs, and before it was started."""
-        return None if self._child is None else self._child.poll()
+        code: int | None = self._child and self._child.poll()
+        return code
 
     def is_running(self) -> bool:
-        return self._child is not None and self._child.poll() is None
+        return self._child is not None and self.exit_code() is None
 
     def check_alive(self) -> None:
         """Raise ProcessDiedError, with the end of the log, if it has ended."""
@@ -150,7 +133,6 @@ class ManagedProcess:
             self._child.wait()
 
     def stop(self) -> None:
-        """Ask, wait a few seconds, then kill."""
         stop_all([self])
 
     def signal_leader(self, number: signal.Signals) -> None:

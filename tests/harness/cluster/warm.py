@@ -64,7 +64,7 @@ class Launch:
 
 
 class ForkedProcess:
-    """An engine that the server has forked. See `processes.Child`."""
+    """An engine that the server has forked, as `subprocess.Popen` has it."""
 
     def __init__(self, server: "WarmServer", pid: int) -> None:
         self.pid = pid
@@ -92,7 +92,6 @@ class WarmServer(ManagedProcess):
         self._pipe = Connection(ours.detach())
 
     def start(self, env: Mapping[str, str], python: Path) -> None:
-        """Begin to import the vLLM of `python`'s environment."""
         path = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
         with self._theirs:
             descriptor = self._theirs.fileno()
@@ -104,7 +103,7 @@ class WarmServer(ManagedProcess):
             )
 
     def fork(self, launch: Launch) -> ForkedProcess:
-        """Begin one more engine; waits until vLLM is imported."""
+        """One more engine; waits until vLLM is imported."""
         try:
             pid = self._ask(launch)
         except (OSError, EOFError):
