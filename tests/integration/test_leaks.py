@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product, starmap
+from itertools import product
 from typing import Any, Final
 
 import psutil
@@ -135,7 +135,7 @@ def running(tls: str) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tls", "cycles"), starmap(case, product(ENDINGS, ("", "tcp"), (FEW, MANY)))
+    ("name", "tls", "cycles"), [case(*each) for each in product(ENDINGS, ("", "tcp"), (FEW, MANY))]
 )
 def test_an_ending_leaves_nothing_on_either_side(name: str, tls: str, cycles: int) -> None:
     """Count, let it end so often, and count again."""

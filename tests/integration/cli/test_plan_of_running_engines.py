@@ -14,7 +14,7 @@ from nixl_kv.cli import client
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import Keys, make_user_key
-from nixl_kv.protocol.messages import WIRE_VERSION, Description, VersionRefusal, encode
+from nixl_kv.protocol.messages import WIRE_VERSION, Description, encode
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
 from support.nixl_kv_command import described, nixl_kv
@@ -112,11 +112,6 @@ def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -
             b"\x93\xa8Describe\x01\xa0",
             f"wire version 1; this side speaks {WIRE_VERSION}",
             id="another version",
-        ),
-        pytest.param(
-            encode(VersionRefusal(speaks=10)),
-            f"it speaks wire version 10; this side speaks {WIRE_VERSION}",
-            id="a refusal",
         ),
         pytest.param(
             encode(release()), "Invalid value 'Release' - at `$[0]`", id="another message"
