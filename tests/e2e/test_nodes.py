@@ -12,10 +12,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -52,8 +52,7 @@ CONFIG: Mapping[str, object] = {**PATIENT, "peer_timeout_s": 10, "request_timeou
 MASTER = Ports()
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(NamedTuple):
     first: Namespace
     second: Namespace
     decode: Namespace
@@ -64,18 +63,14 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     with contextlib.ExitStack() as stack:
         names = ("prefill-1", "prefill-2", "decode", "router")
-        yield Hosts(
-            *(
-                stack.enter_context(Namespace(f"kv-{name}", number))
-                for number, name in enumerate(names, start=1)
-            )
-        )
+        made = [Namespace(f"kv-{name}", number) for number, name in enumerate(names, start=1)]
+        yield Hosts(*map(stack.enter_context, made))
 
 
 @pytest.fixture(params=[False])
 def switch(hosts: Hosts, request: pytest.FixtureRequest) -> Iterator[Switch]:
     """The parameter says whether it is for IPv6."""
-    with Switch(*vars(hosts).values(), ipv6=request.param) as switch:
+    with Switch(*hosts, ipv6=request.param) as switch:
         yield switch
 
 

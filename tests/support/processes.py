@@ -85,9 +85,8 @@ def _process(
 
 class PrefillProcess:
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        assert process.pid is not None
         self.process = process
-        self.pid = process.pid
+        self.pid = process.pid or 0
         self._pipe = pipe
 
     def offer(self, request: str) -> Ticket:
