@@ -24,7 +24,6 @@ each_way = pytest.mark.parametrize(
     "tls", [pytest.param("", marks=pytest.mark.slow), "tcp"], ids=["shared memory", "tcp"]
 )
 
-
 SCARCE = """
 import random, resource
 from nixl_kv.config import Config
@@ -108,12 +107,6 @@ def test_after_descriptors_were_scarce_agents_can_be_made_again(tls: str) -> Non
     env = dict(os.environ, UCX_LOG_LEVEL="fatal")
     if tls:
         env.update(UCX_TLS=tls, UCX_NET_DEVICES="lo")
-    done = subprocess.run(
-        [sys.executable, "-c", SCARCE],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env=env,
-    )
+    command = [sys.executable, "-c", SCARCE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert done.stdout.splitlines()[-1] == "refused 20"
