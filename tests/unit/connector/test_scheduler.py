@@ -35,7 +35,7 @@ from support.cache_manager import CacheManager
 from support.records import opened, rank_description, ticket_for
 from support.stepped import Clock
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
-from support.vllm_scheduler import SteppedScheduler, make_config
+from support.vllm_scheduler import OURS, SteppedScheduler, make_config
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -588,8 +588,7 @@ def test_on_load_failure_is_set_where_vllm_looks(
 def test_vllms_scheduler_looks_after_it_has_made_the_connector() -> None:
     extra = {"port": 0, "on_load_failure": "recompute"}
     transfer = KVTransferConfig(
-        kv_connector="NixlKVConnector",
-        kv_connector_module_path="nixl_kv.connector",
+        **OURS,
         kv_role="kv_both",
         kv_connector_extra_config=extra,
         kv_load_failure_policy="fail",
