@@ -19,6 +19,7 @@ from nixl_kv.protocol.events import (
     Command,
     PrepareOffer,
     PublishOffer,
+    ReclaimBlocks,
     RevokeOffer,
     WithdrawOffer,
 )
@@ -235,12 +236,14 @@ def test_the_null_block_counts_for_no_offer() -> None:
 class Budget:
     """A cache of `num_blocks` blocks of one token, of which offers may hold a share."""
 
-    def __init__(self, num_blocks: int, share: float, *, is_decoding: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, share: float, *, is_decoding: bool = True, clock: Clock | None = None
+    ) -> None:
         self.manager = CacheManager()
         blocks = RequestBlocks([Paging(0, 1, 0)], num_blocks + 1, self.manager)  # and a null block
         share = num_blocks * share / (num_blocks + 1) + 1e-9
         self.scheduler = PrefillScheduler(
-            blocks, share, lambda _: {}, is_decoding=lambda: is_decoding
+            blocks, share, lambda _: {}, is_decoding=lambda: is_decoding, clock=clock or Clock()
         )
         self.scheduler.address = ADDRESS
         self._numbers: dict[Nonce, int] = {}
@@ -399,15 +402,26 @@ def test_when_blocks_must_come_free(
 ) -> None:
     clock = Clock()
     start = clock.now
-    blocks = RequestBlocks([Paging(0, 1, 0)], 20)
-    scheduler = PrefillScheduler(blocks, 0.5, lambda ticket: ticket.params(KEY), clock=clock)
+    budget = Budget(20, 0.5, clock=clock)
+    budget.offer(0, {0})
+
+    def reclaimed() -> int:
+        """At the end of a step."""
+        commands = budget.scheduler.build_connector_meta()
+        return sum(one.num_blocks for one in commands if isinstance(one, ReclaimBlocks))
+
     needed = []
     for when, step in steps:
         clock.now = start + when
         for each in step:
             if isinstance(each, int):
-                assert scheduler.may_begin(P1, each)
+                assert budget.scheduler.may_begin(P1, each)
             else:
-                scheduler.update_state_after_alloc(P2)
-        needed.append(scheduler._pop_needed())
+                budget.scheduler.update_state_after_alloc(P2)
+        needed.append(reclaimed())
     assert needed == expected
+    budget.end(0)
+    for _ in range(3):
+        clock.now += BLOCK_WAIT_S
+        assert budget.scheduler.may_begin(P1, 5)
+        assert reclaimed() == 0, "there is no offer"
