@@ -22,9 +22,10 @@ from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.worker import StepMetadata, Worker
+from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, Worker
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
+from nixl_kv.protocol.messages import decode_rank
 from support.records import prepare_offer
 from support.vllm_objects import empty_output, kv_cache_config, kv_caches, new_request, vllm_config
 
@@ -101,6 +102,12 @@ def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fab
     caches = kv_caches()
     worker.register_kv_caches(caches)
     first = worker.get_handshake_metadata()
+    assert isinstance(first, HandshakeMetadata)
+    rank = decode_rank(first.rank_description)
+    assert rank.endpoint.startswith("tcp://127.0.0.1:")
+    assert [rank.agent.decode()] == [*fabric.transports]
+    (group,) = rank.layout.groups
+    assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
     worker.unregister_kv_caches()
     assert fabric.transports == {}
     worker.restore_kv_caches()

@@ -293,8 +293,14 @@ def test_a_connector_that_was_to_push_says_that_it_pulls(
 
 
 def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:
-    """vLLM puts another prompt in its place, so the context cannot be compared."""
+    """vLLM puts another prompt in its place, so the context cannot be compared.
+
+    It can in any other request, and with all that its KV depends on.
+    """
     scheduler, request = make(), with_ticket()
+    others = new_request(request.kv_transfer_params, cache_salt="another user's")
+    scheduler.on_new_request(others)
+    assert counted(scheduler) == {"tickets_refused": 1}
     rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)
     scheduler.on_new_request(rejected)
     prepare, cancel = commands(scheduler)
@@ -302,14 +308,6 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make
     assert cancel == CancelLoad(RequestId(rejected.request_id))
     assert counted(scheduler) == {}
     assert is_computed_here(scheduler, rejected)
-
-
-def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
-    """What else its KV depends on is compared too."""
-    scheduler, request = make(), with_ticket()
-    request.cache_salt = "a user's"
-    scheduler.on_new_request(request)
-    assert counted(scheduler) == {"tickets_refused": 1}
 
 
 # --- an engine that is to stop
@@ -409,10 +407,12 @@ def test_prompts_wait_while_offers_hold_their_share_on_an_engine_that_decodes(ma
     assert scheduler.get_num_new_matched_tokens(third, 0) == (0, False)
 
 
-def test_with_a_draft_model_an_offer_is_written_later_and_decode_computes_more(
+def test_a_draft_model_is_described_apart_and_writes_after_the_step(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many tokens as its modules look ahead."""
+    """Decode computes as many tokens as it looks ahead; without one, it compares only the model."""
+    facts = {"draft model": "eagle3"}
+    monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
     monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda _: 3)
 
     def add_draft(config: Any) -> None:
@@ -421,6 +421,9 @@ def test_with_a_draft_model_an_offer_is_written_later_and_decode_computes_more(
         )
 
     scheduler, request, loaded = make(change=add_draft), new_request(TO_OFFER), with_ticket()
+    described = ask(scheduler)
+    assert described.extras == facts
+    assert not facts.items() & described.model.items()
     scheduler.on_new_request(request)
     (prepare,) = compute(scheduler, request)
     assert not prepare.is_written
@@ -445,17 +448,6 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert first == SetEngine(EngineId("tiny"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
-
-
-def test_a_draft_model_is_described_apart_from_the_model(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode engines without one compare only the model."""
-    facts = {"draft model": "eagle3"}
-    monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
-    described = ask(make())
-    assert described.extras == facts
-    assert not facts.items() & described.model.items()
 
 
 def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
@@ -559,11 +551,10 @@ def test_on_load_failure_is_set_where_vllm_looks(
 
 
 def test_vllms_scheduler_looks_after_it_has_made_the_connector() -> None:
-    extra = {"port": 0, "on_load_failure": "recompute"}
     transfer = KVTransferConfig(
         **OURS,
         kv_role="kv_both",
-        kv_connector_extra_config=extra,
+        kv_connector_extra_config={"port": 0, "on_load_failure": "recompute"},
         kv_load_failure_policy="fail",
     )
     scheduler = SteppedScheduler(make_config(transfer, num_blocks=16))

@@ -65,18 +65,6 @@ def described(worker: Worker) -> RankDescription:
 # --- a life
 
 
-def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
-    assert worker.get_handshake_metadata() is None
-    caches = kv_caches()
-    worker.register_kv_caches(caches)
-    rank = described(worker)
-    assert rank.endpoint.startswith("tcp://127.0.0.1:")
-    assert rank.agent.decode() in fabric.transports
-    (group,) = rank.layout.groups
-    assert [region.layer for region in group.regions] == list(caches)
-    assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
-
-
 def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
     worker.register_kv_caches(kv_caches())
     assert worker.build_connector_worker_meta() is None
@@ -275,27 +263,6 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
         worker.bind_connector_metadata(StepMetadata(commands, computes=False))
         engine.wait_load(60.0)
         assert worker.get_transfer_results(set()).finished_recving == {request}
-
-
-def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
-    worker.register_kv_caches(kv_caches())
-    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
-    worker.bind_connector_metadata(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
-    received: set[str] = set()
-    failed: set[str] = set()
-
-    def is_reported() -> bool:
-        results = worker.get_transfer_results(set())
-        received.update(results.finished_recving)
-        failed.update(results.failed_recving)
-        return bool(received)
-
-    wait_until(is_reported)
-    assert received == failed == {D1}
-    stats = worker.stats.pop()
-    assert stats is not None
-    assert stats.data == {"offers": 1, "load_failures": 1, "load_failures_internal": 1}
-    assert worker.stats.pop() is None
 
 
 def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() -> None:
