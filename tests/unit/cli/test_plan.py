@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from harness.local.model_layouts import EngineShape, ModelShape, StatePart
@@ -106,7 +105,6 @@ def test_states_are_read_once_per_request_of_any_length() -> None:
 
 def test_states_have_a_table_of_their_own() -> None:
     shown = plan(*HYBRIDS).stdout
-    assert "prefill: E, TP1, PP1, 10,000 blocks of 384 tokens in VRAM" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert ["0", "0", "0-2", "query", "0", "2.25", "KiB"] in rows
     assert ["1", "0", "0-2", "state", "2-3", "384", "KiB"] in rows
@@ -187,15 +185,6 @@ def test_run_lengths_add_up_to_what_the_planner_reads(
 # --- engines that do not fit, and bad input
 
 
-def test_prefill_may_have_more_extras_than_decode_but_not_fewer() -> None:
-    plain = described(EngineShape(), MODEL)
-    drafting = msgspec.structs.replace(plain, extras={"draft": "one"})
-    assert compare(plain, drafting, 100)["mismatches"] == []
-    assert compare(drafting, drafting, 100)["mismatches"] == []
-    (mismatch,) = compare(drafting, plain, 100)["mismatches"]
-    assert mismatch == {"field": "draft", "decode": "one", "prefill": None}
-
-
 def test_a_mismatch_exits_1_and_is_named() -> None:
     prefill = described(EngineShape())
     decode = described(EngineShape(), facts={"served_model_name": "llama"})
@@ -250,12 +239,10 @@ def test_more_pieces_than_can_be_numbered_exit_1() -> None:
     assert "2304000000 pieces" in result.stderr
 
 
-@pytest.mark.parametrize("missing", ["--prefill-at", "--decode-at"])
-def test_a_missing_address_exits_2(missing: str) -> None:
-    (other,) = {"--prefill-at", "--decode-at"} - {missing}
-    result = nixl_kv(f"plan {other} 127.0.0.1:1")
+def test_a_missing_address_exits_2() -> None:
+    result = nixl_kv("plan --decode-at 127.0.0.1:1")
     assert result.exit_code == 2
-    assert missing in result.stderr
+    assert "--prefill-at" in result.stderr
 
 
 # --- text
@@ -291,16 +278,11 @@ def test_ranges_text(numbers: list[int], text: str) -> None:
 
 # --- the program
 
-PROGRAM = """
-import sys
-import nixl_kv.cli.main
-heavy = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
-print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
-"""
+HEAVY = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
+PROGRAM = "import sys, nixl_kv.cli.main; print(*{name.split('.')[0] for name in sys.modules})"
 
 
 def test_the_program_imports_neither_vllm_nor_torch_nor_nixl_nor_matplotlib() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "[]\n"
+    loaded = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True).split()
+    assert "nixl_kv" in loaded
+    assert not HEAVY & {*loaded}

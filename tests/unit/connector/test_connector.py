@@ -105,7 +105,7 @@ def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fab
     assert isinstance(first, HandshakeMetadata)
     rank = decode_rank(first.rank_description)
     assert rank.endpoint.startswith("tcp://127.0.0.1:")
-    assert [rank.agent.decode()] == [*fabric.transports]
+    assert rank.agent.decode() in fabric.transports
     (group,) = rank.layout.groups
     assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
     worker.unregister_kv_caches()
