@@ -36,7 +36,6 @@ from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
-NUM_BLOCKS: Final = 32
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
 
@@ -108,7 +107,7 @@ Make = Callable[..., Engine]
 def engine() -> Iterator[Make]:
     engines: list[Engine] = []
 
-    def new(*children: Any, policy: str = "recompute", num_blocks: int = NUM_BLOCKS) -> Engine:
+    def new(*children: Any, policy: str = "recompute", num_blocks: int = 32) -> Engine:
         engines.append(Engine(multi(*children, policy=policy), num_blocks))
         return engines[-1]
 
@@ -207,12 +206,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed(
     assert ("also set kv_load_failure_policy" in caplog.text) is is_missed
 
 
-FENCED: Final = pytest.mark.xfail(
-    Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it"
-)
-
-
-@FENCED
+@pytest.mark.xfail(Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it")
 def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
     """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/multi-connector.md."""
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)

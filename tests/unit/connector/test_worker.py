@@ -23,6 +23,7 @@ from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
 from nixl_kv.protocol.events import (
+    Command,
     Counts,
     LoadEnded,
     MarkWritten,
@@ -226,28 +227,28 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     now = 100.0
     worker = Worker(config, kv_cache_config(), lambda: now)
     worker.register_kv_caches(kv_caches())
-    engine = worker._engine
-    waited: list[float] = []
+    engine, waited = worker._engine, list[float]()
     assert engine is not None
     engine.wait_load = waited.append  # type: ignore[method-assign, assignment]
+
+    def step(*commands: Command) -> set[str]:
+        worker.bind_connector_metadata(StepMetadata([*commands], computes=computes))
+        return worker.get_transfer_results(set()).finished_recving
+
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         try:
-            worker.bind_connector_metadata(StepMetadata([], computes=computes))
-            worker.get_transfer_results(set())
+            step()
             assert not waited, "nothing is loaded"
             prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-            worker.bind_connector_metadata(
-                StepMetadata([prepare, start_load(D1)], computes=computes)
-            )
-            for now in (100.0, 100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
-                assert not worker.get_transfer_results(set()).finished_recving
-                worker.bind_connector_metadata(StepMetadata([], computes=computes))
+            assert not step(prepare, start_load(D1))
+            for now in (100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
+                assert not step()
             shares = [1, 3 / 4, 0] if waits else []
             assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
             engine._results.append(LoadEnded(D1, 7, None))
-            assert worker.get_transfer_results(set()).finished_recving == {D1}
+            assert step() == {D1}
             now, waited[:] = 100.0, []
-            worker.get_transfer_results(set())
+            step()
             assert not waited, "the load has ended"
         finally:
             worker.unregister_kv_caches()
