@@ -158,10 +158,6 @@ def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
     manager = CacheManager({P1: ([0, 7],)})
     blocks = blocks_of(manager, StatePaging(0, 16))
     blocks.pin(P1, 20, pins)
-    prepared = blocks.tables(20, blocks.current(P1), pins)
-    assert prepared == (Table.of([7], first=19),)
-    assert manager.block_pool.freed == []
-    assert blocks.tables(20, [[0, 7]], pins) == prepared
-    for others in ([7, 8], [7]):
-        assert blocks.tables(20, [others], pins) != prepared
+    assert manager.block_pool.touched == {}
+    assert blocks.tables(20, blocks.current(P1), pins) == (Table.of([7], first=19),)
     assert blocks.count(20) == 1

@@ -291,18 +291,6 @@ def test_prefill_takes_its_offers_back_with_the_next_step(make: Make, how: str) 
     assert after.weights == ("" if how == "reset" else "step 8")
 
 
-def test_a_reset_while_a_pause_waits_for_offers_ends_it(make: Make) -> None:
-    """vLLM goes on with its steps until the last offer has ended, whatever the pause."""
-    prefill = make("kv_producer")
-    offered(prefill)
-    prefill.vllm.set_pause_state(PauseState.PAUSED_ALL)
-    assert prefill.vllm.has_requests()
-    prefill.set_label("step 8")
-    assert "ReclaimBlocks" in kinds(prefill.step(finished_sending={"p"}))
-    prefill.step()
-    assert not prefill.vllm.has_requests()
-
-
 @pytest.mark.parametrize("how", RESETS)
 def test_a_prompt_that_is_half_computed_is_not_offered(make: Make, how: str) -> None:
     """It has KV of both weights. vLLM has said that the reset failed, and goes on with it."""
