@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import Counter, Gauge, Histogram
 
-from nixl_kv.connector.stats import COUNTERS, TRANSFER_SECONDS, PromMetrics, Stats
+from nixl_kv.connector.stats import COUNTERS, RANK_GAUGES, TRANSFER_SECONDS, PromMetrics, Stats
 from nixl_kv.protocol.events import (
     Counts,
     Failure,
@@ -15,31 +15,35 @@ from nixl_kv.protocol.events import (
     LoadEnded,
     OfferEnd,
     OfferEnded,
+    Result,
 )
 from support.records import D1, NONCE, P1, PEER, read_done
 from support.vllm_objects import vllm_config
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.DROPPED])
-def test_each_failure_has_a_counter(kind: FailureKind) -> None:
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        *(
+            (
+                LoadEnded(D1, 7, Failure(kind, "words"), PEER),
+                {"load_failures": 1, f"load_failures_{kind.value}": 1},
+            )
+            for kind in FailureKind
+            if kind is not FailureKind.DROPPED
+        ),
+        # Its request had ended, so it has not failed.
+        (LoadEnded(D1, 7, Failure(FailureKind.DROPPED, "dropped"), PEER), {"loads_dropped": 1}),
+        *((OfferEnded(NONCE, P1, end), {f"offers_{end.value}": 1}) for end in OfferEnd),
+        (Counts({"digests": 2, "digest_seconds": 0.5}), {"digests": 2, "digest_seconds": 0.5}),
+        (Counts({"unreadable": 1}), {"unreadable": {"0": 1}}),
+    ],
+)
+def test_each_end_of_a_load_or_offer_has_a_counter(result: Result, expected: Any) -> None:
     stats = Stats()
-    stats.count_results([LoadEnded(D1, 7, Failure(kind, "words"), PEER)])
-    assert stats.data == {"load_failures": 1, f"load_failures_{kind.value}": 1}
-    assert set(stats.data) <= set(COUNTERS)
-
-
-def test_a_load_whose_request_had_ended_is_no_failure() -> None:
-    stats = Stats()
-    stats.count_results([LoadEnded(D1, 7, Failure(FailureKind.DROPPED, "dropped"), PEER)])
-    assert stats.data == {"loads_dropped": 1}
-
-
-@pytest.mark.parametrize("end", OfferEnd)
-def test_each_end_of_an_offer_has_a_counter(end: OfferEnd) -> None:
-    stats = Stats()
-    stats.count_results([OfferEnded(NONCE, P1, end)])
-    assert stats.data == {f"offers_{end.value}": 1}
-    assert set(stats.data) <= set(COUNTERS)
+    stats.count_results([result])
+    assert stats.data == expected
+    assert set(stats.data) <= {*COUNTERS, *RANK_GAUGES}
 
 
 def good_load(*seconds: float, verified: bool = False) -> LoadEnded:
@@ -72,12 +76,6 @@ def test_bytes_of_a_staged_read_that_were_read_directly_are_counted() -> None:
     stats.count_results([LoadEnded(D1, 7, None, PEER, reads=(read,))])
     assert stats.data["bytes_read"] == 1000
     assert stats.data["staged_bytes_read_directly"] == 300
-
-
-def test_what_the_transfer_engine_counted_is_added() -> None:
-    stats = Stats()
-    stats.count_results([Counts({"digests": 2, "digest_seconds": 0.5}), Counts({"digests": 1})])
-    assert stats.data == {"digests": 3, "digest_seconds": 0.5}
 
 
 # --- vLLM's log
@@ -139,13 +137,11 @@ def test_the_log_line_has_counts_and_the_median_time() -> None:
 
 def test_without_a_transfer_there_is_no_speed() -> None:
     stats = Stats()
-    stats.count("asks_denied")
-    assert stats.reduce() == {"asks_denied": 1}
+    stats.count_results([LoadEnded(D1, 0, None)])  # this rank has none of the prompt's KV
+    assert stats.reduce() == {"loads": 1, "tokens_loaded": 0}
     stats.reset()
     assert stats.is_empty()
     assert stats.reduce() == {}
-    stats.count_results([LoadEnded(D1, 0, None)])  # this rank has none of the prompt's KV
-    assert stats.reduce() == {"loads": 1, "tokens_loaded": 0}
 
 
 # --- Prometheus
@@ -218,10 +214,3 @@ def test_open_descriptors_are_shown_and_few_left_are_a_warning(
     assert sent == [{"0": 80}, None, {"0": 81}, {"0": 90}, {"0": 95}]
     warnings = [record.getMessage()[:12] for record in caplog.records]
     assert warnings == ["81 of 100 fi", "95 of 100 fi"]
-
-
-def test_a_gauge_of_the_transfer_thread_is_shown_as_it_is() -> None:
-    stats = Stats()
-    for value in (1, 1, 0):
-        stats.count_results([Counts({"unreadable": value})])
-    assert stats.data == {"unreadable": {"0": 0}}
