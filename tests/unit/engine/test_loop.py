@@ -19,20 +19,13 @@ from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol.events import (
-    Action,
     CancelLoad,
     Counts,
-    DecodeEvent,
     FailureKind,
     LoadEnded,
     OfferEnd,
     OfferEnded,
-    ReadFailed,
-    ReclaimBlocks,
-    RevokeOffer,
     SetEngine,
-    StartLoad,
-    Transition,
 )
 from nixl_kv.protocol.messages import (
     Answer,
@@ -48,9 +41,8 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
-from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
-from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
+from nixl_kv.reading.replace import TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.verify.queue import DigestQueue
 from support.records import HOME, ask, description
@@ -142,38 +134,6 @@ def test_what_was_read_is_in_the_report(world: World) -> None:
     assert read.seconds == 0.5
 
 
-def test_a_peer_that_dies_fails_the_read(world: World) -> None:
-    reading(world)
-    serving = world.prefill.parts.serving
-    assert serving is not None
-    world.fabric.lost_peers.add(serving.metadata().decode())
-    world.run()
-    assert "is gone" in world.decode.failed_load().detail
-
-
-def test_a_read_that_hangs_is_reported_only_when_its_agent_is_gone(world: World) -> None:
-    """NIXL has no abort: until nothing can write into its blocks, they are not handed back."""
-    reading(world)
-    world.fabric.closes_fail = True
-    world.clock.now += world.config.request_timeout_s
-    world.run()
-    assert world.decode.ends() == []
-    world.fabric.closes_fail = False
-    world.clock.now += 1.0
-    world.run()
-    failure = world.decode.failed_load()
-    assert failure.kind is FailureKind.LATE
-    assert f"{world.config.request_timeout_s:g} s" in failure.detail
-    assert world.prefill.ended_offer()[0] == "p1"
-    world.fabric.reads_hang = False
-    before = world.decode.cache.view.copy()
-    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
-    world.decode.start_load(2, [5, 6, 8], 11)
-    world.run(20)
-    assert world.decode.ended_load().failure is None
-    assert np.array_equal(world.decode.cache.view[:, OTHER_TABLE], before[:, OTHER_TABLE])
-
-
 # --- why a load failed
 
 
@@ -202,32 +162,6 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
         f"d1 {rank}: READING -> FAILED (ReadFailed)",
         f"d1 {engine}: STARTED -> FAILED (reading prefill rank 0 failed: {reason} (broken))",
     ]
-
-
-def test_a_long_story_is_cut_to_eleven_lines(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    granted(world)
-    for number in range(10):
-        event = Transition(RequestId("d1"), "rank 9", "", "GRANTED", f"Grant {number}")
-        world.decode.parts.event_log.record(event)
-    world.decode.start_load(1, [2], 11)  # too few blocks
-    world.run()
-    detail = world.decode.failed_load().detail
-    lines = caplog.messages[-11:]
-    assert lines[0].startswith(f"request d1: KV not loaded: {detail} (")
-    assert lines[1].endswith(" earlier events)")
-    assert f"STARTED -> FAILED ({detail}" in lines[-1]
-
-
-def test_a_load_that_is_not_known_has_no_story(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.decode.turn()
-    (message,) = caplog.messages
-    assert message.startswith("request d1: KV not loaded: ")
-    assert message.endswith("(internal)")
 
 
 def test_a_load_that_nobody_wants_any_more_is_no_warning(
@@ -293,13 +227,6 @@ def test_what_follows_from_an_action_happens_in_the_same_turn(world: World) -> N
     assert isinstance(decode_to_rank(packet.payload), Ask)
 
 
-def test_a_read_that_fails_at_once_is_reported_in_the_same_turn(world: World) -> None:
-    granted(world)
-    world.decode.start_load(1, [2], 11)  # too few blocks
-    world.decode.turn()
-    assert world.decode.failed_load().kind is FailureKind.BROKEN
-
-
 def test_a_message_that_cannot_be_sent_is_a_loss(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,13 +244,6 @@ def test_a_message_that_cannot_be_sent_is_a_loss(
     assert r"\nforged line" in caplog.messages[-1].splitlines()[0], "not a line of its own"
 
 
-def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
-    layouts = (world.decode.cache.layout(), world.prefill.cache.layout())
-    world.decode.submit(SetEngine(EngineId("other"), layouts))
-    world.decode.turn()
-    assert world.decode.parts.agents.peers.engine_layouts == layouts
-
-
 def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World) -> None:
     """On a node of its own it may have been started with another one."""
     world.decode.submit(SetEngine(EngineId("other"), (world.decode.cache.layout(),)))
@@ -333,12 +253,6 @@ def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
     assert world.decode.ended_load().failure is None
-
-
-def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
-    world.prefill.submit(RevokeOffer(world.prefill.offer(1, TABLE, 11).nonce))
-    world.prefill.turn()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
 
 
 # --- strangers
@@ -803,52 +717,6 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     assert len(world.decode.loop.outstanding) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "table"),
-    [
-        pytest.param(StartLoad, OTHER_TABLE, id="before the read"),
-        pytest.param(ReadFailed, [2], id="with what follows from a read that failed at once"),
-    ],
-)
-def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: type, table: list[int]
-) -> None:
-    """What was to follow is forgotten with the machines."""
-    world.fabric.polls = 0
-    granted(world)
-    break_at(world, kind, monkeypatch)
-    world.decode.start_load(1, table, 11)
-    with pytest.raises(KeyError):
-        world.decode.turn()
-    world.decode.loop.restart()
-    assert (world.decode.turn() or 0.0) <= READING_PAUSE_S
-    assert world.decode.failed_load().detail == DIED
-    world.decode.turn()
-    assert world.decode.turn() == TIDY_S, "then the agent is looked at"
-
-
-def break_at(world: World, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug: decode's machine raises at an event of this kind."""
-    handle = world.decode.parts.decode.handle
-
-    def buggy(event: DecodeEvent, now: float) -> list[Action]:
-        if isinstance(event, kind):
-            raise KeyError("a bug")
-        return handle(event, now)
-
-    monkeypatch.setattr(world.decode.parts.decode, "handle", buggy)
-
-
-def test_after_a_restart_loads_go_on(world: World) -> None:
-    for rank in (world.prefill, world.decode):
-        rank.turn()
-        rank.loop.restart()
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.run()
-    assert world.decode.ended_load().failure is None
-
-
 # --- more messages than a turn has time for
 
 
@@ -876,44 +744,3 @@ def test_what_a_turn_has_no_time_for_waits_and_more_waits_at_its_senders(
 
 
 # --- blocks that are wanted back
-
-
-def pass_time(world: World, seconds: float) -> None:
-    """Both transfer threads go on meanwhile."""
-    end = world.clock.now + seconds
-    while world.clock.now < end:
-        world.clock.now = min(end, world.clock.now + 0.5)
-        world.run(3)
-
-
-def test_what_is_read_is_held_as_long_as_it_is_read(world: World) -> None:
-    reading(world)
-    world.run()
-    world.prefill.submit(ReclaimBlocks(3))
-    pass_time(world, RECALL_S)
-    assert world.prefill.ends() == []
-    world.fabric.reads_hang = False
-    world.run()
-    assert world.decode.ended_load().failure is None
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
-
-
-def test_blocks_that_are_wanted_are_given_back_at_once(world: World) -> None:
-    granted(world)
-    world.prefill.submit(ReclaimBlocks(1))
-    world.run()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
-
-
-def test_a_reader_that_does_not_answer_a_recall_is_fenced_off(world: World) -> None:
-    """Its process is stopped; what it reads later is not accepted."""
-    reading(world)
-    world.prefill.submit(ReclaimBlocks(1))
-    world.prefill.turn()
-    world.prefill.turn()
-    world.clock.now += RECALL_S
-    world.prefill.turn()
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
-    world.fabric.reads_hang = False
-    world.run()
-    assert world.decode.failed_load().kind is FailureKind.FENCED
