@@ -1,5 +1,6 @@
 """A rank's transfer engine: how it is put together, its thread, and huge pages."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -10,7 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from nixl_kv.engine.engine import (
     slots_for,
     use_huge_pages,
 )
+from nixl_kv.engine.loop import Loop
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token
@@ -86,62 +88,41 @@ def planes() -> Planes:
     return Planes()
 
 
-Step = Callable[..., TransferEngine]
+class Stepped(NamedTuple):
+    spec: RankSpec
+    loop: Loop
+
+
+Step = Callable[..., Stepped]
 
 
 @pytest.fixture
 def step(planes: Planes) -> Iterator[Step]:
     """Starts an engine whose turns the test makes."""
-    engines: list[TransferEngine] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(**changed: Any) -> TransferEngine:
-        engine = TransferEngine(spec_of(planes, **changed))
-        engine.start_stepped()
-        engines.append(engine)
-        return engine
+        def start(**changed: Any) -> Stepped:
+            spec = spec_of(planes, **changed)
+            stepped = Stepped(spec, TransferEngine(spec).start_stepped())
+            stack.callback(stepped.loop.close)
+            return stepped
 
-    yield start
-    for engine in engines:
-        assert engine.loop is not None
-        engine.loop.close()
+        yield start
 
 
 @pytest.mark.parametrize(
-    ("is_prefill", "is_decode", "roles", "num_transports"),
-    [
-        pytest.param(True, True, "prefill and decode", 2, id="both"),
-        pytest.param(True, False, "prefill", 1, id="prefill"),
-        pytest.param(False, True, "decode", 1, id="decode"),
-    ],
+    ("roles", "num_transports"), [("prefill and decode", 2), ("prefill", 1), ("decode", 1)]
 )
-def test_a_rank_has_the_agents_of_its_roles(
-    planes: Planes,
-    step: Step,
-    *,
-    is_prefill: bool,
-    is_decode: bool,
-    roles: str,
-    num_transports: int,
+def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
+    planes: Planes, step: Step, roles: str, num_transports: int
 ) -> None:
-    engine = step(is_prefill=is_prefill, is_decode=is_decode)
-    assert engine.loop is not None
-    parts = engine.loop.parts
-    assert engine.spec.roles == roles
-    assert len(planes.transports) == num_transports
-    assert (parts.serving is not None) == is_prefill
-    assert bool(parts.agents.polled) == is_decode
-    assert bool(parts.description.agent) == is_prefill
-
-
-@pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
-def test_a_rank_describes_itself(planes: Planes, step: Step, *, is_prefill: bool) -> None:
     """A rank that only decodes listens too, for tools."""
-    engine = step(is_prefill=is_prefill, is_decode=not is_prefill)
-    assert engine.loop is not None
-    parts = engine.loop.parts
-    described = parts.description
-    (endpoint,) = planes.network.listeners
-    assert described.endpoint == endpoint
+    is_prefill, is_decode = "prefill" in roles, "decode" in roles
+    engine = step(is_prefill=is_prefill, is_decode=is_decode)
+    parts, described = engine.loop.parts, engine.loop.parts.description
+    assert (engine.spec.roles, len(planes.transports)) == (roles, num_transports)
+    assert (parts.serving is not None, bool(parts.agents.polled)) == (is_prefill, is_decode)
+    assert list(planes.network.listeners) == [described.endpoint]
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
     assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
@@ -165,7 +146,6 @@ def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
     ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
     engine = step(is_decode=False, features=(lambda _setup: feature,))
-    assert engine.loop is not None
     (serving,) = planes.transports
     assert serving._spans == [*CACHE.layout().spans, engine.loop.parts.slots.span, ring.span]
 
@@ -173,7 +153,6 @@ def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
 def test_the_configuration_reaches_the_machines(step: Step) -> None:
     config = Config(offer_ttl_s=3.0, lease_s=4.0, request_timeout_s=7.0)
     engine = step(config=config)
-    assert engine.loop is not None
     offers, decode = engine.loop.parts.prefill, engine.loop.parts.decode
     assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
     assert (decode._timeout_s, decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
@@ -181,7 +160,6 @@ def test_the_configuration_reaches_the_machines(step: Step) -> None:
 
 def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:
     engine = step(extras={"draft": "one"}, config=Config.parse({"peers": ["10.0.0.0/8"]}, {}))
-    assert engine.loop is not None
     with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
         engine.loop.parts.agents.peers.check(description())
 
@@ -205,13 +183,13 @@ def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
 
 
 @pytest.mark.parametrize("num_commands", [0, 2])
-def test_a_waiting_thread_is_woken_for_commands_only(
-    planes: Planes, step: Step, num_commands: int
-) -> None:
-    engine = step()
+def test_a_waiting_thread_is_woken_for_commands_only(planes: Planes, num_commands: int) -> None:
+    engine = TransferEngine(spec_of(planes))
+    loop = engine.start_stepped()
     engine.submit([CancelLoad(RequestId("d1"))] * num_commands)
     (control,) = planes.controls
     assert control._is_woken is bool(num_commands)
+    loop.close()
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])
@@ -282,20 +260,11 @@ def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "PAUSE_S", 0.0)
 
 
-class Built(TransferEngine):
-    """Has a loop that a test makes."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
-        unused: Any = None
-        super().__init__(unused)
-        self._build = build
-
-    def _build_loop(self) -> Any:
-        return self._build()
-
-
-def thread_of(loop: FakeLoop) -> TransferEngine:
-    return Built(lambda: loop)
+def thread_of(loop: Any) -> TransferEngine:
+    unused: Any = None
+    engine = TransferEngine(unused)
+    engine._build_loop = lambda: loop  # type: ignore[method-assign]
+    return engine
 
 
 def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped() -> None:
@@ -404,27 +373,26 @@ def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     assert loop.steps == ["turn", "close"]
 
 
-def test_it_leaves_the_core_that_its_caller_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_it_leaves_the_core_that_its_caller_is_bound_to_if_it_may(
+    monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+) -> None:
     """Threads inherit the caller's cores; it takes those of the process above."""
     masks: dict[int, set[int]] = {}
+
+    def set_cores(process: int, mask: set[int]) -> None:
+        masks[process] = mask
+        if not is_allowed:
+            raise OSError(f"{process}: {mask}")
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process, 1})
-    monkeypatch.setattr(os, "sched_setaffinity", masks.__setitem__)
-    thread = thread_of(FakeLoop())
-    thread.start()
-    thread.stop()
-    assert masks == {0: {os.getppid(), 1}}
-
-
-def test_cores_that_cannot_be_had_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(process: int, mask: object) -> None:
-        raise OSError(f"{process}: {mask}")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(os, "sched_setaffinity", set_cores)
     loop = FakeLoop()
     thread = thread_of(loop)
     thread.start()
     loop.wait_for(["turn"])
     thread.stop()
+    assert masks == {0: {os.getppid(), 1}}
 
 
 # Huge pages: a cache in pages of 4 KiB is in pages of 2 MiB afterwards, where the kernel allows it
