@@ -14,13 +14,13 @@ from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
     ChunksWanted,
+    CompareDigest,
     Failure,
     FailureKind,
     LinkBroken,
     LoadEnded,
     PeerFits,
     PeerKey,
-    PeerRefused,
     ReadChunk,
     ReadFailed,
     Send,
@@ -33,7 +33,6 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.load import (
     ASK_AGAIN_S,
     DRAIN_S,
-    ENDED,
     MAX_TIMEOUTS,
     POSTED,
     SILENCE_S,
@@ -44,7 +43,6 @@ from nixl_kv.protocol.load import (
     RankRead,
     State,
 )
-from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.protocol.read_queue import MAX_BYTES, ReadQueue
 from support.records import (
     CLAIM,
@@ -60,7 +58,6 @@ from support.records import (
     RANK_LIFE,
     READER,
     RIVAL,
-    SLICES,
     STRANGER,
     TIMEOUT_S,
     answered,
@@ -160,7 +157,6 @@ READS: dict[str, Script] = {
     ),
     "an error of the data read fails it": after(READING, (read_failed(), GIVEN_UP, BROKEN)),
     "a read without its slot fails it": after(READING, (NO_SLOT, GIVEN_UP, FENCED)),
-    "cancelled, it waits for its read": after(DRAINING, (read_done(), GIVEN_UP, DROPPED)),
     "cancelled, it waits for an error": after(DRAINING, (read_failed(), GIVEN_UP, DROPPED)),
     **{
         f"cancelled, it does not end with {name}": after(
@@ -259,16 +255,9 @@ VERIFICATION: dict[str, Script] = {
         f"without prefill's digest the load fails with {name}": after(VERIFYING, (event, report))
         for name, (event, report) in LOSSES.items()
     },
-    "a lost connection does not end the read": after(
-        VERIFIED, (lost(),), LANDED_VERIFIED, TO_COMPARE
-    ),
     "a repeated digest is compared once": after(
         VERIFYING, TO_COMPARE, (answered(OTHER_DIGEST),), EQUAL, DIGEST
     ),
-    "of two digests the first is compared": after(
-        VERIFIED, DIGEST, (answered(OTHER_DIGEST),), (read_done(), COMPARE)
-    ),
-    "a digest after the end is ignored": after(VERIFIED, (read_failed(), GIVEN_UP, BROKEN), DIGEST),
     "a digest that nobody asked for is ignored": after(
         READING, DIGEST, (read_done(), RELEASED, GOOD)
     ),
@@ -304,9 +293,6 @@ VERIFICATION: dict[str, Script] = {
         TO_COMPARE,
         EQUAL,
     ),
-    "a comparison during the read shows nothing": after(
-        VERIFIED, (digest_compared(),), LANDED_VERIFIED
-    ),
     # The slot decides about a read under way; then the digest is asked for again, in vain.
     "a denied digest fails the load when it is all that is missing": after(
         VERIFIED,
@@ -328,9 +314,6 @@ VERIFICATION: dict[str, Script] = {
     "cancelled while it is verified, it ends at once": after(
         VERIFYING, (cancel_load(), GIVEN_UP, DROPPED)
     ),
-    "a digest does not save a cancelled load": after(
-        VERIFIED, (*CANCELLED, STOP), DIGEST, (read_done(), GIVEN_UP, DROPPED)
-    ),
     "the digest is asked for again only when it is all that is missing": after(
         VERIFIED,
         (112.0, Tick()),
@@ -349,22 +332,8 @@ VERIFICATION: dict[str, Script] = {
         (read_done(), COMPARE),
         EQUAL,
     ),
-    "prefill's digest is asked for as soon as it is known": after(
-        PREPARED,
-        (110.0, START_VERIFIED),
-        (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
-        (answered(GRANT), *READ_VERIFIED),
-    ),
     "of what is denied no digest is asked for": after(
         GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
-    ),
-    "what is denied fails once": after(
-        ASKING, (START_VERIFIED, ASK_DIGEST), (answered(deny()), DENIED), (answered(deny()),)
-    ),
-    "without a rank to read nothing is compared": after(
-        PREPARED,
-        (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
-        (START_VERIFIED, replace(GOOD_VERIFIED, reads=())),
     ),
 }
 TWO_READING: Script = [
@@ -390,9 +359,6 @@ SEVERAL_VERIFIED: dict[str, Script] = {
         (digest_compared(rank=1), RELEASED_1),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, reads=(read_done(0), read_done(1)))),
     ),
-    "one corrupt rank fails the load at once": after(
-        TWO_VERIFYING, TO_COMPARE, (digest_compared("K of head 0"), GIVEN_UP, GIVEN_UP_1, CORRUPT)
-    ),
     "a corrupt rank waits for the reads of the others": after(
         TWO_READING,
         TO_COMPARE,
@@ -411,89 +377,59 @@ def test_how_a_load_ends(script: Script) -> None:
     assert (machine.load_of(D1) is None) == (is_reported or is_cancelled)
 
 
-READ_UNNAMED = (START_VERIFIED, StartRead(PEER, Rank(0), GRANT, START_VERIFIED))
-LANDED_UNNAMED = (read_done(num_bytes=4096),)
+def refuse(*_: object) -> NoReturn:
+    raise ValueError("block table: 2 groups")
 
 
-@each_of(
-    {
-        "nothing is to be compared where nothing is read": after(
-            GRANTED,
-            READ_UNNAMED,
-            (read_done(), RELEASED, GOOD_VERIFIED),
-        ),
-        "what was read and has no name is late, not good": after(
-            GRANTED,
-            (110.0, *READ_UNNAMED),
-            LANDED_UNNAMED,
+UNNAMED: dict[str, tuple[Any, Script]] = {
+    "it has no digests": (None, [(START_VERIFIED, GIVEN_UP, failed(FailureKind.INTERNAL, ""))]),
+    "its tables cannot be named": (
+        refuse,
+        [(START_VERIFIED, GIVEN_UP, failed(FailureKind.INTERNAL, "block table: 2 groups"))],
+    ),
+    "nothing is read": (
+        lambda *_: (),
+        [(START_VERIFIED, READ_VERIFIED[0]), (read_done(), RELEASED, GOOD_VERIFIED)],
+    ),
+    "what was read is late, not good": (
+        lambda *_: (),
+        [
+            (110.0, START_VERIFIED, READ_VERIFIED[0]),
+            (read_done(num_bytes=4096),),
             (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
-        ),
-    }
-)
-def test_a_load_of_which_nothing_is_named(script: Script) -> None:
-    play(decode_machine(slices=()), script)
+        ],
+    ),
+}
 
 
-def test_a_load_that_cannot_be_named_fails() -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise ValueError("block table: 2 groups")
-
+@each_of(UNNAMED, "case")
+def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
     machine = loading(GRANTED)
-    machine._name_slices = refuse
-    failure = failed(FailureKind.INTERNAL, "block table: 2 groups")
-    play(machine, [(START_VERIFIED, GIVEN_UP, failure)])
-
-
-def test_without_digests_a_load_that_is_to_be_verified_fails() -> None:
-    machine = loading(GRANTED)
-    machine._name_slices = None
-    released, end = machine.handle(START_VERIFIED, 100.5)
-    assert released == GIVEN_UP
-    assert isinstance(end, LoadEnded)
-    assert end.failure is not None
-    assert end.failure.kind is FailureKind.INTERNAL
-
-
-def test_slices_are_named_by_what_is_known_of_the_rank() -> None:
-    """The route to it, its layout and the load's block tables."""
-    asked: list[tuple[object, ...]] = []
-
-    def name(*arguments: object) -> tuple[KVSlice, ...]:
-        asked.append(arguments)
-        return SLICES
-
-    machine = loading(GRANTED)
-    machine._name_slices = name
-    machine.handle(START_VERIFIED, 100.5)
-    (route,) = routes(0)
-    assert asked == [(route, description().ranks[0].layout, START_VERIFIED)]
-
-
-def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
-    machine = loading([*VERIFYING, TO_COMPARE])
-    assert machine.is_digest_wanted(COMPARE)
-    assert not machine.is_digest_wanted(replace(COMPARE, claim=RIVAL))
-    assert not machine.is_digest_wanted(replace(COMPARE, rank=Rank(1)))
-    assert machine.is_digest_wanted(TO_DIGEST)
-    machine.handle(cancel_load(), 110.8)
-    assert not machine.is_digest_wanted(COMPARE)
-
-
-def test_a_digest_is_prepared_while_its_bytes_travel() -> None:
-    machine = loading(VERIFIED)
-    assert machine.is_digest_wanted(TO_DIGEST)
-
-
-@each_of({"no load": [], "no peer": PREPARED, "no blocks": GRANTED})
-def test_before_its_read_no_comparison_is_of_use(script: Script) -> None:
-    assert not loading(script).is_digest_wanted(COMPARE)
+    machine._name_slices, script = case
+    play(machine, script)
 
 
 @pytest.mark.parametrize(
-    "event",
-    [read_done(), read_failed(), digest_compared()],
-    ids=lambda event: type(event).__name__,
+    ("script", "request_", "is_wanted"),
+    [
+        ([], COMPARE, False),
+        (PREPARED, COMPARE, False),
+        (GRANTED, COMPARE, False),
+        (VERIFIED, TO_DIGEST, True),
+        ([*VERIFYING, TO_COMPARE], COMPARE, True),
+        ([*VERIFYING, TO_COMPARE], TO_DIGEST, True),
+        ([*VERIFYING, TO_COMPARE], replace(COMPARE, claim=RIVAL), False),
+        ([*VERIFYING, TO_COMPARE], replace(COMPARE, rank=Rank(1)), False),
+        ([*VERIFYING, TO_COMPARE, (cancel_load(), GIVEN_UP, DROPPED)], COMPARE, False),
+    ],
 )
+def test_a_comparison_is_of_use_from_the_read_to_the_end_of_its_load(
+    script: Script, request_: CompareDigest, *, is_wanted: bool
+) -> None:
+    assert loading(script).is_digest_wanted(request_) is is_wanted
+
+
+@pytest.mark.parametrize("event", [read_done(), read_failed(), digest_compared()])
 def test_events_of_unknown_reads_are_ignored(event: Any) -> None:
     of_another_rank = replace(event, rank=Rank(1))
     play(decode_machine(), [(event,), *PREPARED, (event,), *ASKING[1:], (of_another_rank,)])
@@ -583,11 +519,6 @@ def test_only_the_end_of_a_posted_read_leads_out_of_the_posted_states() -> None:
     assert {State.READING, State.DRAINING} == POSTED
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
-def test_a_read_has_ended_when_nothing_leads_on(state: State) -> None:
-    assert (state in ENDED) == (not TRANSITIONS[state])
-
-
 # What it says of itself
 
 
@@ -651,27 +582,6 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
         assert recorded == [Transition(*move) for move in moves], event
 
 
-@each_of(
-    {
-        "cancelled while it is read": (
-            [prepare_load(), fits(), answered(grant()), START, cancel_load(), read_done()],
-            "dropped (dropped)",
-        ),
-        "not compatible": (
-            [prepare_load(), PeerRefused(PEER, "another dtype"), START],
-            "another dtype (incompatible)",
-        ),
-    },
-    "case",
-)
-def test_the_last_record_of_a_failed_load_has_its_reason(case: tuple[list[Any], str]) -> None:
-    recorded: list[Transition] = []
-    machine = decode_machine(recorded.append)
-    for event in case[0]:
-        machine.handle(event, 100.0)
-    assert recorded[-1] == Transition(D1, str(PEER), "STARTED", "FAILED", case[1])
-
-
 # Reads by chunks: what a load asks for, again, and no longer
 
 BOTH_CHUNKS, LAST = (0, 1), (1, 2)
@@ -717,9 +627,6 @@ CHUNKS: dict[str, Script] = {
     "an answer that comes again changes nothing": after(
         PACKED, (answered(pack_reply(0, slot=5)),), (answered(pack_reply(0, slot=None)),)
     ),
-    "an answer to somebody else changes nothing": after(
-        CHUNKS_ASKED, (answered(pack_reply(0, claim="0" * 32)),), (answered(pack_reply(9)),)
-    ),
     "what has no answer is asked for again": after(
         CHUNKS_ASKED,
         (answered(pack_reply(0)), to_read(0)),
@@ -746,17 +653,11 @@ CHUNKS: dict[str, Script] = {
         (cancel_load(), STOP),
         (STOPPED, GIVEN_UP, failed(FailureKind.DROPPED, "dropped")),
     ),
-    "cancelled, it asks for no more": after(
-        CHUNKS_ASKED, (cancel_load(), STOP), (wanted(2), STOP), (answered(pack_reply(0)),)
-    ),
     "denied, it waits for no chunk": after(
         CHUNKS_ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
     ),
     "denied when all chunks have come, it goes on": after(
         PACKED, (answered(deny()),), (read_done(), Send(RANK_0, release()), GOOD)
-    ),
-    "a claim that prefill has lost gets no chunk": after(
-        CHUNKS_ASKED, (answered(renewed(CLAIM, number=9)), STOP), (STOPPED, GIVEN_UP, LOST_LEASE)
     ),
     "a rank that is gone packs no chunk": after(
         CHUNKS_ASKED, (lost(), STOP), (STOPPED, GIVEN_UP, UNREACHABLE)
@@ -825,9 +726,6 @@ TIMES: dict[str, Script] = {
         (101.5, Tick()),
         (102.0, Tick(), Send(RANK_0, ask(number=3))),
     ),
-    "only the rank that did not answer is asked again": after(
-        TWO_PREPARED, (answered(GRANT),), (101.0, Tick(), Send(at(1), ask(number=3)))
-    ),
     "after a broken link an ask is repeated at once": after(
         ASKING,
         (100.5, LINK_BROKEN, ASK_AGAIN, renewing(3)),
@@ -840,22 +738,12 @@ TIMES: dict[str, Script] = {
     "after a broken link a digest is asked for at once": after(
         VERIFYING, (110.5, LINK_BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
     ),
-    "after a broken link a description is asked for at once": after(
-        PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (fits(), Send(RANK_0, ask()))
-    ),
     "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
     "a read whose link broke is given up if its rank stays silent": after(
         READING,
         (110.1, LINK_BROKEN, renewing(2, reading=1)),
         (IS_SILENT - 0.01, Tick()),
         (IS_SILENT, Tick(), STOP),
-    ),
-    "a read whose link broke goes on if its rank answers": after(
-        READING,
-        (110.1, LINK_BROKEN, renewing(2, reading=1)),
-        (answered(renewed()),),
-        (IS_SILENT, Tick()),
-        (read_done(), Send(RANK_0, release()), LoadEnded(D1, 7, None, PEER, reads=(read_done(),))),
     ),
     "a load without an answer is given up": after(
         ASKING,
@@ -866,11 +754,6 @@ TIMES: dict[str, Script] = {
     ),
     "a load that waits for blocks alone is never late": after(
         GRANTED, (500.0, Tick()), (START, READ)
-    ),
-    "a load that waits for one rank as well is late": after(
-        TWO_PREPARED,
-        (answered(GRANT),),
-        (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, Send(at(1), release(complete=False))),
     ),
     "the time starts again with the blocks": after(
         READING, (END - 0.01, Tick()), (END, Tick(), STOP), (read_done(), GIVEN_UP, LATE)
@@ -926,9 +809,6 @@ TIMES: dict[str, Script] = {
         (IS_SILENT, Tick(), STOP),
         (read_done(), GIVEN_UP, SILENT),
     ),
-    "silence does not matter once nothing is read": after(
-        VERIFYING, (answered(digest_reply()), COMPARE), (110.1, SILENCE), (IS_SILENT, Tick())
-    ),
 }
 HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
 HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
@@ -950,8 +830,6 @@ HEARTBEATS: dict[str, Script] = {
             "draining": after(READING, (cancel_load(), STOP)),
         }.items()
     },
-    "what was not asked yet is not renewed": after(PREPARED, (Tick(),)),
-    "what was denied is not renewed": after(ASKING, (answered(deny()),), (Tick(),)),
     "they have an interval and share their numbers with asks": after(
         GRANTED,
         (100.0 + HEARTBEAT_S - 0.01, Tick()),
@@ -1032,24 +910,11 @@ TURNS: dict[str, Script] = {
     "the next begins when one has landed": after(
         QUEUED, (read_done(), Send(RANK_0, release()), GOOD, READ_2)
     ),
-    "or has failed": after(
-        QUEUED,
-        (
-            read_failed("reset"),
-            GIVEN_UP,
-            replace(LATE, failure=Failure(FailureKind.BROKEN, "rank 0 failed: reset")),
-            READ_2,
-        ),
-    ),
     "what waits for its turn is not late while others land": after(
         QUEUED,
         (END - 1, read_done(), Send(RANK_0, release()), GOOD, READ_2),
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
-    ),
-    "what waits is not late while what is before it moves, however long it takes": after(
-        QUEUED,
-        *MOVING,
     ),
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
@@ -1102,20 +967,6 @@ def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None
     assert machine.next_due <= END + DRAIN_S
     assert ABANDON not in machine.handle(Tick(), END + DRAIN_S - 0.01)
     assert ABANDON in machine.handle(Tick(), END + DRAIN_S)
-
-
-def test_a_read_that_hangs_is_late_although_the_load_moves_elsewhere() -> None:
-    machine = loading(PREPARED)
-    granted = [answered(GRANT, at(rank)) for rank in range(2)]
-    events: list[Any] = [fits(2), START, *granted]
-    for event in events:
-        machine.handle(event, 110.0)
-    now = 110.0
-    while machine.loads[0].failure is None:
-        now += TIMEOUT_S / 2
-        machine.handle(MOVES, now)
-        machine.handle(Tick(), now)
-    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
 
 
 def test_the_machine_checks_its_loads() -> None:
