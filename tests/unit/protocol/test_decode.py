@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode import TOO_MANY
@@ -37,6 +38,8 @@ from nixl_kv.protocol.peers import (
     LOOK_AGAIN_S,
     TRANSITIONS,
     UNREADABLE_S,
+    PeerBook,
+    State,
 )
 from support.records import (
     CLAIM,
@@ -141,6 +144,7 @@ LOADS: dict[str, Script] = {
     "loads of another life of the engine go on waiting": after(
         PREPARED,
         (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE))),
+        (answered(description(), HOME), StartHandshake(PEER, description())),
         (fits(), ASK),
         (START,),
         (PeerRefused(NEXT_LIFE, "another dtype"), CLOSE_HOME),
@@ -351,9 +355,23 @@ PEERS: dict[str, Script] = {
         for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
     },
     "one that nobody used for long is forgotten": after(
-        [*ASKING, (cancel_load(), Send(RANK_0, release(complete=False)))],
-        (100.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        ASKING,
+        (cancel_load(), GIVEN_UP),
+        (200.0, SECOND, ASK_SECOND),
+        (cancel_load(D2), Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False))),
+        (100.0 + KEPT_S, Tick()),
+        (200.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
+    **{
+        f"a description {name} is ignored": after(script, (answered(message, endpoint),))
+        for name, script, message, endpoint in (
+            ("of an unknown one", [], description(), HOME),
+            ("of one that is ready", ASKING, description(), HOME),
+            ("of one in its pause", PAUSED, description(), HOME),
+            ("from elsewhere", PREPARED, description(), ELSEWHERE),
+            ("of another life", PREPARED, description(incarnation=OTHER_LIFE), HOME),
+        )
+    },
     # It names a known engine and life, at somebody else's address.
     "a forged ticket does not redirect the true ones": [
         (prepare_load(D2, RIVAL, port=1), Send(FORGED.endpoint, describe())),
@@ -453,6 +471,26 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     }
 
 
+@pytest.mark.parametrize("before", State, ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "event",
+    [fits(2), HandshakeDone(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
+    ids=lambda event: type(event).__name__,
+)
+def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
+    recorded: list[Transition] = []
+    book = PeerBook(recorded.append)
+    peer, _ = book.get_or_connect(PEER, 100.0)
+    peer.state = before
+    recorded.clear()
+    for after_ in {*State, None}.difference(TRANSITIONS[before].get(type(event), ())):
+        to = after_.name if after_ else OVER
+        words = f"{type(event).__name__} leads from {before.name} to {to}; allowed: "
+        with pytest.raises(LocalProtocolError, match=words):
+            book._move(peer, after_, event)
+    assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
+
+
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     second = reader(1)
     machine = decode_machine(reader=second)
@@ -525,6 +563,7 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
 @each_of(
     {
         "a peer that is asked who it is": (PREPARED, 100.0 + CONNECT_TIMEOUT_S),
+        "a peer that is joined": ([*HANDSHAKING, (cancel_load(), GIVEN_UP)], None),
         "a rank that is asked": (ASKING, 100.0 + ASK_AGAIN_S),
         "a load that was reported": (LOADS["from arrival to report"], 100.0 + KEPT_S),
         "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + BACKOFF_S),
