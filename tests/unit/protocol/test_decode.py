@@ -231,6 +231,7 @@ ANSWERS: dict[str, Script] = {
         ASKING,
         (answered(grant(**OTHER_CLAIM)), Send(RANK_0, release(complete=False, **OTHER_CLAIM))),
     ),
+    "a recall of an unknown claim is answered by a release": [(answered(recall()), GIVEN_UP)],
     "a grant of a rank that was not asked is released": after(
         ASKING, (answered(GRANT, at(1)), Send(at(1), release(complete=False)))
     ),
@@ -431,6 +432,12 @@ PEERS: dict[str, Script] = {
         (START,),
         (lost(), failed(RANK_LOST)),
     ),
+    # Another version listens where the one did that was described.
+    "a rank of another version is not waited for": after(
+        ASKING,
+        (answered(VersionRefusal(speaks=10)),),
+        (START, failed(unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}"))),
+    ),
     "when one rank is lost the others are released": after(
         PREPARED,
         (fits(2), ASK, Send(at(1), ask(number=2))),
@@ -440,18 +447,8 @@ PEERS: dict[str, Script] = {
 }
 
 
-@each_of(LOADS)
-def test_a_load(script: Script) -> None:
-    loading(script).validate()
-
-
-@each_of(ANSWERS)
-def test_an_answer_of_prefill(script: Script) -> None:
-    loading(script).validate()
-
-
-@each_of(PEERS)
-def test_a_peer(script: Script) -> None:
+@each_of(LOADS | ANSWERS | PEERS)
+def test_the_machine(script: Script) -> None:
     loading(script).validate()
 
 
@@ -498,13 +495,6 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
 
-def test_a_rank_of_another_version_is_not_waited_for() -> None:
-    """It listens where the one did that was described."""
-    failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
-    refused = (answered(VersionRefusal(speaks=10)),)
-    play(loading(ASKING), [refused, (START, failed(failure))])
-
-
 ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)
 SAME_ID = Failure(FailureKind.INTERNAL, "same id")
 
@@ -545,10 +535,6 @@ def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
     again = machine.load_of(D1)
     assert again is not None
     assert again.claim == RIVAL
-
-
-def test_a_recall_of_an_unknown_claim_is_answered_by_a_release() -> None:
-    play(decode_machine(), [(answered(recall()), Send(RANK_0, release(complete=False)))])
 
 
 def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
