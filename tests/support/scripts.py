@@ -23,10 +23,13 @@ from nixl_kv.protocol.messages import KVSlice, Reader
 from support.records import (
     CLAIM,
     D1,
+    D2,
     HOME,
+    NONCE2,
     PEER,
     RANK_0,
     READER,
+    RIVAL,
     SLICES,
     TIMEOUT_S,
     answered,
@@ -39,6 +42,7 @@ from support.records import (
     no_record,
     prepare_load,
     read_done,
+    release,
     start_load,
 )
 
@@ -121,6 +125,11 @@ def loading(script: Script) -> DecodeMachine:
 START, START_VERIFIED = start_load(), start_load(verify=True)
 STOP = StopRead(D1, Rank(0))
 READ = StartRead(PEER, Rank(0), GRANT, START)
+RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
+GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
+SECOND, START_2 = prepare_load(D2, RIVAL, nonce=NONCE2), start_load(D2)
+ASK_SECOND = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+GIVEN_UP_2 = Send(RANK_0, release(complete=False, nonce=NONCE2, claim=RIVAL))
 
 PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
 HANDSHAKING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]

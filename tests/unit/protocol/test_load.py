@@ -34,7 +34,6 @@ from nixl_kv.protocol.load import (
     ASK_AGAIN_S,
     DRAIN_S,
     MAX_TIMEOUTS,
-    POSTED,
     SILENCE_S,
     TRANSITIONS,
     Cancelled,
@@ -90,8 +89,12 @@ from support.records import (
     ticket,
 )
 from support.scripts import (
+    ASK_SECOND,
     ASKING,
     COMPARE,
+    GIVEN_UP,
+    GIVEN_UP_2,
+    GOOD,
     GRANT,
     GRANTED,
     LANDED_VERIFIED,
@@ -99,7 +102,10 @@ from support.scripts import (
     READ,
     READ_VERIFIED,
     READING,
+    RELEASED,
+    SECOND,
     START,
+    START_2,
     START_VERIFIED,
     STOP,
     TO_DIGEST,
@@ -114,11 +120,9 @@ from support.scripts import (
 )
 
 EMPTY = bytes(16)
-RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
 RELEASED_1, GIVEN_UP_1 = Send(at(1), release()), Send(at(1), release(complete=False))
 ASK_DIGEST = Send(RANK_0, digest_request())
 OTHER_DIGEST = digest_reply(columns=bytes(8))
-GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
 GOOD_VERIFIED = replace(GOOD, verified=True)
 
 
@@ -171,6 +175,8 @@ READS: dict[str, Script] = {
         )
     },
     "cancelled without a grant": after(ASKING, (START,), (cancel_load(), GIVEN_UP, DROPPED)),
+    "a rank is lost before it grants": after(ASKING, (START,), (lost(), UNREACHABLE)),
+    "a rank is lost before it is read": after(GRANTED, (lost(),), (START, UNREACHABLE)),
     "cancelled with a grant": after(GRANTED, (cancel_load(), GIVEN_UP)),
     "an ask is denied": after(ASKING, (START,), (answered(deny()), DENIED)),
     "a grant is taken back": after(GRANTED, (answered(deny()),), (START, DENIED)),
@@ -191,16 +197,11 @@ READS: dict[str, Script] = {
         )
     },
     "a claim is lost": after(GRANTED, (answered(renewed(CLAIM)),), (START, LOST_LEASE)),
-    "a rank is lost before it grants": after(ASKING, (START,), (lost(), UNREACHABLE)),
-    "a rank is lost before it is read": after(GRANTED, (lost(),), (START, UNREACHABLE)),
     "one failure cancels the rest, and the report waits for it": after(
         TWO_ASKED,
         (answered(GRANT), READ),
         (answered(deny(), at(1)), STOP),
         (read_done(), GIVEN_UP, DENIED_1),
-    ),
-    "one failure releases at once what is not read": after(
-        TWO_ASKED, (answered(deny()), GIVEN_UP_1, DENIED)
     ),
     "a good read does not save a load": after(
         TWO_ASKED,
@@ -257,9 +258,6 @@ VERIFICATION: dict[str, Script] = {
     },
     "a repeated digest is compared once": after(
         VERIFYING, TO_COMPARE, (answered(OTHER_DIGEST),), EQUAL, DIGEST
-    ),
-    "a digest that nobody asked for is ignored": after(
-        READING, DIGEST, (read_done(), RELEASED, GOOD)
     ),
     **{
         f"a digest of {name} is ignored": after(VERIFYING, (event,), TO_COMPARE)
@@ -508,17 +506,6 @@ def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -
     assert (read.state, recorded) == (state, [])
 
 
-def test_only_the_end_of_a_posted_read_leads_out_of_the_posted_states() -> None:
-    leading_out = {
-        event.__name__
-        for state in POSTED
-        for event, afters in TRANSITIONS[state].items()
-        if not POSTED.issuperset(afters)
-    }
-    assert leading_out == {"ReadDone", "ReadFailed"}
-    assert {State.READING, State.DRAINING} == POSTED
-
-
 # What it says of itself
 
 
@@ -619,7 +606,7 @@ CHUNKS: dict[str, Script] = {
         PACKED,
         (wanted(2, holds=LAST), *asks(2, number=3, holds=LAST)),
         (answered(pack_reply(2)), to_read(2)),
-        (read_done(), Send(RANK_0, release()), GOOD),
+        (read_done(), RELEASED, GOOD),
     ),
     "what prefill does not pack is known at once": after(
         CHUNKS_ASKED, (answered(pack_reply(0, slot=None)), to_read(0, None))
@@ -657,7 +644,7 @@ CHUNKS: dict[str, Script] = {
         CHUNKS_ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
     ),
     "denied when all chunks have come, it goes on": after(
-        PACKED, (answered(deny()),), (read_done(), Send(RANK_0, release()), GOOD)
+        PACKED, (answered(deny()),), (read_done(), RELEASED, GOOD)
     ),
     "a rank that is gone packs no chunk": after(
         CHUNKS_ASKED, (lost(), STOP), (STOPPED, GIVEN_UP, UNREACHABLE)
@@ -698,7 +685,6 @@ def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
 SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "silent"))
 ABANDON = AbandonRead(D1, Rank(0))
 ASK_AGAIN = Send(RANK_0, ask(number=2))
-SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 END = 110.0 + TIMEOUT_S
 LINK_BROKEN = LinkBroken(RANK_0)
 MOVES = ChunksWanted(D1, Rank(0), (), ())
@@ -725,12 +711,6 @@ TIMES: dict[str, Script] = {
         (100.0 + ASK_AGAIN_S, Tick(), ASK_AGAIN),
         (101.5, Tick()),
         (102.0, Tick(), Send(RANK_0, ask(number=3))),
-    ),
-    "after a broken link an ask is repeated at once": after(
-        ASKING,
-        (100.5, LINK_BROKEN, ASK_AGAIN, renewing(3)),
-        (101.0, Tick()),
-        (101.5, Tick(), Send(RANK_0, ask(number=4))),
     ),
     "after a broken link a grant is renewed at once, and stands": after(
         GRANTED, (100.5, LINK_BROKEN, renewing(2)), (START, READ)
@@ -771,9 +751,6 @@ TIMES: dict[str, Script] = {
         (END + DRAIN_S, Tick(), ABANDON),
         (END + DRAIN_S + 1, Tick()),
         (read_failed("stopped"), GIVEN_UP, LATE),
-    ),
-    "a read that moves while it drains is not abandoned": after(
-        READING, (cancel_load(), STOP), (END - 1, MOVES), (END + DRAIN_S, Tick())
     ),
     "what moves after its deadline does not save it": after(
         READING,
@@ -899,20 +876,15 @@ def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
 
 LARGE = MAX_BYTES // 7
 """Bytes per token with which one load is all that may be under way."""
-START_2 = start_load(D2)
 READ_2 = StartRead(PEER, Rank(0), grant(claim=RIVAL, nonce=NONCE2, lease_s=3600.0), START_2)
-ASK_2 = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
-GIVEN_UP_2 = Send(RANK_0, release(complete=False, nonce=NONCE2, claim=RIVAL))
 LATE_2 = replace(LATE, request=D2)
-QUEUED: Script = after(READING, (SECOND, ASK_2), (answered(READ_2.grant),), (111.0, START_2))
+QUEUED: Script = after(READING, (SECOND, ASK_SECOND), (answered(READ_2.grant),), (111.0, START_2))
 """The second load waits until the first has been read."""
 TURNS: dict[str, Script] = {
-    "the next begins when one has landed": after(
-        QUEUED, (read_done(), Send(RANK_0, release()), GOOD, READ_2)
-    ),
+    "the next begins when one has landed": after(QUEUED, (read_done(), RELEASED, GOOD, READ_2)),
     "what waits for its turn is not late while others land": after(
         QUEUED,
-        (END - 1, read_done(), Send(RANK_0, release()), GOOD, READ_2),
+        (END - 1, read_done(), RELEASED, GOOD, READ_2),
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
@@ -923,14 +895,6 @@ TURNS: dict[str, Script] = {
     ),
     "what waits is given back for the asking, but for one that has blocks": after(
         QUEUED, (answered(recall()), Send(RANK_0, renew(3, CLAIM, RIVAL, reading=2)))
-    ),
-    "cancelled, it is released at once": after(
-        QUEUED,
-        (
-            cancel_load(D2),
-            GIVEN_UP_2,
-            replace(LATE_2, failure=Failure(FailureKind.DROPPED, "dropped")),
-        ),
     ),
 }
 
@@ -955,18 +919,6 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
         machine.handle(read_done(request=request), now)
         machine.handle(Tick(), now)
     assert now == begun + MAX_TIMEOUTS * TIMEOUT_S
-
-
-def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None:
-    machine = loading(READING)
-    for event in (prepare_load(D2, RIVAL), answered(READ_2.grant), START_2):
-        machine.handle(event, END - 1)
-    machine.handle(Tick(), END)
-    machine.handle(read_done(request=D2), END + DRAIN_S / 2)
-    assert machine.next_due is not None
-    assert machine.next_due <= END + DRAIN_S
-    assert ABANDON not in machine.handle(Tick(), END + DRAIN_S - 0.01)
-    assert ABANDON in machine.handle(Tick(), END + DRAIN_S)
 
 
 def test_the_machine_checks_its_loads() -> None:
