@@ -1,6 +1,7 @@
 """Scripts for the machines of the protocol: events, and the actions that are expected of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
+    OVER,
     Action,
     CompareDigest,
     Failure,
@@ -18,6 +20,7 @@ from nixl_kv.protocol.events import (
     Send,
     StartRead,
     StopRead,
+    Transition,
 )
 from nixl_kv.protocol.messages import KVSlice, Reader
 from support.records import (
@@ -87,6 +90,40 @@ def after(state: Script, *steps: tuple[Any, ...]) -> Script:
 def each_of(cases: Mapping[str, Any], name: str = "script") -> pytest.MarkDecorator:
     """A test for each of them; its key says what is shown."""
     return pytest.mark.parametrize(name, cases.values(), ids=cases.keys())
+
+
+# --- the tables of transitions
+
+Table: TypeAlias = Mapping[Any, Mapping[type, Sequence[Any]]]
+"""Of each state and event, the states that may follow; None: its end, or that it stays."""
+
+
+def rows_of(table: Table, over: str = "") -> set[tuple[str, str, str]]:
+    """(before, event, after) of each row; `over` names the end, if None is one."""
+    return {
+        (state.name, event.__name__, over if end is None else end.name)
+        for state, moves in table.items()
+        for event, ends in moves.items()
+        for end in ends
+        if end is not None or over
+    }
+
+
+def moves_of(recorded: Iterable[Transition]) -> set[tuple[str, str, str]]:
+    """(before, event, after) of each that was recorded, but for begins and denials."""
+    return {
+        (move.before, move.cause.partition(":")[0], move.after)
+        for move in recorded
+        if move.before not in ("", move.after)
+    }
+
+
+def impossible(table: Table, state: Enum, event: object, *ends: None) -> Iterator[tuple[Any, str]]:
+    """The states, or ends, that may not follow, and what the error says."""
+    name = type(event).__name__
+    for after in {*type(state), *ends}.difference(table[state].get(type(event), ())):
+        to = OVER if after is None else after.name
+        yield after, f"{name} leads from {state.name} to {to}; allowed: "
 
 
 # --- a load on decode, which reads prefill's rank 0

@@ -95,8 +95,11 @@ from support.scripts import (
     after,
     decode_machine,
     each_of,
+    impossible,
     loading,
+    moves_of,
     play,
+    rows_of,
 )
 
 ASK = Send(RANK_0, ask())
@@ -425,16 +428,7 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     recorded: list[Transition] = []
     for script in PEERS.values():
         play(decode_machine(recorded.append), script)
-    assert {
-        (move.before, move.cause.partition(":")[0], move.after)
-        for move in recorded
-        if move.before and not move.request
-    } == {
-        (state.name, event.__name__, OVER if end is None else end.name)
-        for state, moves in TRANSITIONS.items()
-        for event, ends in moves.items()
-        for end in ends
-    }
+    assert moves_of(move for move in recorded if not move.request) == rows_of(TRANSITIONS, OVER)
 
 
 @pytest.mark.parametrize("before", State, ids=lambda state: state.name)
@@ -449,11 +443,9 @@ def test_only_transitions_of_the_table_are_possible(before: State, event: object
     peer, _ = book.get_or_connect(PEER, 100.0)
     peer.state = before
     recorded.clear()
-    for after_ in {*State, None}.difference(TRANSITIONS[before].get(type(event), ())):
-        to = after_.name if after_ else OVER
-        words = f"{type(event).__name__} leads from {before.name} to {to}; allowed: "
+    for state, words in impossible(TRANSITIONS, before, event, None):
         with pytest.raises(LocalProtocolError, match=words):
-            book._move(peer, after_, event)
+            book._move(peer, state, event)
     assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
 
 

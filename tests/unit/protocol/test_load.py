@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol.decode import MIN_HEARTBEAT_INTERVAL_S
 from nixl_kv.protocol.events import (
@@ -37,12 +36,9 @@ from nixl_kv.protocol.load import (
     SILENCE_S,
     TRANSITIONS,
     Cancelled,
-    Load,
-    Numbers,
-    RankRead,
     State,
 )
-from nixl_kv.protocol.read_queue import MAX_BYTES, ReadQueue
+from nixl_kv.protocol.read_queue import MAX_BYTES
 from support.records import (
     CLAIM,
     D1,
@@ -54,8 +50,6 @@ from support.records import (
     OTHER_LIFE,
     PEER,
     RANK_0,
-    RANK_LIFE,
-    READER,
     RIVAL,
     STRANGER,
     TIMEOUT_S,
@@ -72,9 +66,7 @@ from support.records import (
     fits,
     grant,
     hex32,
-    layout,
     lost,
-    no_record,
     pack_reply,
     pack_request,
     prepare_load,
@@ -86,7 +78,6 @@ from support.records import (
     renewed,
     routes,
     start_load,
-    ticket,
 )
 from support.scripts import (
     ASK_SECOND,
@@ -115,8 +106,11 @@ from support.scripts import (
     after,
     decode_machine,
     each_of,
+    impossible,
     loading,
+    moves_of,
     play,
+    rows_of,
 )
 
 EMPTY = bytes(16)
@@ -447,42 +441,8 @@ def test_the_scripts_above_make_each_transition_of_the_table() -> None:
     recorded: list[Transition] = []
     for script in (READS | VERIFICATION | SEVERAL_VERIFIED).values():
         play(decode_machine(recorded.append), script)
-    assert {
-        (move.before, move.cause.partition(":")[0], move.after)
-        for move in recorded
-        if move.before not in (None, "", move.after) and move.peer.startswith("rank")
-    } == {
-        (state.name, event.__name__, after.name)
-        for state, moves in TRANSITIONS.items()
-        for event, afters in moves.items()
-        for after in afters
-        if after is not None
-    }
-
-
-def new_load(*states: State, **changed: Any) -> Load:
-    """Reads prefill's ranks in these states."""
-    reads = {
-        Rank(rank): RankRead(Route(Rank(rank), ()), at(rank), RANK_LIFE, layout(), state)
-        for rank, state in enumerate(states)
-    }
-    load = Load(
-        reader=READER,
-        request=D1,
-        ticket=ticket(),
-        claim=CLAIM,
-        peer=PEER,
-        timeout_s=TIMEOUT_S,
-        since=0.0,
-        record=no_record,
-        queue=ReadQueue(),
-        numbers=Numbers(),
-        is_open=True,
-        reads=reads,
-    )
-    for name, value in changed.items():
-        setattr(load, name, value)
-    return load
+    of_reads = [move for move in recorded if move.peer.startswith("rank")]
+    assert moves_of(of_reads) == rows_of(TRANSITIONS)
 
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
@@ -497,35 +457,16 @@ def new_load(*states: State, **changed: Any) -> Load:
 )
 def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -> None:
     recorded: list[Transition] = []
-    load = new_load(state, record=recorded.append)
+    machine = decode_machine(recorded.append)
+    play(machine, ASKING)
+    (load,) = machine.loads
     (read,) = load.reads.values()
-    for other in set(State).difference(TRANSITIONS[state].get(type(event), ())):
-        words = f"{type(event).__name__} leads from {state.name} to {other.name}; allowed: "
+    read.state = state
+    recorded.clear()
+    for other, words in impossible(TRANSITIONS, state, event):
         with pytest.raises(LocalProtocolError, match=f"'d1', peer 'rank 0 .*: {words}"):
             load._move(read, other, event, 100.0)
     assert (read.state, recorded) == (state, [])
-
-
-# What it says of itself
-
-
-@pytest.mark.parametrize(
-    ("load", "waits_for"),
-    [
-        (new_load(is_open=False), f"the description of engine 'prefill' at {HOME}"),
-        (new_load(State.ASKING), "a grant"),
-        (new_load(State.GRANTED), "local blocks"),
-        (new_load(State.GRANTED, start=START), "its turn in the read queue"),
-        (new_load(State.READING), "data"),
-        (new_load(State.VERIFYING), "a digest"),
-        (new_load(State.DRAINING, State.FAILED), "the end of a cancelled read"),
-        (new_load(State.READING, State.ASKING, State.DONE, State.READING), "data, a grant"),
-        (new_load(State.DONE, State.FAILED), "the scheduler, to start or cancel it"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_load_says_what_it_waits_for(load: Load, waits_for: str) -> None:
-    assert load.waits_for == waits_for
 
 
 # What it records
@@ -904,6 +845,26 @@ def test_turns(script: Script) -> None:
     machine = decode_machine(bytes_per_token=LARGE)
     play(machine, script)
     machine.validate()
+
+
+@pytest.mark.parametrize(
+    ("script", "waits_for"),
+    [
+        (PREPARED, f"the description of engine 'prefill' at {HOME}"),
+        (ASKING, "a grant"),
+        (GRANTED, "local blocks"),
+        (QUEUED, "its turn in the read queue"),
+        (READING, "data"),
+        (VERIFYING, "a digest"),
+        (DRAINING, "the end of a cancelled read"),
+        (after(TWO_ASKED, (answered(GRANT), READ)), "data, a grant"),
+        (after(ASKING, (answered(deny()),)), "the scheduler, to start or cancel it"),
+    ],
+)
+def test_a_load_says_what_it_waits_for(script: Script, waits_for: str) -> None:
+    machine = decode_machine(bytes_per_token=LARGE)
+    play(machine, script)
+    assert machine.loads[-1].waits_for == waits_for
 
 
 def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:

@@ -66,7 +66,7 @@ from support.records import (
     renewed,
     replied,
 )
-from support.scripts import Script, after, each_of, play
+from support.scripts import Script, after, each_of, impossible, moves_of, play, rows_of
 
 TTL_S = 10.0
 FIRST_SLOT = 3
@@ -740,14 +740,8 @@ def test_the_scripts_above_make_each_transition_of_the_table(
             prefill, "new_fence_token", lambda numbers=numbers: fence_token(next(numbers))
         )
         new_machine(script, recorded.append)
-    moves = [move for move in recorded if move.before not in ("", move.after)]
-    assert {(move.before, move.cause.partition(":")[0], move.after) for move in moves} == {
-        (state.name, event.__name__, OVER if end is None else end.name)
-        for state, moves in TRANSITIONS.items()
-        for event, ends in moves.items()
-        for end in ends
-    }
-    assert {move.cause for move in moves if move.after == OVER} == {
+    assert moves_of(recorded) == rows_of(TRANSITIONS, OVER)
+    assert {move.cause for move in recorded if move.after == OVER} == {
         *["Release: read", "Release: aborted", "Release: not_needed", "Heartbeat: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
         *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
@@ -841,11 +835,8 @@ def test_only_transitions_of_the_table_are_possible(state: State, event: object)
     offer = Offer(prepare_offer(), recorded.append)
     offer.state = state
     recorded.clear()
-    name = type(event).__name__
-    for end in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
-        to = end.name if end else OVER
-        words = f"^offer .request 'p1', peer ''.: {name} leads from {state.name} to {to}; allowed: "
-        with pytest.raises(LocalProtocolError, match=words):
+    for end, words in impossible(TRANSITIONS, state, event, None):
+        with pytest.raises(LocalProtocolError, match=f"^offer .request 'p1', peer ''.: {words}"):
             offer.move(end, event)
     assert (offer.state, recorded) == (state, [])
 
