@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import HOST, MODEL
 from harness.local.memory import Fabric, MemoryTransport
-from harness.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.memory_control import MemoryNetwork
 from nixl_kv import errors
 from nixl_kv.config import Config
 from nixl_kv.engine import engine as engine_module
@@ -34,7 +34,6 @@ from nixl_kv.engine.engine import (
     slots_for,
     use_huge_pages,
 )
-from nixl_kv.engine.loop import Loop
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token
@@ -45,84 +44,54 @@ from support.polling import wait_until
 from support.records import description
 from support.stepped import Background, StepControl
 
-
-class Planes:
-    """What transports and controls were made."""
-
-    def __init__(self) -> None:
-        self.fabric, self.network = Fabric(), MemoryNetwork()
-        self.transports: list[MemoryTransport] = []
-        self.controls: list[MemoryControl] = []
-
-    def make_transport(self) -> Transport:
-        self.transports.append(MemoryTransport(self.fabric))
-        return self.transports[-1]
-
-    def make_control(self) -> MemoryControl:
-        self.controls.append(StepControl(self.network, "rank"))
-        return self.controls[-1]
-
-
 CACHE = Cache(Sizes())
-
-
-def spec_of(planes: Planes, **changed: Any) -> RankSpec:
-    values: dict[str, Any] = {
-        "engine": EngineId("engine"),
-        "rank": Rank(0),
-        "layout": CACHE.layout(),
-        "model": MODEL,
-        "config": Config(),
-        "host": HOST,
-        "is_prefill": True,
-        "is_decode": True,
-        "make_transport": planes.make_transport,
-        "make_control": planes.make_control,
-        "make_background": lambda _count: Background(),
-    }
-    return RankSpec(**{**values, **changed})
+Make = Callable[..., TransferEngine]
 
 
 @pytest.fixture
-def planes() -> Planes:
-    return Planes()
-
-
-class Stepped(NamedTuple):
-    spec: RankSpec
-    loop: Loop
-
-
-Step = Callable[..., Stepped]
+def fabric() -> Fabric:
+    return Fabric()
 
 
 @pytest.fixture
-def step(planes: Planes) -> Iterator[Step]:
-    """Starts an engine whose turns the test makes."""
+def make(fabric: Fabric) -> Iterator[Make]:
+    """Makes engines, which are stopped at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(**changed: Any) -> Stepped:
-            spec = spec_of(planes, **changed)
-            stepped = Stepped(spec, TransferEngine(spec).start_stepped())
-            stack.callback(stepped.loop.close)
-            return stepped
+        def make_one(**changed: Any) -> TransferEngine:
+            values: dict[str, Any] = {
+                "engine": EngineId("engine"),
+                "rank": Rank(0),
+                "layout": CACHE.layout(),
+                "model": MODEL,
+                "config": Config(),
+                "host": HOST,
+                "is_prefill": True,
+                "is_decode": True,
+                "make_transport": lambda: MemoryTransport(fabric),
+                "make_control": lambda: StepControl(MemoryNetwork(), "rank"),
+                "make_background": lambda _count: Background(),
+            }
+            engine = TransferEngine(RankSpec(**{**values, **changed}))
+            stack.callback(engine.stop)
+            return engine
 
-        yield start
+        yield make_one
 
 
 @pytest.mark.parametrize(
     ("roles", "num_transports"), [("prefill and decode", 2), ("prefill", 1), ("decode", 1)]
 )
 def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
-    planes: Planes, step: Step, roles: str, num_transports: int
+    fabric: Fabric, make: Make, roles: str, num_transports: int
 ) -> None:
     """A rank that only decodes listens too, for tools."""
     is_prefill, is_decode = "prefill" in roles, "decode" in roles
-    engine = step(is_prefill=is_prefill, is_decode=is_decode)
-    parts, described = engine.loop.parts, engine.loop.parts.description
-    assert (engine.spec.roles, len(planes.transports)) == (roles, num_transports)
+    engine = make(is_prefill=is_prefill, is_decode=is_decode)
+    parts = engine.start_stepped().parts
+    described = parts.description
+    assert (engine.spec.roles, len(fabric.transports)) == (roles, num_transports)
     assert (parts.serving is not None, bool(parts.agents.polled)) == (is_prefill, is_decode)
-    assert list(planes.network.listeners) == [described.endpoint]
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
     assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
@@ -142,34 +111,34 @@ def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int
     assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
 
 
-def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
+def test_what_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
     ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
-    engine = step(is_decode=False, features=(lambda _setup: feature,))
-    (serving,) = planes.transports
-    assert serving._spans == [*CACHE.layout().spans, engine.loop.parts.slots.span, ring.span]
+    loop = make(is_decode=False, features=(lambda _setup: feature,)).start_stepped()
+    (serving,) = fabric.transports.values()
+    assert serving._spans == [*CACHE.layout().spans, loop.parts.slots.span, ring.span]
 
 
-def test_the_configuration_reaches_the_machines(step: Step) -> None:
+def test_the_configuration_reaches_the_machines(make: Make) -> None:
     config = Config(offer_ttl_s=3.0, lease_s=4.0, request_timeout_s=7.0)
-    engine = step(config=config)
-    offers, decode = engine.loop.parts.prefill, engine.loop.parts.decode
-    assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
-    assert (decode._timeout_s, decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
+    parts = make(config=config).start_stepped().parts
+    assert (parts.prefill._lease_s, parts.prefill._offer_ttl_s) == (4.0, 3.0)
+    assert (parts.decode._timeout_s, parts.decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
 
 
-def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:
-    engine = step(extras={"draft": "one"}, config=Config.parse({"peers": ["10.0.0.0/8"]}, {}))
+def test_what_a_rank_needs_of_its_peers_reaches_their_check(make: Make) -> None:
+    config = Config.parse({"peers": ["10.0.0.0/8"]}, {})
+    loop = make(extras={"draft": "one"}, config=config).start_stepped()
     with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
-        engine.loop.parts.agents.peers.check(description())
+        loop.parts.agents.peers.check(description())
 
 
 # --- commands and results
 
 
-def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
+def test_commands_may_be_submitted_before_the_start(make: Make) -> None:
     """They are carried out in the first turn."""
-    engine = TransferEngine(spec_of(planes))
+    engine = make()
     assert engine.pop_results() == []
     engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
     loop = engine.start_stepped()
@@ -179,37 +148,36 @@ def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
     assert isinstance(ended, LoadEnded)
     assert ended.request == "d1"
     assert engine.pop_results() == []
-    loop.close()
 
 
 @pytest.mark.parametrize("num_commands", [0, 2])
-def test_a_waiting_thread_is_woken_for_commands_only(planes: Planes, num_commands: int) -> None:
-    engine = TransferEngine(spec_of(planes))
+def test_a_waiting_thread_is_woken_for_commands_only(make: Make, num_commands: int) -> None:
+    engine = make()
     loop = engine.start_stepped()
     engine.submit([CancelLoad(RequestId("d1"))] * num_commands)
-    (control,) = planes.controls
-    assert control._is_woken is bool(num_commands)
-    loop.close()
+    assert isinstance(loop.parts.control, StepControl)
+    assert loop.parts.control._is_woken is bool(num_commands)
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])
-def test_an_engine_that_is_stopped_takes_no_commands(planes: Planes, *, is_started: bool) -> None:
-    engine = TransferEngine(spec_of(planes))
+def test_an_engine_that_is_stopped_takes_no_commands(
+    fabric: Fabric, make: Make, *, is_started: bool
+) -> None:
+    engine = make()
     if is_started:
         engine.start_stepped()
     engine.stop()
-    engine.stop()
-    assert planes.fabric.transports == {}
+    assert fabric.transports == {}
     with pytest.raises(LocalProtocolError, match="the transfer engine is stopped"):
         engine.submit([])
 
 
-def test_a_start_that_fails_says_why(planes: Planes) -> None:
+def test_a_start_that_fails_says_why(make: Make) -> None:
     def refuse() -> Transport:
         raise TransportError("no such backend")
 
     with pytest.raises(TransportError, match="no such backend"):
-        TransferEngine(spec_of(planes, make_transport=refuse)).start()
+        make(make_transport=refuse).start()
 
 
 # The transfer thread: it starts, is stopped, and survives every error

@@ -29,14 +29,12 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import (
     Answer,
-    Ask,
     Deny,
     Grant,
     Status,
     StatusRequest,
     VersionRefusal,
     decode_answer,
-    decode_to_rank,
     decode_to_tool,
     encode,
 )
@@ -201,22 +199,6 @@ def test_commands_come_before_messages(world: World) -> None:
     """Who asks for an offer has its ticket, which left after the command."""
     nonce = world.prefill.prepare_offer(1, TABLE, 11)
     assert isinstance(Stranger(world, world.prefill).ask(nonce=nonce), Grant)
-
-
-def test_what_follows_from_an_action_happens_in_the_same_turn(world: World) -> None:
-    """A description leads to a join, that to the peer's routes, and those to an ask."""
-    world.network.held = True
-    world.prefill.prepare_offer(1, TABLE, 11)
-    world.prefill.turn()
-    world.decode.prepare_load(1, world.prefill.ticket(1, 11))
-    world.decode.turn()
-    for _ in range(2):  # to the directory, and back
-        (packet,) = world.network.packets
-        world.network.deliver(packet)
-        world.prefill.turn()
-    world.decode.turn()
-    (packet,) = world.network.packets
-    assert isinstance(decode_to_rank(packet.payload), Ask)
 
 
 def test_a_message_that_cannot_be_sent_is_a_loss(
