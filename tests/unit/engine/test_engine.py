@@ -379,27 +379,14 @@ def in_huge_pages(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def small_pages(num_bytes: int) -> np.ndarray:
-    """Memory as torch allocates it, all in use."""
-    mapped = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def test_huge_pages_within_a_span_are_used() -> None:
+    mapped = mmap.mmap(-1, 5 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, dtype=np.uint8)
-    memory[:] = 7
-    return memory[-memory.ctypes.data % PAGE :][:num_bytes]
-
-
-@pytest.fixture
-def memory() -> np.ndarray:
-    memory = small_pages(4 * PAGE)
-    if not engine_module.SETTING.exists() or "[never]" in engine_module.SETTING.read_text():
-        pytest.skip("this machine has no huge pages, or forbids them")
-    return memory
-
-
-def test_huge_pages_within_a_span_are_used(memory: np.ndarray) -> None:
-    address = memory.ctypes.data
+    memory[:] = 7  # as torch allocates it, all in use
+    address = memory.ctypes.data + -memory.ctypes.data % PAGE
     use_huge_pages([Span(address + 1, 3 * PAGE)])  # the kernel makes a mapping of the inner two
     if not in_huge_pages(address + PAGE):
-        pytest.skip("this kernel does not collapse pages at once")
+        pytest.skip("this kernel does not collapse pages at once, or forbids it")
     assert in_huge_pages(address + PAGE) == 2 * PAGE
     assert in_huge_pages(address) == in_huge_pages(address + 3 * PAGE) == 0
     assert (memory == 7).all()
@@ -412,41 +399,38 @@ def test_unused_memory_stays_unused() -> None:
     assert in_huge_pages(address) == 0
 
 
-@pytest.mark.parametrize("text", ["always madvise [never]", None], ids=["forbidden", "unknown"])
-def test_a_machine_that_forbids_them_keeps_small_pages(
-    memory: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
-    setting = tmp_path / "enabled"
-    if text is not None:
-        setting.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(engine_module, "SETTING", setting)
-    before = in_huge_pages(memory.ctypes.data)
-    use_huge_pages([Span(memory.ctypes.data, len(memory))])
-    assert in_huge_pages(memory.ctypes.data) == before
+ALL = [STEP * number for number in range(1, 5)]
 
 
-def test_a_large_cache_does_not_delay_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("setting", "step_s", "huge", "collapsed"),
+    [
+        pytest.param("[always] madvise never", 0.0, ALL, ALL, id="all"),
+        pytest.param("[always] madvise never", LONGEST_S / 2, ALL, ALL[:1], id="no late start"),
+        pytest.param("always madvise [never]", 0.0, [], [], id="forbidden"),
+        pytest.param(None, 0.0, [], [], id="unknown"),
+    ],
+)
+def test_a_machine_is_asked_for_huge_pages_for_some_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    setting: str | None,
+    step_s: float,
+    huge: list[int],
+    collapsed: list[int],
 ) -> None:
     advised: list[tuple[int, int]] = []
 
-    class Library:
-        def __init__(self, _: object) -> None:
-            pass
+    def advise(address: Any, _: object, advice: int) -> None:
+        advised.append((advice, address.value))
 
-        @staticmethod
-        def madvise(address: engine_module.ctypes.c_void_p, _: object, advice: int) -> int:
-            advised.append((address.value or 0, advice))
-            return 0
-
-    monkeypatch.setattr(engine_module.ctypes, "CDLL", Library)
-    setting = tmp_path / "enabled"
-    setting.write_text("[always] madvise never", encoding="utf-8")
-    monkeypatch.setattr(engine_module, "SETTING", setting)
-    seconds = count(0.0, LONGEST_S / 2)
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting, encoding="utf-8")
+    monkeypatch.setattr(engine_module, "SETTING", file)
+    monkeypatch.setattr(engine_module.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=advise))
+    seconds = count(0.0, step_s)
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: next(seconds))
     use_huge_pages([Span(STEP, 4 * STEP)])
-    assert [at for at, advice in advised if advice == engine_module.HUGEPAGE] == [
-        STEP * n for n in (1, 2, 3, 4)
-    ]
-    assert [at for at, advice in advised if advice == engine_module.COLLAPSE] == [STEP]
+    assert [at for advice, at in advised if advice == engine_module.HUGEPAGE] == huge
+    assert [at for advice, at in advised if advice == engine_module.COLLAPSE] == collapsed
