@@ -156,17 +156,6 @@ BOTH_ASKED: Script = after(SHARED, (ASK_SECOND, replied(grant(reader=SECOND))))
 
 GRANTS: dict[str, Script] = {
     "the slot is written before the grant is sent": after(OFFERED, (ASK, WRITTEN, GRANT), READ),
-    "each answer goes back by the route of its message": after(
-        OFFERED,
-        (asked(ask(), b"first"), WRITTEN, replied(grant(), b"first")),
-        (asked(ask(), b"second"), replied(grant(), b"second")),
-        (asked(renew(2, CLAIM), b"third"), replied(renewed(), b"third")),
-        (
-            asked(ask(claim=RIVAL), b"fourth"),
-            AskDenied(NONCE, NOT_THIS_READER),
-            replied(deny(claim=RIVAL), b"fourth"),
-        ),
-    ),
     # Whoever has the nonce has the ticket.
     "an ask that overtakes the publication is granted": after(
         PREPARED,
@@ -202,21 +191,6 @@ WRITES: dict[str, Script] = {
         (MARK, replied(grant(), b"second")),
         (MARK,),
     ),
-    "each reader that has asked gets its grant": after(
-        UNWRITTEN,
-        (asked(ask(readers=BOTH)), WRITTEN),
-        (ASK_SECOND,),
-        (MARK, GRANT, replied(grant(reader=SECOND))),
-    ),
-    "it may be given up before": after(
-        UNWRITTEN, (ASK, WRITTEN), (RELEASE_INCOMPLETE, *ABORTED), (MARK,)
-    ),
-    "who has given it up is told so": after(
-        UNWRITTEN,
-        (asked(ask(readers=BOTH)), WRITTEN),
-        (RELEASE,),
-        (MARK, *denied(NOT_THIS_READER)),
-    ),
     "what nobody knows is not marked": [(MARK,)],
 }
 LIFE_IN_SHORT = "meant for incarnation abcdef01"
@@ -251,9 +225,6 @@ DENIALS: dict[str, Script] = {
         )
     },
     "an ask after the end": after(GRANTED, READ, DENIED_UNKNOWN),
-    "a reader that has ended, while others read": after(
-        SHARED, (RELEASE,), (ASK_AGAIN, *denied(NOT_THIS_READER))
-    ),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "another claim": {"claim": RIVAL},
@@ -320,9 +291,6 @@ TIMES: dict[str, Script] = {
     ),
     "an offer has no end before it is published": after(
         PREPARED, (1000.0, Tick()), (publish_offer(),), (1000.0 + TTL_S, Tick(), UNCLAIMED)
-    ),
-    "a claimed offer outlives its time": after(
-        OFFERED, (100.0 + TTL_S - 0.5, ASK, WRITTEN, GRANT), (100.0 + TTL_S, Tick())
     ),
     # Also that of one that never asks: its engine may be dead.
     "the first ask starts the lease of every expected reader": after(
@@ -554,13 +522,6 @@ DIGESTS: dict[str, Script] = {
     "why something cannot be digested stays on this side": after(
         GRANTED, TO_DIGEST, (made(REQUEST, refusal=NO_LAYER), *denied(NO_LAYER)), READ
     ),
-    # The reader renews all the same.
-    "it does not extend the lease": after(
-        GRANTED,
-        (101.0, *TO_DIGEST),
-        (101.5, made(REQUEST), replied(digest_reply())),
-        (100.0 + LEASE_S, Tick(), *EXPIRED),
-    ),
 }
 NOTHING_LOST = replied(renewed())
 HEARTBEATS: dict[str, Script] = {
@@ -569,13 +530,6 @@ HEARTBEATS: dict[str, Script] = {
         (101.5, asked(renew(2, CLAIM)), NOTHING_LOST),
         (101.5 + LEASE_S - 0.01, Tick()),
         (101.5 + LEASE_S, Tick(), *EXPIRED),
-    ),
-    "one extends the lease of its reader alone": after(
-        SHARED,
-        (101.5, asked(renew(2, CLAIM)), NOTHING_LOST),
-        (100.0 + LEASE_S, Tick()),
-        (asked(renew(2, CLAIM, reader=SECOND)), replied(renewed(CLAIM, reader=SECOND))),
-        READ,
     ),
     "a claim that a newer one lacks is released": after(
         GRANTED, (asked(renew(2)), *ABORTED, NOTHING_LOST)
@@ -586,14 +540,6 @@ HEARTBEATS: dict[str, Script] = {
         )
         for name, number in (("older than the ask", 0), ("numbered as the ask", 1))
     },
-    "a repeated ask outdates those before it": after(
-        GRANTED,
-        (asked(ask(number=5)), GRANT),
-        (asked(renew(4)), replied(renewed(number=4))),
-        (asked(ask(number=2)), GRANT),
-        (asked(renew(4)), replied(renewed(number=4))),
-        (asked(renew(6)), *ABORTED, replied(renewed(number=6))),
-    ),
     # Its ask may be on its way, with a number that prefill does not know.
     "one of a reader that has not asked releases nothing": after(
         SHARED,
@@ -603,10 +549,6 @@ HEARTBEATS: dict[str, Script] = {
     "the answer names what is lost": after(
         GRANTED,
         (asked(renew(2, RIVAL, CLAIM, Claim(hex32(9)))), replied(renewed(RIVAL, Claim(hex32(9))))),
-    ),
-    # The slot is still valid, so nothing was given away.
-    "one before the tick saves a lease that has run out": after(
-        GRANTED, (105.0, asked(renew(2, CLAIM)), NOTHING_LOST), (Tick(),)
     ),
     **{
         f"a stranger renews and releases nothing: {len(claims)} claims": after(
@@ -620,9 +562,6 @@ HEARTBEATS: dict[str, Script] = {
         )
         for claims in ((), (CLAIM,))
     },
-    "one does not touch an unclaimed offer": after(
-        OFFERED, (asked(renew(9, CLAIM)), replied(renewed(CLAIM, number=9))), (ASK, WRITTEN, GRANT)
-    ),
     # A restarted rank may have its port again, while reads of the old one are still stuck.
     **{
         f"to one for another life all is lost, and nothing changes: {len(claims)} claims": after(
@@ -662,9 +601,6 @@ RECALLS: dict[str, Script] = {
     ),
     "a recall is not repeated": after(RECALLED, (RECLAIM,), (101.5, Tick())),
     "who asks again is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
-    "an ask that comes late is denied": after(
-        SHARED, (RECLAIM, RECALL), (ASK_SECOND, *denied(WANTED_BACK, reader=SECOND))
-    ),
     "each reader is told, on its latest route": after(
         SHARED,
         (
@@ -675,16 +611,6 @@ RECALLS: dict[str, Script] = {
         (RECLAIM, replied(recall(), b"first"), replied(recall(reader=SECOND), b"second")),
         (asked(release(complete=False)),),
         (asked(release(complete=False, reader=SECOND)), *TAKEN_BACK),
-    ),
-    "one reader that reads is enough": after(
-        BOTH_ASKED,
-        (RECLAIM, RECALL, replied(recall(reader=SECOND))),
-        (RELEASE_INCOMPLETE,),
-        (
-            asked(renew(2, CLAIM, reading=1, reader=SECOND)),
-            replied(renewed(reader=SECOND)),
-        ),
-        (RELEASE_SECOND, *READ[1:]),
     ),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(
