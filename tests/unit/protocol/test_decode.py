@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
@@ -64,7 +63,6 @@ from support.records import (
     grant,
     lost,
     prepare_load,
-    rank_description,
     read_done,
     reader,
     recall,
@@ -111,7 +109,6 @@ NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
 FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
-AT_ONE_ENDPOINT = msgspec.structs.replace(description(2), ranks=(rank_description(),) * 2)
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
@@ -213,9 +210,6 @@ ANSWERS: dict[str, Script] = {
         (answered(grant(**OTHER_CLAIM)), Send(RANK_0, release(complete=False, **OTHER_CLAIM))),
     ),
     "a recall of an unknown claim is answered by a release": [(answered(recall()), GIVEN_UP)],
-    "a grant of a rank that was not asked is released": after(
-        ASKING, (answered(GRANT, at(1)), Send(at(1), release(complete=False)))
-    ),
     "a grant after the failure is released each time": after(
         ASKING, (answered(deny()),), (answered(GRANT), GIVEN_UP), (answered(GRANT), GIVEN_UP)
     ),
@@ -267,13 +261,6 @@ PEERS: dict[str, Script] = {
     "a refusal after the description is ignored": after(
         GRANTED, (answered(refusal("late"), HOME),), (PeerRefused(PEER, "late"),), (START, READ)
     ),
-    "its ranks are asked, and reads are started, while it is joined": after(
-        HANDSHAKING,
-        (answered(GRANT),),
-        (START, READ),
-        (HandshakeDone(PEER),),
-        (read_done(), RELEASED, GOOD),
-    ),
     "one that cannot be read is left alone for a while": after(
         HANDSHAKING,
         (SECOND, ASK_SECOND),
@@ -317,9 +304,6 @@ PEERS: dict[str, Script] = {
         (START_2, failed(NOT_COMPATIBLE, D2)),
         (100.1 + BACKOFF_S, Tick()),
         (prepare_load(), DESCRIBE),
-    ),
-    "a pause is not prolonged": after(
-        PAUSED, (100.9, PeerRefused(PEER, "late")), (100.0 + BACKOFF_S, Tick()), (SECOND, DESCRIBE)
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
@@ -403,12 +387,6 @@ PEERS: dict[str, Script] = {
         (PeerBroken(PEER, "refused"), PeerUnreadable(PEER, "refused")),
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
-    ),
-    "two ranks at one endpoint are lost together, and reported once": after(
-        PREPARED,
-        (PeerFits(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
-        (START,),
-        (lost(), failed(RANK_LOST)),
     ),
     # Another version listens where the one did that was described.
     "a rank of another version is not waited for": after(

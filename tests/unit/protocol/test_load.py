@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
-from nixl_kv.protocol.decode import MIN_HEARTBEAT_INTERVAL_S
+from nixl_kv.ids import Claim, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
@@ -18,8 +17,6 @@ from nixl_kv.protocol.events import (
     FailureKind,
     LinkBroken,
     LoadEnded,
-    PeerFits,
-    PeerKey,
     ReadChunk,
     ReadFailed,
     Send,
@@ -58,8 +55,6 @@ from support.records import (
     at,
     cancel_load,
     deny,
-    describe,
-    description,
     digest_compared,
     digest_reply,
     digest_request,
@@ -76,7 +71,6 @@ from support.records import (
     release,
     renew,
     renewed,
-    routes,
     start_load,
 )
 from support.scripts import (
@@ -197,12 +191,6 @@ READS: dict[str, Script] = {
         (answered(deny(), at(1)), STOP),
         (read_done(), GIVEN_UP, DENIED_1),
     ),
-    "a good read does not save a load": after(
-        TWO_ASKED,
-        (answered(GRANT), READ),
-        (read_done(), RELEASED),
-        (answered(deny(), at(1)), DENIED_1),
-    ),
     "of two failures the first is reported": after(
         TWO_ASKED,
         (answered(GRANT), READ),
@@ -316,14 +304,6 @@ VERIFICATION: dict[str, Script] = {
         TO_COMPARE,
         (120.0, Tick()),
     ),
-    "prefill's digest is asked for before it grants": after(
-        ASKING,
-        (110.0, START_VERIFIED, ASK_DIGEST),
-        (answered(GRANT), *READ_VERIFIED),
-        DIGEST,
-        (read_done(), COMPARE),
-        EQUAL,
-    ),
     "of what is denied no digest is asked for": after(
         GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
     ),
@@ -350,12 +330,6 @@ SEVERAL_VERIFIED: dict[str, Script] = {
         TO_COMPARE,
         (digest_compared(rank=1), RELEASED_1),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, reads=(read_done(0), read_done(1)))),
-    ),
-    "a corrupt rank waits for the reads of the others": after(
-        TWO_READING,
-        TO_COMPARE,
-        (digest_compared("K of head 0"), GIVEN_UP, StopRead(D1, Rank(1))),
-        (read_done(1), GIVEN_UP_1, CORRUPT),
     ),
 }
 
@@ -570,12 +544,6 @@ CHUNKS: dict[str, Script] = {
             Send(RANK_0, renew(4, CLAIM, reading=1)),
         ),
     ),
-    "a digest has been asked for too, and is not again while it is read": after(
-        VERIFIED,
-        (wanted(0, holds=(0,)), *asks(0, holds=(0,))),
-        (answered(pack_reply(0)), to_read(0)),
-        (110.0 + ASK_AGAIN_S, Tick()),
-    ),
     "cancelled, it is stopped": after(
         CHUNKS_ASKED,
         (cancel_load(), STOP),
@@ -594,12 +562,6 @@ CHUNKS: dict[str, Script] = {
         CHUNKS_ASKED,
         (110.0 + TIMEOUT_S - 0.5, answered(pack_reply(0)), to_read(0)),
         (110.0 + TIMEOUT_S, Tick(), *asks(1, number=3)),
-    ),
-    "one that gets none is late, and then abandoned": after(
-        CHUNKS_ASKED,
-        (110.0 + TIMEOUT_S, Tick(), STOP),
-        (110.0 + TIMEOUT_S + DRAIN_S, Tick(), AbandonRead(D1, Rank(0))),
-        (STOPPED, GIVEN_UP, LATE),
     ),
 }
 
@@ -643,7 +605,6 @@ def renewing(number: int, reading: int = 0) -> Send:
 
 SILENCE = lost(reason="no heartbeat")
 IS_SILENT = 110.1 + SILENCE_S
-TWO_PREPARED: Script = after(PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))))
 
 TIMES: dict[str, Script] = {
     "an unanswered ask is repeated": after(
@@ -660,12 +621,6 @@ TIMES: dict[str, Script] = {
         VERIFYING, (110.5, LINK_BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
     ),
     "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
-    "a read whose link broke is given up if its rank stays silent": after(
-        READING,
-        (110.1, LINK_BROKEN, renewing(2, reading=1)),
-        (IS_SILENT - 0.01, Tick()),
-        (IS_SILENT, Tick(), STOP),
-    ),
     "a load without an answer is given up": after(
         ASKING,
         (129.5, Tick(), ASK_AGAIN),
@@ -730,7 +685,6 @@ TIMES: dict[str, Script] = {
 }
 HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
 HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
-OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
 HEARTBEATS: dict[str, Script] = {
     **{
         f"a load that is {name} is renewed": after(
@@ -763,36 +717,6 @@ HEARTBEATS: dict[str, Script] = {
         (100.11, Tick(), HEARTBEAT_REPLY),
         (100.20, Tick()),
         (100.21, Tick(), Send(RANK_0, renew(3, CLAIM))),
-    ),
-    "a short lease at one rank does not hurry the others": after(
-        TWO_PREPARED,
-        (answered(grant(lease_s=0.1), at(1)),),
-        (100.0 + MIN_HEARTBEAT_INTERVAL_S, Tick(), Send(at(1), renew(3, CLAIM))),
-        (
-            100.0 + HEARTBEAT_S,
-            Tick(),
-            Send(at(1), renew(4, CLAIM)),
-            Send(RANK_0, renew(5, CLAIM)),
-        ),
-    ),
-    "two lives at one endpoint get one each": after(
-        READING,
-        (lost(),),
-        (prepare_load(D2, RIVAL, incarnation=OTHER_LIFE), Send(HOME, describe(OTHER_LIFE))),
-        (
-            PeerFits(
-                PeerKey(PEER.engine, OTHER_LIFE, HOME),
-                description(1, OTHER_LIFE, OTHER_RANK_LIFE),
-                routes(0),
-            ),
-            Send(RANK_0, ask(claim=RIVAL, number=2, incarnation=OTHER_RANK_LIFE)),
-        ),
-        (
-            100.0 + HEARTBEAT_S,
-            Tick(),
-            Send(RANK_0, renew(3, CLAIM, reading=1)),
-            Send(RANK_0, renew(4, RIVAL, incarnation=OTHER_RANK_LIFE)),
-        ),
     ),
 }
 
