@@ -135,6 +135,17 @@ def test_the_slot_of_another_grant_does_not_prove_a_read(make: Make) -> None:
     assert (two.good, two.failures) == (1, [FENCED])
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_load_is_verified_unless_a_bit_changed(make: Make, *, is_damaged: bool) -> None:
+    one = make(verify=1)
+    one.start_reading()
+    one.do(*["damage"] * is_damaged)
+    one.rounds(8)
+    assert one.invariants.num_verified == 1 - is_damaged
+    assert [each.failure.kind.name for each in one.invariants.failed] == ["CORRUPT"] * is_damaged
+    assert one.blocks() == 0
+
+
 # --- readers
 
 

@@ -25,6 +25,7 @@ from nixl_kv.protocol.events import (
     LoadEnded,
     OfferEnd,
     OfferEnded,
+    RevokeOffer,
     SetEngine,
 )
 from nixl_kv.protocol.messages import (
@@ -229,6 +230,12 @@ def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
     assert world.decode.ended_load().failure is None
+
+
+def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
+    world.prefill.submit(RevokeOffer(world.prefill.offer(1, TABLE, 11).nonce))
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
 
 
 # --- strangers

@@ -549,6 +549,9 @@ CHUNKS: dict[str, Script] = {
         (cancel_load(), STOP),
         (STOPPED, GIVEN_UP, failed(FailureKind.DROPPED, "dropped")),
     ),
+    "cancelled, it asks for no more": after(
+        CHUNKS_ASKED, (cancel_load(), STOP), (wanted(2), STOP), (answered(pack_reply(0)),)
+    ),
     "denied, it waits for no chunk": after(
         CHUNKS_ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
     ),
@@ -753,6 +756,7 @@ TURNS: dict[str, Script] = {
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
+    "what waits is not late while what is before it moves": after(QUEUED, *MOVING),
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
         (END, Tick(), STOP),

@@ -353,6 +353,12 @@ CHUNKS: dict[str, Script] = {
     "a chunk that has been read leaves its slot to one that waits": after(
         ALONE, (asked(pack_request(0, number=5, holds=(1, 2, 3))), pack(CHUNK_3, 0))
     ),
+    "a chunk that its reader gives up waits no longer": after(
+        ALONE,
+        (asked(pack_request(2, number=5, holds=(0, 1, 2))),),
+        (asked(pack_request(0, number=6, holds=(1, 2))),),
+    ),
+    "an answer of a former life is forgotten": after(GRANTED, (packed(CHUNK_0, 3),)),
     "chunks of several readers wait in order": after(
         BOTH_ASKED,
         TO_PACK,
