@@ -135,24 +135,17 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     assert world.decode.ended_load().failure is not None
     first, *lines = caplog.messages
     engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
+    reason = "reading prefill rank 0 failed: block table has 1 entries; needed: 3"
+    assert first == f"request d1: KV not loaded: {reason} (broken; {engine})"
+    told = [line.split(" s  ", 1)[1] for line in lines]
+    assert told[0] == f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)"
+    assert told[2] == f"{engine}: CONNECTING -> HANDSHAKING (PeerFits: 1 of 1 ranks)"
     rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
-    reason = "block table has 1 entries; needed: 3"
-    assert (
-        first
-        == f"request d1: KV not loaded: reading prefill rank 0 failed: {reason} (broken; {engine})"
-    )
-    assert [line.split(" s  ", 1)[1] for line in lines] == [
-        f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)",
-        f"{engine}: CONNECTING (PrepareLoad)",
-        f"{engine}: CONNECTING -> HANDSHAKING (PeerFits: 1 of 1 ranks)",
-        f"d1 {rank}: ASKING (PeerFits)",
-        f"d1 {rank}: ASKING -> GRANTED (Grant)",
-        f"{engine}: HANDSHAKING -> READY (HandshakeDone)",
-        f"d1 {engine}: PREPARED -> STARTED (StartLoad: tokens 0 to 10)",
-        f"d1 {rank}: GRANTED -> READING (StartLoad)",
+    assert told[-2:] == [
         f"d1 {rank}: READING -> FAILED (ReadFailed)",
-        f"d1 {engine}: STARTED -> FAILED (reading prefill rank 0 failed: {reason} (broken))",
+        f"d1 {engine}: STARTED -> FAILED ({reason} (broken))",
     ]
+    assert len(told) == 10
 
 
 def test_a_load_that_nobody_wants_any_more_is_no_warning(
@@ -695,6 +688,3 @@ def test_what_a_turn_has_no_time_for_waits_and_more_waits_at_its_senders(
     assert len(world.prefill.control.waits) == 1, "it looked for more while some were left"
     world.prefill.turn()
     assert len(handled) == 4
-
-
-# --- blocks that are wanted back

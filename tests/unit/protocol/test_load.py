@@ -376,7 +376,7 @@ def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "request_", "is_wanted"),
+    ("script", "comparison", "is_wanted"),
     [
         ([], COMPARE, False),
         (PREPARED, COMPARE, False),
@@ -390,9 +390,9 @@ def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
     ],
 )
 def test_a_comparison_is_of_use_from_the_read_to_the_end_of_its_load(
-    script: Script, request_: CompareDigest, *, is_wanted: bool
+    script: Script, comparison: CompareDigest, *, is_wanted: bool
 ) -> None:
-    assert loading(script).is_digest_wanted(request_) is is_wanted
+    assert loading(script).is_digest_wanted(comparison) is is_wanted
 
 
 @pytest.mark.parametrize("event", [read_done(), read_failed(), digest_compared()])

@@ -93,13 +93,12 @@ def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 def new_machine(
     script: Script = (),
     record: Record = no_record,
-    life: Incarnation = RANK_LIFE,
     num_slots: int = 4,
     lease_s: float = LEASE_S,
     num_ring_slots: int = 4,
 ) -> PrefillMachine:
     machine = PrefillMachine(
-        life,
+        RANK_LIFE,
         record,
         num_slots=num_slots,
         offer_ttl_s=TTL_S,
