@@ -1,7 +1,6 @@
 """A rank's transfer engine: how it is put together, its thread, and huge pages."""
 
 import contextlib
-import logging
 import mmap
 import os
 import re
@@ -218,84 +217,78 @@ class FakeLoop:
         if self.errors:
             raise self.errors.pop(0)
 
-    def wait_for(self, steps: list[str]) -> None:
+    def wait_for(self, *steps: str) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.steps == steps, TIMEOUT_S), self.steps
+            assert self.changed.wait_for(lambda: self.steps == [*steps], TIMEOUT_S), self.steps
+
+    def start(self, *steps: str) -> TransferEngine:
+        """An engine with this loop, when these steps have been made."""
+        unused: Any = None
+        engine = TransferEngine(unused)
+        engine._build_loop = lambda: self  # type: ignore[method-assign, assignment, return-value]
+        engine.start()
+        self.wait_for(*steps)
+        return engine
+
+    def has_ended(self) -> bool:
+        (worker,) = self.threads
+        worker.join(TIMEOUT_S)
+        return not worker.is_alive()
 
 
-@pytest.fixture(autouse=True)
-def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
     monkeypatch.setattr(errors, "PAUSE_S", 0.0)
+    return FakeLoop()
 
 
-def thread_of(loop: Any) -> TransferEngine:
-    unused: Any = None
-    engine = TransferEngine(unused)
-    engine._build_loop = lambda: loop  # type: ignore[method-assign]
-    return engine
-
-
-def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped() -> None:
-    loop = FakeLoop()
-    thread = thread_of(loop)
-    thread.start()
-    assert [thread.loop] == [loop]
-    loop.wait_for(["turn"])
+def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped(loop: FakeLoop) -> None:
+    engine = loop.start("turn")
     loop.wake()
-    loop.wait_for(["turn", "turn"])
-    thread.stop()
+    loop.wait_for("turn", "turn")
+    engine.stop()
     assert loop.steps == ["turn", "turn", "close"]
     (worker,) = loop.threads
-    assert worker.name == "nixl-kv-transfer"
-    assert worker.daemon
-    assert not worker.is_alive()
+    assert (worker.name, worker.daemon) == ("nixl-kv-transfer", True)
+    assert loop.has_ended()
 
 
 @pytest.mark.parametrize("count", [1, 3], ids=["in a turn", "and in its restarts"])
 def test_an_error_leads_to_a_restart_and_further_turns(
-    caplog: pytest.LogCaptureFixture, count: int
+    loop: FakeLoop, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    loop = FakeLoop()
     loop.errors = [KeyError("a bug")] * count
-    thread = thread_of(loop)
-    with caplog.at_level(logging.CRITICAL):
-        thread.start()
-        loop.wait_for(["turn", *["restart"] * count, "turn"])
+    loop.start("turn", *["restart"] * count, "turn").stop()
     assert "the transfer thread failed" in caplog.records[0].getMessage()
     assert caplog.records[0].exc_info is not None
-    thread.stop()
 
 
-def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ends_late_closes_its_own_loop(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it runs, nobody else may close it. But no reader may take its blocks for held."""
     monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
-    loop = FakeLoop()
     slots = loop.parts.slots
     slots.write(2, new_fence_token())
     monkeypatch.setattr(loop, "wake", lambda: None)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     for _ in range(2):
         with pytest.raises(TransportError, match=r"within 0\.01 s: the thread has not ended"):
             thread.stop()
     assert loop.steps == ["turn"]
     assert slots.read(2) == bytes(16)
     loop.woken.set()
-    (worker,) = loop.threads
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
+    assert loop.has_ended()
     assert loop.steps == ["turn", "close"]
     thread.stop()
     assert loop.steps == ["turn", "close"]
 
 
 def test_a_loop_is_closed_until_nothing_writes_any_longer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
     monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
-    loop = FakeLoop()
     is_gone = threading.Event()
     close = loop.close
 
@@ -305,9 +298,7 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
             raise TransportError("an agent is not gone") if len(loop.steps) > 9 else KeyError("bug")
 
     monkeypatch.setattr(loop, "close", try_to_close)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     with pytest.raises(TransportError):
         thread.stop(0.0)
     wait_until(lambda: len(loop.steps) > 12)
@@ -317,13 +308,13 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
     assert record.exc_info is not None
     is_gone.set()
     thread.stop(TIMEOUT_S)
-    (worker,) = loop.threads
-    assert not worker.is_alive()
+    assert loop.has_ended()
 
 
-def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_wakes_a_loop_that_is_closed(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its wake-up descriptor may be another file by then."""
-    loop = FakeLoop()
     wake, steps_at_wake = loop.wake, list[list[str]]()
 
     def wake_slowly() -> None:
@@ -332,9 +323,7 @@ def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         steps_at_wake.append(list(loop.steps))
 
     monkeypatch.setattr(loop, "wake", wake_slowly)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     thread.stop()
     thread.stop()
     assert steps_at_wake == [["turn"]]
@@ -343,7 +332,7 @@ def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_it_leaves_the_core_that_its_caller_is_bound_to_if_it_may(
-    monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
 ) -> None:
     """Threads inherit the caller's cores; it takes those of the process above."""
     masks: dict[int, set[int]] = {}
@@ -355,11 +344,7 @@ def test_it_leaves_the_core_that_its_caller_is_bound_to_if_it_may(
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process, 1})
     monkeypatch.setattr(os, "sched_setaffinity", set_cores)
-    loop = FakeLoop()
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
-    thread.stop()
+    loop.start("turn").stop()
     assert masks == {0: {os.getppid(), 1}}
 
 
