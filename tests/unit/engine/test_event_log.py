@@ -57,6 +57,7 @@ def test_only_the_last_events_are_kept() -> None:
     assert log.since == 106.0
     assert log.story("d5", exact=True) == []
     assert len(log.story("d6", exact=True)) == 1
+    assert [event.request for _, event in log.story("d", limit=2)] == ["d8", "d9"]
 
 
 def test_a_cause_is_short_and_can_be_printed() -> None:
