@@ -359,10 +359,13 @@ def test_a_message_within_its_bounds_is_read_and_one_out_of_them_refused(
 SLICE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"first_head": 2}, "end_head is 2; allowed: 3 to 131072"),
     "a far head": ({"first_head": MOST, "end_head": MOST}, "Expected `int` <= 131071"),
+    "too many heads": ({"end_head": MOST + 1}, "Expected `int` <= 131072"),
+    "stripes": ({"stripes": [{}] * 3}, "Expected `array` of length <= 2"),
     "layer": ({"layer": None}, "Expected `str`, got"),
 }
 SHAPE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"tp": 0}, "tp is 0; allowed: 1 to 1024"),
+    "shape too large": ({"pp": 1025}, "pp is 1025; allowed: 1 to 1024"),
 }
 TABLE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "ids that are cut": (
