@@ -304,6 +304,12 @@ VERIFICATION: dict[str, Script] = {
         TO_COMPARE,
         (120.0, Tick()),
     ),
+    "prefill's digest is asked for as soon as it is known": after(
+        PREPARED,
+        (110.0, START_VERIFIED),
+        (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
+        (answered(GRANT), *READ_VERIFIED),
+    ),
     "of what is denied no digest is asked for": after(
         GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
     ),
