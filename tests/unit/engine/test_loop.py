@@ -1,5 +1,7 @@
 """One turn of the transfer thread: what comes first, what follows, how long it waits."""
 
+from typing import NoReturn
+
 import msgspec
 import numpy as np
 import pytest
@@ -41,7 +43,7 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
-from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.verify.queue import DigestQueue
 from support.records import HOME, ask, description
@@ -662,6 +664,25 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     assert load.failure is not None
     assert (load.request, load.num_tokens, load.failure.detail) == ("d1", 11, DIED)
     assert len(world.decode.loop.outstanding) == 0
+
+
+def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise KeyError("a bug")
+
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    with monkeypatch.context() as buggy:
+        buggy.setattr(world.decode.parts.decode, "handle", fail)
+        with pytest.raises(KeyError):
+            world.decode.turn()
+    world.decode.loop.restart()
+    world.decode.turn()
+    assert world.decode.failed_load().detail == DIED
+    world.decode.turn()
+    assert world.decode.turn() == TIDY_S, "then the agent is looked at"
 
 
 # --- more messages than a turn has time for
