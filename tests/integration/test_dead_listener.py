@@ -78,7 +78,16 @@ def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: st
             assert decode.is_right()
 
 
-@each_way
+ABORTS = pytest.mark.xfail(
+    reason="UCX 1.23 may abort decode: known failures in docs/faults.md", strict=False
+)
+
+
+@pytest.mark.parametrize(
+    "tls",
+    [pytest.param("", marks=[pytest.mark.slow, ABORTS]), "tcp"],
+    ids=["shared memory", "tcp"],
+)
 def test_decode_leaves_a_peer_alone_that_answers_and_cannot_be_read(tls: str) -> None:
     """Nothing is collected for its loads, and most of them fail at once."""
     with running("prefill unchecked", tls) as prefill, running("decode", tls) as decode:

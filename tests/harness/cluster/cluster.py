@@ -18,6 +18,7 @@ from harness.cluster.router import Router
 from harness.cluster.waiting import wait_until
 from harness.cluster.warm import WarmServer
 
+PROGRESS_S: Final = 5.0  # between two lines while engines start
 PAIR_ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 
 
@@ -152,8 +153,14 @@ class Cluster:
     def _wait(self, starting: Iterable[Engine]) -> list[str]:
         """Wait until all answer or have ended; why some have not started."""
         waiting, failures = list(starting), list[str]()
+        begin, said = time.monotonic(), PROGRESS_S
 
         def all_up() -> bool:
+            nonlocal said
+            passed = time.monotonic() - begin
+            if passed >= said:
+                say(f"  {passed:3.0f} s: waiting for {', '.join(one.name for one in waiting)}")
+                said = passed + PROGRESS_S
             for engine in tuple(waiting):
                 if engine.exit_code() is not None:
                     failures.append(f"{engine.name} did not start: {engine.why_ended()}")
