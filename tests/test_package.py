@@ -76,13 +76,10 @@ def test_it_brings_nothing_heavy(said: Any) -> None:
 
 def test_its_metadata_is_complete(said: Any) -> None:
     metadata = said["metadata"]
-    assert metadata["name"] == "nixl_kv"
     assert metadata["description"] == (REPO / "README.md").read_text(encoding="utf-8")
-    assert metadata["description_content_type"] == "text/markdown"
     assert metadata["license_expression"] == "Apache-2.0"
-    assert metadata["license_file"] in ("LICENSE", ["LICENSE"])  # by Python's version
     assert metadata["requires_python"] == ">=3.10"
-    assert {"summary", "keywords", "classifier"} <= set(metadata)
+    assert {"summary", "keywords", "classifier", "license_file"} <= set(metadata)
 
 
 def test_it_has_the_whole_package_and_no_more(said: Any) -> None:
@@ -103,11 +100,8 @@ def test_vllm_finds_the_plugin(said: Any) -> None:
     assert said["is_callable"]
 
 
-def test_the_command_says_what_it_can_do(installed: Path) -> None:
+def test_it_works_without_vllm(installed: Path) -> None:
+    run(installed, "./python", "-c", "; ".join(f"import {name}" for name in IMPORTED))
     lines = run(installed, "./nixl-kv", "--help").splitlines()
     first_words = {(line.strip("│ ").split() or [""])[0] for line in lines}
     assert {"plan", "status", "drain", "set-weights", "keygen"} <= first_words
-
-
-def test_it_is_imported_without_vllm(installed: Path) -> None:
-    run(installed, "./python", "-c", "; ".join(f"import {name}" for name in IMPORTED))

@@ -204,8 +204,7 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
 
 
 def test_joins_are_counted_in_seconds(reading: Reading) -> None:
-    (fits,) = reading.agents.execute(StartHandshake(OTHER, reading.description))
-    assert isinstance(fits, PeerFits)
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.clock.now += 0.25
     assert reading.until(HandshakeDone) == [HandshakeDone(OTHER)]
     assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
@@ -223,30 +222,21 @@ def test_a_peer_that_is_dropped_is_not_joined(reading: Reading, steps: int) -> N
     assert not reading.agents.is_busy
 
 
-def test_an_agent_that_another_peer_has_too_is_not_dropped(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_another_peer_has_too_is_not_left(reading: Reading) -> None:
     """An engine that is known under two addresses."""
-    dropped: list[PeerName] = []
-    monkeypatch.setattr(reading.agents.current.transport, "drop_peer", dropped.append)
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.settle()
-    reading.agents.execute(DropPeer(OTHER))
-    reading.poll()
-    assert reading.agents.current.ranks.num_left == 0
-    reading.agents.execute(DropPeer(PEER))
-    reading.poll()
-    assert dropped == []
-    assert reading.agents.current.ranks.num_left == 2
+    for peer, num_left in ((OTHER, 0), (PEER, 2)):
+        reading.agents.execute(DropPeer(peer))
+        reading.poll()
+        assert reading.agents.current.ranks.num_left == num_left
 
 
 def test_a_read_waits_for_the_join(reading: Reading) -> None:
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert reading.start(D1, peer=OTHER) == []
     assert reading.agents.poll() == []
-    assert not reading.agents.is_read(D1)
-    ended = reading.until(ReadDone)
-    assert {type(event) for event in ended} == {HandshakeDone, ReadDone}
+    assert {type(event) for event in reading.until(ReadDone)} == {HandshakeDone, ReadDone}
 
 
 def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
@@ -371,8 +361,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
 def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: Reading) -> None:
     reading.fabric.reads_hang = True
     reading.join(reading.description, OTHER)
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    reading.abandon_stuck()
     assert reading.until(ReadFailed) == [ReadFailed(D1, R0, STOPPED)]
 
 
@@ -383,26 +372,6 @@ def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
     reading.agents.close()
     reading.background.work()
     assert reading.num_transports == 0
-
-
-def test_a_rank_that_is_still_read_stays_with_the_agent_that_reads_it(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a restart nobody else knows of that read, and only the agent's end stops it."""
-    (agent,) = reading.agents.polled
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    dropped: list[str] = []
-    monkeypatch.setattr(agent.transport, "drop_peer", dropped.append)
-    reading.agents.execute(DropPeer(PEER, is_dead=True))
-    assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
-    assert reading.poll() == []
-    assert dropped == [reading.prefill[1].transport.name], "the other one is being read"
-    reading.fabric.reads_hang = False
-    (done,) = reading.poll()
-    assert isinstance(done, ReadDone)
-    assert len(dropped) == 2
-    assert not reading.agents.is_busy
 
 
 def forget_some(reading: Reading, count: int) -> None:
@@ -450,14 +419,11 @@ def test_an_agent_with_connections_that_nobody_uses_is_replaced(
 
 def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading: Reading) -> None:
     forget_some(reading, 2)
-    reading.fabric.reads_hang = True
-    reading.start(D1)
     reading.clock.now = reading.agents.next_due or 0.0
     while len(reading.agents.polled) == 1:
         reading.poll()
-    reading.agents.execute(AbandonRead(D1, R0))
-    ended = reading.until(ReadFailed)
-    assert ReadFailed(D1, R0, STOPPED) in ended
+    reading.abandon_stuck()
+    assert ReadFailed(D1, R0, STOPPED) in reading.until(ReadFailed)
     assert reading.num_transports == 1
 
 
@@ -479,25 +445,6 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert not reading.agents.is_read(D1)
     assert not reading.agents.is_busy
     assert reading.counts == {"agents_recycled": 1}
-
-
-def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
-    """A healthy read keeps its agent alive, until it has ended itself."""
-    reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
-    reading.fabric.polls = 4
-    reading.start(D1, R0)
-    reading.start(D2, R1, block=8)
-    reading.agents.execute(AbandonRead(D1, R0))
-    reading.agents.poll()
-    assert reading.poll() == []
-    reading.start(D3, R1, block=9)
-    assert len(reading.agents.polled) == 2
-    ended: list[DataEvent] = []
-    while len(ended) < 3:
-        assert reading.num_transports == 2 or ReadDone in map(type, ended)
-        ended += reading.poll()
-    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D2, D3}
-    assert ReadFailed(D1, R0, STOPPED) in ended
 
 
 def test_an_agent_that_cannot_be_made_is_tried_again_later(
@@ -566,17 +513,20 @@ def test_an_agent_that_is_being_made_is_not_left_behind(
     assert opening.cancelled() is not has_begun
 
 
-def test_one_agent_that_does_not_end_keeps_no_other_one(
+def test_what_is_closed_reads_nothing_any_more(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading.start(D1)
+    """An agent that does not end keeps no other one."""
     reading.fabric.reads_hang = True
+    reading.start(D1, R1)
     reading.start(D2, block=8)
-    reading.start(D3, R1, block=9)
     reading.agents.execute(AbandonRead(D2, R0))
     while len(reading.agents.polled) < 2:
         reading.poll()
     _, old = reading.agents.polled
+    closed: list[str] = []
+    (path,) = reading.agents.peers.paths
+    monkeypatch.setattr(path, "close", lambda: closed.append("direct"))
 
     def fail() -> None:
         raise TransportError("it is still referred to")
@@ -585,21 +535,8 @@ def test_one_agent_that_does_not_end_keeps_no_other_one(
         failing.setattr(old, "close", fail)
         with pytest.raises(TransportError, match="it is still referred to"):
             reading.agents.close()
-    assert reading.agents.polled == [old]
+    assert (reading.agents.polled, closed) == ([old], [])
     assert reading.agents.is_read(D2)
     reading.agents.close()
     assert not reading.agents.is_read(D2)
-    assert reading.num_transports == 0
-
-
-def test_what_is_closed_reads_nothing_any_more(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    closed: list[str] = []
-    (path,) = reading.agents.peers.paths
-    monkeypatch.setattr(path, "close", lambda: closed.append("direct"))
-    reading.agents.close()
-    assert reading.num_transports == 0
-    assert closed == ["direct"]
+    assert (reading.num_transports, closed) == (0, ["direct"])
