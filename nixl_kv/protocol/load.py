@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
@@ -444,13 +443,6 @@ class Load:
         is_verified, num_tokens = is_good and start.verify, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
         return [events.LoadEnded(*ended)]
-
-    def validate(self) -> None:
-        for read in self.reads.values():
-            if read.state in POSTED and (self.start is None or read.grant is None):
-                raise LocalProtocolError(f"{read.state.name} without blocks or grant")
-            if read.state is State.FAILED and self.failure is None:
-                raise LocalProtocolError("FAILED without a reason")
 
     def _note_progress(self, read: RankRead, now: float) -> None:
         read.moved_at = now
