@@ -47,7 +47,7 @@ class Pair:
         machine = self.decode.local.ranks[0].parts.decode
 
         def is_there() -> bool:
-            load = machine.load_of(RequestId(request))
+            load = machine._by_request.get(RequestId(request))
             return load is not None and [read.state for read in load.reads.values()] == [state]
 
         self.decode.local.wait(is_there, WAIT_S)

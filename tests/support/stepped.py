@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL, features_with
+from harness.local.machines import check_decode, check_prefill
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -213,7 +213,7 @@ class Stepped:
 
     def load(self, number: int) -> Load | None:
         """What its machine knows of request `d<number>`."""
-        return self.parts.decode.load_of(RequestId(f"d{number}"))
+        return self.parts.decode._by_request.get(RequestId(f"d{number}"))
 
     def prepare_load(self, number: int, ticket: Ticket) -> None:
         """Request `d<number>` has arrived."""
@@ -253,7 +253,7 @@ class World:
     def close(self) -> None:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
-            rank.parts.decode.validate()
+            check_decode(rank.parts.decode)
             check_prefill(rank.parts.prefill)
             rank.loop.close()
             rank.directory.stop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from harness.local.offers import check_prefill
+from harness.local.machines import check_decode, check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
@@ -247,7 +247,7 @@ class LocalEngine:
             rank.engine.stop()
         self.directory.stop()
         for rank in self.ranks:
-            rank.parts.decode.validate()
+            check_decode(rank.parts.decode)
             check_prefill(rank.parts.prefill)
 
 

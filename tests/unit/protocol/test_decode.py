@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol import messages
@@ -399,7 +400,7 @@ PEERS: dict[str, Script] = {
 
 @each_of(LOADS | ANSWERS | PEERS)
 def test_the_machine(script: Script) -> None:
-    loading(script).validate()
+    check_decode(loading(script))
 
 
 def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
@@ -457,7 +458,7 @@ def test_a_second_request_with_an_id_costs_both_their_loads(
     """Which of them is meant from then on cannot be told; each is reported once."""
     before, end = case
     machine = loading(before)
-    machine.validate()
+    check_decode(machine)
     play(machine, [end])
     assert len(machine.loads) == 0
 
@@ -470,8 +471,8 @@ def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
         Send(RANK_0, ask(claim=RIVAL, nonce=NONCE2)),
         GIVEN_UP,
     ]
-    machine.validate()
-    again = machine.load_of(D1)
+    check_decode(machine)
+    again = machine._by_request.get(D1)
     assert again is not None
     assert again.claim == RIVAL
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
+from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Rank, RequestId
@@ -343,10 +344,10 @@ SEVERAL_VERIFIED: dict[str, Script] = {
 @each_of(READS | VERIFICATION | SEVERAL_VERIFIED)
 def test_how_a_load_ends(script: Script) -> None:
     machine = loading(script)
-    machine.validate()
+    check_decode(machine)
     is_reported = any(isinstance(action, LoadEnded) for step in script for action in step)
     is_cancelled = script[-1] == (cancel_load(), GIVEN_UP)
-    assert (machine.load_of(D1) is None) == (is_reported or is_cancelled)
+    assert (machine._by_request.get(D1) is None) == (is_reported or is_cancelled)
 
 
 def refuse(*_: object) -> NoReturn:
@@ -577,7 +578,7 @@ CHUNKS: dict[str, Script] = {
 
 @each_of(CHUNKS)
 def test_a_read_by_chunks(script: Script) -> None:
-    loading(script).validate()
+    check_decode(loading(script))
 
 
 def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
@@ -732,7 +733,7 @@ HEARTBEATS: dict[str, Script] = {
 
 @each_of(TIMES)
 def test_time(script: Script) -> None:
-    loading(script).validate()
+    check_decode(loading(script))
 
 
 @each_of(HEARTBEATS)
@@ -778,7 +779,7 @@ TURNS: dict[str, Script] = {
 def test_turns(script: Script) -> None:
     machine = decode_machine(bytes_per_token=LARGE)
     play(machine, script)
-    machine.validate()
+    check_decode(machine)
 
 
 @pytest.mark.parametrize(
@@ -818,18 +819,18 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
 
 def test_the_machine_checks_its_loads() -> None:
     machine = loading(ASKING)
-    machine.validate()
+    check_decode(machine)
     (kept,) = machine._unfinished.values()
     found = dict(kept)
     kept.clear()
     with pytest.raises(LocalProtocolError, match="found by endpoint"):
-        machine.validate()
+        check_decode(machine)
     kept |= found
     by_peer = dict(machine._by_peer)
     machine._by_peer.clear()
     with pytest.raises(LocalProtocolError, match="by peer"):
-        machine.validate()
+        check_decode(machine)
     machine._by_peer |= by_peer
     machine.loads[0].reads[Rank(0)].state = State.READING
     with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
-        machine.validate()
+        check_decode(machine)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.local.offers import check_prefill
+from harness.local.machines import check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.offers import check_prefill
+from harness.local.machines import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
