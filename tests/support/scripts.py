@@ -13,7 +13,6 @@ from nixl_kv.protocol.events import (
     OVER,
     Action,
     CompareDigest,
-    Failure,
     HandshakeDone,
     LoadEnded,
     Record,

@@ -4,7 +4,7 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 `waits`.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias
@@ -86,7 +86,7 @@ def rank_setup(config: Config, **changed: Any) -> RankSetup:
         config=config,
         wake=lambda: None,
         background=Background(),
-        counts=defaultdict(float),
+        counts=events.Counts(),
         clock=lambda: 0.0,
         **fields,
     )

@@ -147,19 +147,23 @@ def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
     assert str(refusal.value).startswith(f"kv_connector_extra_config[{key!r}] is {value!r}; ")
 
 
-@pytest.mark.parametrize("key", ["prot", "Port", "heartbeat_interval_s", "key"])
-def test_an_unknown_key_is_refused_with_the_known_ones(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "close"),
+    [("prot", "port"), ("Port", "port"), ("ofer_ttl_s", "offer_ttl_s"), ("key", None)],
+)
+def test_an_unknown_key_is_refused_with_the_known_ones(key: str, close: str | None) -> None:
     """`key` too: others would see it."""
     with pytest.raises(ConfigError) as refusal:
         Config.parse({key: "00"}, {})
     keys = (
         "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
         "layout, key_file, insecure, peers, peer_timeout_s, paced_reads, path, "
-        "staging_mib, offer_share, weights, in_tree_decode, on_load_failure, verify"
+        "staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
+        "in_tree_metrics, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {key!r} (value '00'); "
-        f"allowed keys are {keys}"
+        f"{f'did you mean {close!r}? ' if close else ''}allowed keys are {keys}"
     )
     assert keys == ", ".join(Config.parsers())
 

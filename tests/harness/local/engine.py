@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from harness.local.machines import check_decode, check_prefill
+from harness.local.machines import by_name, check_decode, check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
@@ -75,7 +75,7 @@ class LocalRank:
                 case events.NewLife():
                     self.description = result.description
                 case events.Counts():
-                    for name, amount in result.counts.items():
+                    for name, amount in by_name(result).items():
                         self.counts[name] = self.counts.get(name, 0) + amount
 
 

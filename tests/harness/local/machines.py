@@ -6,11 +6,18 @@ Each function raises LocalProtocolError and says what does not hold.
 import math
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.protocol import events
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.load import ENDED, POSTED
 from nixl_kv.protocol.load import State as ReadState
 from nixl_kv.protocol.prefill import Offer, PrefillMachine, RingBook, State, may_take
 from nixl_kv.protocol.read_queue import ReadQueue
+
+
+def by_name(counts: events.Counts) -> dict[str, float]:
+    """Amounts by `name` or `name label`; of durations, how many there are. Without the peers."""
+    numbers = counts.amounts | {series: len(times) for series, times in counts.seconds.items()}
+    return {" ".join(series).strip(): n for series, n in numbers.items() if series[0] != "peers"}
 
 
 def check_decode(machine: DecodeMachine) -> None:

@@ -241,9 +241,9 @@ def test_what_it_counts_is_found_by_its_name_without_plugins(
     config = vllm_config()
     config.kv_transfer_config = multi(ours())
     assert MultiConnector.get_required_kvcache_layout(config) is None
-    stats = MultiConnector.build_kv_connector_stats({"NixlKVConnector": {"loads": 2}})
+    stats = MultiConnector.build_kv_connector_stats({"NixlKVConnector": {"offers": {"": 2}}})
     assert stats is not None
-    assert stats.reduce() == {"NixlKVConnector": {"loads": 2}}
+    assert stats.reduce() == {"NixlKVConnector": {"offers": 2}}
 
 
 def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(

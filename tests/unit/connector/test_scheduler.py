@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,12 @@ def counted(scheduler: Scheduler) -> dict[str, Any]:
     return {} if stats is None else stats.data
 
 
+def refused(scheduler: Any) -> dict[str, float]:
+    """The tickets that were refused since the last call, by reason."""
+    reasons: dict[str, float] = counted(scheduler).get("refused_tickets", {})
+    return reasons
+
+
 def is_computed_here(scheduler: Scheduler, request: Request) -> bool:
     """Whether it passes through all hooks without a load or an offer."""
     matched = scheduler.get_num_new_matched_tokens(request, 0)
@@ -151,9 +158,10 @@ def is_computed_here(scheduler: Scheduler, request: Request) -> bool:
 
 # --- what a client sends raises nothing
 
-NOT_ON_PREFILL = "do_remote_decode is not true; allowed on a kv_producer: true"
-NOT_ON_DECODE = "do_remote_decode is true; allowed on a kv_consumer: false"
+NOT_ON_PREFILL = "do_remote_decode is not true, but this engine is a kv_producer"
+NOT_ON_DECODE = "do_remote_decode is true, but this engine is a kv_consumer"
 TICKET = ticket_for(range(NUM_TOKENS)).params(None)
+LOST = {name: value for name, value in TICKET.items() if name != FIELD}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ TICKET = ticket_for(range(NUM_TOKENS)).params(None)
         pytest.param("kv_both", {"nixl_kv_ticket": "9..AA"}, "nixl_kv_ticket: ", id="no array"),
         pytest.param(
             "kv_consumer",
-            {name: value for name, value in TICKET.items() if name != FIELD},
+            LOST,
             f"lacks the field {FIELD!r}",
             id="a ticket without its string",
         ),
@@ -186,7 +194,8 @@ def test_parameters_that_are_not_valid_are_counted_and_logged(
     (message,) = caplog.messages
     assert message.startswith(f"request {request.request_id} is computed here: kv_transfer_params")
     assert words in message
-    assert counted(scheduler) == {"tickets_refused": 1}
+    reason = "role" if role != "kv_both" and params != LOST else "malformed"
+    assert refused(scheduler) == {reason: 1}
     assert counted(scheduler) == {}
     assert is_computed_here(scheduler, request)
 
@@ -220,7 +229,7 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
         "(engine prefill\\n\\x1b[2J at 10.0.0.1); load the same connector on both engines: add "
         '"kv_connector_module_path": "nixl_kv.connector" to prefill\'s --kv-transfer-config'
     )
-    assert counted(scheduler) == {"tickets_refused": 5}
+    assert refused(scheduler) == {"other_connector": 5}
 
 
 @pytest.mark.parametrize("value", [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1], ids=type)
@@ -229,7 +238,7 @@ def test_no_value_of_its_fields_raises(make: Make, value: Any) -> None:
     values = dict.fromkeys(("remote_engine_id", "remote_host"), value)
     for blocks in (value, OF_IN_TREE["remote_block_ids"]):
         scheduler.on_new_request(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
-    assert counted(scheduler) == {"tickets_refused": 2}
+    assert sum(refused(scheduler).values()) == 2
 
 
 @pytest.mark.parametrize(("is_allowed", "flag"), [(True, None), (False, True)])
@@ -254,7 +263,8 @@ def test_only_decode_misses_a_ticket(
     scheduler = make(kv_role=role)
     with caplog.at_level(logging.INFO):
         scheduler.on_new_request(new_request())
-    assert counted(scheduler) == ({"tickets_missing": 1} if missing else {})
+    expected = {"recomputed_requests": {"no_ticket": 1}, "recomputed_tokens": {"no_ticket": 100}}
+    assert counted(scheduler) == (expected if missing else {})
     assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
 
 
@@ -300,7 +310,7 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make
     scheduler, request = make(), with_ticket()
     others = new_request(request.kv_transfer_params, cache_salt="another user's")
     scheduler.on_new_request(others)
-    assert counted(scheduler) == {"tickets_refused": 1}
+    assert refused(scheduler) == {"prompt": 1}
     rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)
     scheduler.on_new_request(rejected)
     prepare, cancel = commands(scheduler)
@@ -377,12 +387,15 @@ def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     compute(scheduler, offered)
     finish(scheduler, offered)
     scheduler.on_new_request(loaded)
-    assert shown() == {"open_offers": 1, "open_loads": 1}
+    both = shown()
+    assert both.pop("oldest_offer_timestamp_seconds") == pytest.approx(time.time(), abs=60)
+    assert both == {"offers": 1, "open_offers": 1, "offered_blocks": 4, "open_loads": 1}
     assert shown() == {}
     report(scheduler, finished_recving={loaded.request_id})
     assert shown() == {"open_loads": 0}
     report(scheduler, finished_sending={offered.request_id})
-    assert shown() == {"open_offers": 0}
+    zeros = ("open_offers", "offered_blocks", "oldest_offer_timestamp_seconds")
+    assert shown() == dict.fromkeys(zeros, 0)
 
 
 # --- two engines that prefill for each other

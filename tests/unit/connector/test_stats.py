@@ -75,7 +75,11 @@ def count(
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_request_counts_once_whatever_the_tp_size(tp: int) -> None:
-    results = [loaded(verified=True), failed(FailureKind.DENIED, D2), OfferEnded(NONCE, P1, READ)]
+    results: list[Result] = [
+        loaded(verified=True),
+        failed(FailureKind.DENIED, D2),
+        OfferEnded(NONCE, P1, READ),
+    ]
     data = count(*[results] * tp)
     assert data == {
         "loads": {"loaded|": 1, "failed|": 1},

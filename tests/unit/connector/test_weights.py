@@ -238,7 +238,7 @@ def test_other_weights_are_not_read(
         f"request d is computed here: kv_transfer_params: weights is {theirs!r}; this engine's "
         f"weights are {ours!r}"
     )
-    assert decode.connector.stats.data["tickets_refused"] == 1
+    assert decode.connector.stats.data["refused_tickets"] == {"weights": 1}
 
 
 def test_a_label_that_comes_while_blocks_are_found_ends_the_load(

@@ -28,6 +28,7 @@ from nixl_kv.protocol.events import (
     LoadEnded,
     MarkWritten,
     NewLife,
+    OfferEnd,
     PrepareOffer,
     PublishOffer,
 )
@@ -97,10 +98,10 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
 def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     worker.register_kv_caches(kv_caches())
     assert worker._engine is not None
-    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker._engine._results.append(Counts({("unreadable", ""): 1}))
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 1}
-    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker._engine._results.append(Counts({("unreadable", ""): 1}))
     worker.restore_kv_caches()
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 0}
@@ -156,7 +157,9 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     results = worker.get_transfer_results(set())
     assert results.finished_sending == {P1}
     assert results.finished_recving == results.failed_recving == {load.request}
-    assert worker.stats.pop().data["loads_dropped"] == 1  # type: ignore[union-attr]
+    reports = worker.build_connector_worker_meta().reports  # type: ignore[union-attr]
+    assert reports.loads[load.request].reason == "dropped"
+    assert reports.offers == {P1: OfferEnd.LOST}
     again = worker.get_transfer_results(set())
     assert again.finished_sending == again.finished_recving == set()
 

@@ -31,8 +31,8 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import VersionRefusal
 from nixl_kv.protocol.peers import (
-    BACKOFF_S,
     CONNECT_TIMEOUT_S,
+    INCOMPATIBLE_S,
     KEPT_S,
     LOOK_AGAIN_S,
     TRANSITIONS,
@@ -275,7 +275,7 @@ PEERS: dict[str, Script] = {
         ),
         (ReadFailed(D1, Rank(0), "another dtype"), GIVEN_UP, failed(NOT_COMPATIBLE)),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (103.0 + BACKOFF_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (103.0 + INCOMPATIBLE_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
     "one that is lost while it is joined is gone": after(
         HANDSHAKING,
@@ -294,7 +294,7 @@ PEERS: dict[str, Script] = {
             100.0 + CONNECT_TIMEOUT_S,
             Tick(),
             CLOSE_HOME,
-            failed(unreachable("no description")),
+            failed(unreachable("no answer in 5 s")),
         ),
     ),
     "during its pause loads fail at once": after(
@@ -303,13 +303,13 @@ PEERS: dict[str, Script] = {
         (100.1, REFUSED, CLOSE_HOME),
         (prepare_load(D2, RIVAL),),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (100.1 + BACKOFF_S, Tick()),
+        (100.1 + INCOMPATIBLE_S, Tick()),
         (prepare_load(), DESCRIBE),
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
         PAUSED,
-        (100.0 + BACKOFF_S, Tick()),
+        (100.0 + INCOMPATIBLE_S, Tick()),
         (SECOND, DESCRIBE),
         (fits(), Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL)), GIVEN_UP),
         (START, failed(NOT_COMPATIBLE)),
@@ -492,8 +492,8 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
         "a peer that is joined": ([*HANDSHAKING, (cancel_load(), GIVEN_UP)], None),
         "a rank that is asked": (ASKING, 100.0 + ASK_AGAIN_S),
         "a load that was reported": (LOADS["from arrival to report"], 100.0 + KEPT_S),
-        "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + BACKOFF_S),
-        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + BACKOFF_S, Tick())], None),
+        "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + INCOMPATIBLE_S),
+        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + INCOMPATIBLE_S, Tick())], None),
         "a lost peer": ([*READING, (lost(),)], 110.0),
         "a lost peer that is still read": ([*READING, (lost(),), (Tick(),)], 110.0 + LOOK_AGAIN_S),
         "a lost peer that is dropped": (PEERS[next(n for n in PEERS if "kept until" in n)], None),

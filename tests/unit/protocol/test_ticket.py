@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError, TicketRefused
 from nixl_kv.ids import EngineId, Nonce
 from nixl_kv.protocol.ticket import (
     FIELD,
@@ -337,8 +337,9 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     sealed = SealedTicket.parse(later(version, key))
     sealed.check_mac(key)
     assert sealed.head() == TicketHead(host="10.0.0.1", port=5600, nonce=NONCE)
-    with pytest.raises(ForeignVersion) as refused:
+    with pytest.raises(TicketRefused) as refused:
         sealed.open()
+    assert refused.value.reason == "version"
     assert str(refused.value) == (
         f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 9"
     )

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from msgspec.structs import replace
 
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL
+from harness.local.machines import by_name
 from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
@@ -17,6 +17,7 @@ from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
     ChunksWanted,
+    Counts,
     DataEvent,
     DropPeer,
     HandshakeDone,
@@ -53,7 +54,7 @@ class Reading:
         half = Sizes(heads=1)
         self.prefill = [ReadableRank(self.fabric, half, first_head=head) for head in range(2)]
         self.cache = Cache(Sizes())
-        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.counts = Counts()
         self.transports: list[MemoryTransport] = []
         self.failures: list[str] = []
         self.agents = Agents(
@@ -68,7 +69,7 @@ class Reading:
         self.fits, self.joined = self.join(self.description)
         while self.agents.is_busy:  # that warms up
             assert self.poll() == []
-        self.counts.clear()
+        self.counts.pop()
 
     def join(self, description: Description, peer: PeerKey = PEER) -> list[DataEvent]:
         """What comes of it, after as many turns as it takes."""
@@ -207,7 +208,7 @@ def test_joins_are_counted_in_seconds(reading: Reading) -> None:
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     reading.clock.now += 0.25
     assert reading.until(HandshakeDone) == [HandshakeDone(OTHER)]
-    assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
+    assert reading.counts.seconds["handshake_seconds", ""] == [0.25]
 
 
 @pytest.mark.parametrize("steps", range(4))
@@ -355,7 +356,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
     reading.fabric.reads_hang = False
     assert reading.poll() == []
     assert agent.warm_ups == []
-    assert reading.counts["warm_ups"] == 4
+    assert by_name(reading.counts)["warm_up_seconds"] == 4
 
 
 def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: Reading) -> None:
@@ -411,7 +412,7 @@ def test_an_agent_with_connections_that_nobody_uses_is_replaced(
     ended = reading.settle()
     assert {event.request for event in ended if isinstance(event, ReadDone)} == {D1, D2}
     assert reading.num_transports == 1
-    assert (reading.counts["agents_replaced"], reading.counts["agents_recycled"]) == (1, 0)
+    assert by_name(reading.counts).get("replaced_agents departed_peers") == 1
     reading.clock.now += TIDY_S
     reading.poll()
     assert reading.agents.next_due is None, "nothing is left to look for"
@@ -444,7 +445,7 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert reading.num_transports == 1
     assert not reading.agents.is_read(D1)
     assert not reading.agents.is_busy
-    assert reading.counts == {"agents_recycled": 1}
+    assert by_name(reading.counts) == {"replaced_agents stuck_read": 1}
 
 
 def test_an_agent_that_cannot_be_made_is_tried_again_later(
@@ -489,7 +490,7 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     assert reading.agents.is_read(D1)
     reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
-    assert reading.counts == {"agents_recycled": 1}
+    assert by_name(reading.counts) == {"replaced_agents stuck_read": 1}
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "running"])

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,11 +12,13 @@ import msgspec
 import pytest
 
 from harness.local.caches import Cache, Sizes
+from harness.local.machines import by_name
 from nixl_kv.errors import ConfigError, DigestError
 from nixl_kv.geometry.layout import CacheLayout, Memory, Table
 from nixl_kv.ids import Claim, Rank
 from nixl_kv.protocol.events import (
     CompareDigest,
+    Counts,
     DigestAction,
     DigestCompared,
     DigestEvent,
@@ -65,8 +66,8 @@ class Clock:
 
 
 @pytest.fixture
-def counts() -> defaultdict[str, float]:
-    return defaultdict(float)
+def counts() -> Counts:
+    return Counts()
 
 
 @pytest.fixture
@@ -75,14 +76,14 @@ def cache() -> Cache:
 
 
 def queue_of(
-    cache: Cache, digester: Digester | None = None, counts: defaultdict[str, float] | None = None
+    cache: Cache, digester: Digester | None = None, counts: Counts | None = None
 ) -> DigestQueue:
-    counts = defaultdict(float) if counts is None else counts
+    counts = Counts() if counts is None else counts
     return DigestQueue(cache.layout(), digester or Digester(), counts, Clock())
 
 
 @pytest.fixture
-def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
+def digests(cache: Cache, counts: Counts) -> DigestQueue:
     return queue_of(cache, counts=counts)
 
 
@@ -137,10 +138,10 @@ def comparison(remote: DigestMade, slices: tuple[KVSlice, ...] = (FULL, BEHIND))
 
 
 @pytest.fixture
-def wanted(digests: DigestQueue, counts: defaultdict[str, float]) -> CompareDigest:
+def wanted(digests: DigestQueue, counts: Counts) -> CompareDigest:
     """A comparison with prefill's digest."""
     made = comparison(digest_of(digests, order()))
-    counts.clear()
+    counts.pop()
     return made
 
 
@@ -183,13 +184,13 @@ def landing(wanted: CompareDigest) -> CompareDigest:
 
 
 def test_what_has_landed_is_digested_before_there_is_something_to_compare(
-    wanted: CompareDigest, landed: Cache, counts: defaultdict[str, float]
+    wanted: CompareDigest, landed: Cache, counts: Counts
 ) -> None:
     here = queue_of(landed, counts=counts)
     for _ in range(2):
         assert here.add(landing(wanted)) is None
     assert drained(here) == []
-    assert counts["digests"] == 1
+    assert by_name(counts)["digest_seconds"] == 1
     landed.memory[:] = 0  # it was read before
     ended = here.add(wanted)
     assert isinstance(ended, DigestCompared)
@@ -239,13 +240,13 @@ def test_a_digest_that_cannot_be_prepared_is_computed_when_the_bytes_land(
 
 
 def test_a_comparison_waits_for_the_digest_that_is_being_made(
-    wanted: CompareDigest, landed: Cache, counts: defaultdict[str, float]
+    wanted: CompareDigest, landed: Cache, counts: Counts
 ) -> None:
     here = queue_of(landed, counts=counts)
     assert here.add(landing(wanted)) is None
     assert here.add(wanted) is None
     assert compared(here, wanted).difference is None
-    assert counts["digests"] == 1
+    assert by_name(counts)["digest_seconds"] == 1
 
 
 def test_the_digest_of_a_load_that_is_over_is_forgotten(
@@ -361,9 +362,7 @@ def reader(rank: int) -> Reader:
     return msgspec.structs.replace(asked().reader, rank=rank)
 
 
-def test_readers_of_the_same_heads_get_the_same_digest(
-    cache: Cache, counts: defaultdict[str, float]
-) -> None:
+def test_readers_of_the_same_heads_get_the_same_digest(cache: Cache, counts: Counts) -> None:
     slow = SlowDigester(3)
     digests = queue_of(cache, slow, counts)
     for rank in range(3):
@@ -375,12 +374,10 @@ def test_readers_of_the_same_heads_get_the_same_digest(
         b"%d" % rank: rank for rank in range(4)
     }
     assert ended[b"0"].rows == ended[b"2"].rows != ended[b"3"].rows
-    assert counts["digests"] == 2
+    assert by_name(counts)["digest_seconds"] == 2
 
 
-def test_a_digest_that_nobody_waits_for_is_dropped(
-    cache: Cache, counts: defaultdict[str, float]
-) -> None:
+def test_a_digest_that_nobody_waits_for_is_dropped(cache: Cache, counts: Counts) -> None:
     """Under overload later digests would be late too."""
     slow = SlowDigester(3)
     digests = queue_of(cache, slow, counts)
@@ -396,7 +393,7 @@ def test_a_digest_that_nobody_waits_for_is_dropped(
     assert isinstance(kept, DigestMade)
     assert (kept.route, kept.refusal) == (b"here", None)
     assert slow.secrets == [CLAIM] * 2 + [RIVAL] * 3
-    assert counts["digests"] == 1
+    assert by_name(counts)["digest_seconds"] == 1
 
 
 def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -> None:
@@ -413,13 +410,14 @@ def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -
 # --- counts
 
 
-def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str, float]) -> None:
-    assert counts == {}
+def test_what_was_made_is_counted(digests: DigestQueue, counts: Counts) -> None:
+    assert not counts
     digest_of(digests, order())
     digest_of(digests, order(slices=(BEHIND,)))
     digests.add(order(end=END + 8))
     num_bytes = (END + END - 4 + END - 4) * SIZES.heads * 8
-    assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
+    assert counts.amounts == {("digest_bytes", ""): num_bytes}
+    assert counts.seconds == {("digest_seconds", ""): [1.0, 1.0]}
 
 
 # --- missing layers and blocks
@@ -436,7 +434,7 @@ def test_a_digest_of_what_is_not_here_is_refused(digests: DigestQueue) -> None:
 
 
 def test_a_rank_without_a_digester_refuses(cache: Cache) -> None:
-    refused = DigestQueue(cache.layout(), None, defaultdict(float)).add(order())
+    refused = DigestQueue(cache.layout(), None, Counts()).add(order())
     assert refused == DigestMade(b"route", asked(), refusal="this rank computes no digests")
 
 
@@ -451,9 +449,7 @@ def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Di
 
 def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
     layout = replace(Cache(SIZES).layout(), memory=memory)
-    made = open_digests(
-        layout, defaultdict(float), Clock(), is_prefill=is_prefill, verifies=verifies
-    )
+    made = open_digests(layout, Counts(), Clock(), is_prefill=is_prefill, verifies=verifies)
     return None if made is None else made._digester
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.machines import check_prefill
+from harness.local.machines import by_name, check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
@@ -124,10 +124,10 @@ def test_a_prompt_arrives_by_chunks(
     assert is_there(world)
     assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
     world.run()
-    total = Counter(world.prefill.parts.counts)
+    total = Counter(by_name(world.prefill.parts.counts))
     for result in world.prefill.results:
-        total.update(result.counts if isinstance(result, Counts) else {})
-    assert (total["chunks_packed"], total["chunk_bytes"]) == (CHUNKS, 6 * 288)
+        total.update(by_name(result) if isinstance(result, Counts) else {})
+    assert (total["pack_seconds"], total["packed_bytes"]) == (CHUNKS, 6 * 288)
     assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
     assert nothing_is_left(world)
 
@@ -264,7 +264,7 @@ def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
     world.run()
     assert world.decode.failed_load().kind is FailureKind.LATE
     assert free_slots(world) == RING_SLOTS
-    assert "agents_recycled" not in world.decode.parts.counts
+    assert "replaced_agents stuck_read" not in by_name(world.decode.parts.counts)
     assert not nothing_is_left(world)  # prefill writes into its ring still
     world.prefill.copying.work()
     world.run()
