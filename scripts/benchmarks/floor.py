@@ -57,14 +57,14 @@ def sample_of(
     Raises:
         RuntimeError: if decode did not load the prompt.
     """
-    since, ranks = CountersSince(decode), engine.spec.ranks
+    since = CountersSince(decode)
     ticket = prefill.ticket(tokens)
     leg = decode.complete(tokens, 1, logprobs=None, kv_transfer_params=ticket).seconds
     hit = decode.complete(tokens, 1, logprobs=None).seconds
-    loaded = Loaded.from_counters(since.wait_for(LOADS, ranks))
-    if loaded.loads != ranks:
+    loaded = Loaded.from_counters(since.wait_for(LOADS))
+    if loaded.loads != 1:
         raise RuntimeError(f"{engine.name}: {loaded.loads} loads; see {engine.log_path}")
-    return {"leg": leg, "hit": hit, "leg over hit": leg - hit, "transfer": loaded.seconds / ranks}
+    return {"leg": leg, "hit": hit, "leg over hit": leg - hit, "transfer": loaded.seconds}
 
 
 def figures(samples: Sequence[dict[str, float]]) -> dict[str, str | int | float]:

@@ -103,7 +103,9 @@ def expect_an_answer_with_kv(host: Namespace, code: str) -> None:
     ran = run(host, code)
     assert '"object":"text_completion"' in ran.stdout, ran
     assert '"completion_tokens":16' in ran.stdout, ran
-    assert re.search(r"^vllm:nixl_kv_loads_total\{.*\} 1\.0$", ran.stdout, re.MULTILINE), ran
+    assert re.search(
+        r"^vllm:nixl_kv_loads_total\{.*outcome=\"loaded\".*\} 1\.0$", ran.stdout, re.MULTILINE
+    ), ran
 
 
 def test_the_recipe_for_one_machine_runs(

@@ -24,10 +24,12 @@ SECONDS = float(os.environ.get("NIXL_KV_SOAK_S", "60"))
 HANG_UP = 0.1  # the share of clients that do
 CHECKED = 200  # answers, among them the slowest
 UNHEALTHY = [
-    f"{PREFIX}{name}_total"
+    f"{PREFIX}{name}"
     for name in (
-        *("load_failures", "offers_expired", "offers_lost", "asks_denied", "tickets_refused"),
-        *("messages_dropped", "peers_lost", "agents_recycled", "thread_restarts"),
+        *("load_failures_total", "denied_asks_total", "refused_tickets_total"),
+        *("ended_offers_total{outcome=expired}", "ended_offers_total{outcome=lost}"),
+        *("dropped_messages_total", "lost_peers_total", "thread_restarts_total"),
+        "replaced_agents_total{reason=stuck_read}",
     )
 ]
 """Counters that an operator should act on."""

@@ -17,7 +17,7 @@ from support.planting import FAULTS, expect_named, planted_spec
 
 pytestmark = pytest.mark.e2e
 
-DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
+DIGESTS, DIGEST_BYTES = f"{PREFIX}digest_seconds_count", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
 LONG = (300, 500)  # several blocks
 SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before

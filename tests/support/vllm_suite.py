@@ -40,7 +40,7 @@ NAME: Final = "NixlConnector"
 OURS: Final = {"kv_connector_module_path": "nixl_kv.connector", "kv_role": "kv_both"}
 FREE_PORT: Final = {"port": 0}
 BYTES_EXPRESSION: Final = "_NIXL_BYTES_RE"
-BYTES_READ: Final = re.compile(r"^vllm:nixl_kv_bytes_read_total\{.*\} (.+)$", re.MULTILINE)
+BYTES_READ: Final = re.compile(r"^vllm:nixl_kv_read_bytes_total\{.*\} (.+)$", re.MULTILINE)
 
 Make = Callable[..., Any]
 

@@ -197,10 +197,10 @@ def test_engines_are_as_the_knobs_say() -> None:
 # --- Evaluation and verdict
 
 COUNTERS = {
-    "loads_total": 10.0,
-    "loads_verified_total": 10.0,
-    "tokens_loaded_total": 90.0,
-    "bytes_read_total": 1e6,
+    "loads_total{outcome=loaded}": 10.0,
+    "verified_loads_total": 10.0,
+    "loaded_tokens_total": 90.0,
+    "read_bytes_total": 1e6,
 }
 GOOD = Outcome(accuracy=0.9, items=10, computed=10, counters=COUNTERS)
 
@@ -220,11 +220,15 @@ GOOD = Outcome(accuracy=0.9, items=10, computed=10, counters=COUNTERS)
             (replace(GOOD, counters=COUNTERS | {name: value}), words)
             for name, value, words in [
                 ("load_failures_total", 1.0, "1 loads failed: what decode recomputes proves"),
-                ("tickets_refused_total", 2.0, "2 tickets were refused"),
-                ("tickets_missing_total", 3.0, "3 prompts came to decode without a ticket"),
-                ("loads_total", 9.0, "only 9 of 10 loads: decode computed"),
-                ("bytes_read_total", 0.0, "nothing was loaded over NIXL"),
-                ("loads_verified_total", 9.0, "only 9 of 10 loads were verified"),
+                ("refused_tickets_total", 2.0, "2 tickets were refused"),
+                (
+                    "recomputed_requests_total{reason=no_ticket}",
+                    3.0,
+                    "3 prompts came to decode without a ticket",
+                ),
+                ("loads_total{outcome=loaded}", 9.0, "only 9 of 10 loads: decode computed"),
+                ("read_bytes_total", 0.0, "nothing was loaded over NIXL"),
+                ("verified_loads_total", 9.0, "only 9 of 10 loads were verified"),
             ]
         ),
     ],

@@ -137,12 +137,18 @@ class Client:
             next(choices, None)
 
     def counters(self) -> Counters:
-        """All samples of /metrics by name, without buckets, added up over their labels."""
+        """All samples of /metrics by `name` and by `name{label=value}`, without buckets.
+
+        Samples are added up over their other labels.
+        """
         totals: Counters = {}
         for family in text_string_to_metric_families(self.metrics()):
             for sample in family.samples:
-                if "le" not in sample.labels:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+                if "le" in sample.labels:
+                    continue
+                labels = [f"{{{label}={value}}}" for label, value in sample.labels.items()]
+                for name in (sample.name, *(f"{sample.name}{label}" for label in labels)):
+                    totals[name] = totals.get(name, 0.0) + sample.value
         return totals
 
     def vllm_version(self) -> str:

@@ -9,24 +9,24 @@ from harness.cluster.engines import Connector
 from harness.cluster.waiting import look_until
 
 PREFIX: Final = "vllm:nixl_kv_"
-LOADS: Final = f"{PREFIX}loads_total"
-VERIFIED: Final = f"{PREFIX}loads_verified_total"
+LOADS: Final = f"{PREFIX}loads_total{{outcome=loaded}}"
+VERIFIED: Final = f"{PREFIX}verified_loads_total"
 FAILURES: Final = f"{PREFIX}load_failures_total"
-CORRUPT: Final = f"{PREFIX}load_failures_corrupt_total"
-UNREACHABLE: Final = f"{PREFIX}load_failures_unreachable_total"
-TOKENS: Final = f"{PREFIX}tokens_loaded_total"
-NBYTES: Final = f"{PREFIX}bytes_read_total"
+CORRUPT: Final = f"{FAILURES}{{reason=corrupt}}"
+UNREACHABLE: Final = f"{FAILURES}{{reason=unreachable}}"
+TOKENS: Final = f"{PREFIX}loaded_tokens_total"
+NBYTES: Final = f"{PREFIX}read_bytes_total"
 READS: Final[Mapping[str, str]] = {
-    path: f"{PREFIX}reads_{path}_total" for path in ("direct", "gather", "staged")
+    path: f"{PREFIX}read_seconds_count{{path={path}}}" for path in ("direct", "gather", "staged")
 }
-SECONDS: Final = f"{PREFIX}transfer_seconds_sum"
-TICKETS_REFUSED: Final = f"{PREFIX}tickets_refused_total"
-TICKETS_MISSING: Final = f"{PREFIX}tickets_missing_total"
+SECONDS: Final = f"{PREFIX}wait_seconds_sum{{phase=read}}"
+TICKETS_REFUSED: Final = f"{PREFIX}refused_tickets_total"
+TICKETS_MISSING: Final = f"{PREFIX}recomputed_requests_total{{reason=no_ticket}}"
 OFFERS: Final = f"{PREFIX}offers_total"
-OFFERS_READ: Final = f"{PREFIX}offers_read_total"
-OFFERS_ABORTED: Final = f"{PREFIX}offers_aborted_total"
-OFFERS_UNCLAIMED: Final = f"{PREFIX}offers_unclaimed_total"
-OFFERS_NOT_NEEDED: Final = f"{PREFIX}offers_not_needed_total"
+OFFERS_READ: Final = f"{PREFIX}ended_offers_total{{outcome=read}}"
+OFFERS_ABORTED: Final = f"{PREFIX}ended_offers_total{{outcome=aborted}}"
+OFFERS_UNCLAIMED: Final = f"{PREFIX}ended_offers_total{{outcome=unclaimed}}"
+OFFERS_NOT_NEEDED: Final = f"{PREFIX}ended_offers_total{{outcome=not_needed}}"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 CACHED_TOKENS: Final = "vllm:prompt_tokens_cached_total"
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
@@ -52,7 +52,7 @@ LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
 
 
 class Loaded(NamedTuple):
-    """The loads of some requests, over all ranks of decode."""
+    """The loads of some requests; bytes and descriptors over all ranks of decode."""
 
     loads: int
     tokens: int
