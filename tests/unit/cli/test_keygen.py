@@ -32,3 +32,13 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
         "allowed: the path of a new file\n"
     )
     assert path.read_bytes() == before
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "nixl_kv"
+    result = nixl_kv(f"keygen {folder / 'key'}")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: cannot write a key to {str(folder / 'key')!r}: its folder {str(folder)!r} does "
+        "not exist; make it with `mkdir -p`; allowed: the path of a new file\n"
+    )
