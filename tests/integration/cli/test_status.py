@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -187,10 +188,12 @@ def test_rank_that_is_silent_is_named(
 ) -> None:
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 1.0)
     engine = make_engine("E", 2)
-    endpoint = Endpoint(f"tcp://{address(engine)}")  # of the directory, which knows no such message
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never says a word
+    endpoint = Endpoint(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
     ranks = list(engine.description.ranks)
     ranks[1] = msgspec.structs.replace(ranks[1], endpoint=endpoint)
     engine.directory.publish(msgspec.structs.replace(engine.description, ranks=tuple(ranks)))
-    result = nixl_kv("status --at", address(engine))
+    with silent:
+        result = nixl_kv("status --at", address(engine))
     assert result.exit_code == 1
     assert f"rank 1 at {endpoint} gives no status: no answer within 1 s\n" in result.stdout
