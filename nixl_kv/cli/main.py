@@ -15,51 +15,25 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, NoReturn, TypeAlias
+from typing import Annotated, Final
 
 import typer
 
 import nixl_kv
 from nixl_kv.cli import client, compare
 from nixl_kv.cli import status as status_report
+from nixl_kv.cli.doctor.command import doctor
+from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, errors_exit, fail
 from nixl_kv.cli.tables import duration_text, open_console
 from nixl_kv.config import weights_label
-from nixl_kv.errors import ConfigError, IncompatiblePeer, printable
 from nixl_kv.keys import Keys, write_key_file
-
-FAILED: Final = 1
-BAD_INPUT: Final = 2
 
 READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
 
-MAX_ERROR: Final = 10_000
-"""Characters of an error message, parts of which the engine may have sent."""
-
-AT_HELP: Final = "The address of the engine's directory, which the engine logs at start."
-
-At: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help=f"{AT_HELP} Default: the address of an engine with the same environment variables.",
-    ),
-]
-KeyFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        help="The file with the engine's key. Default: the key in NIXL_KV_KEY, else the key that "
-        "all engines of this user on this host share."
-    ),
-]
-Insecure: TypeAlias = Annotated[
-    bool, typer.Option("--insecure", help="The engine runs with `insecure` and has no key.")
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")]
-
 app = typer.Typer(name="nixl-kv", pretty_exceptions_enable=False)
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)
@@ -99,7 +73,7 @@ def plan(
 
     Shows which decode rank reads which prefill rank. Nothing is transferred.
     """
-    with _errors_exit():
+    with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
         prefill = client.describe_at(prefill_at, keys, option="--prefill-at")
         decode = client.describe_at(decode_at, keys, option="--decode-at")
@@ -133,18 +107,18 @@ def status(
     Lists the peers, links, offers and loads of each rank, what each of them waits for, and the
     failures of the last hour by peer and reason.
     """
-    with _errors_exit():
+    with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
         client.endpoints_at(at, option="--at")
     with contextlib.suppress(KeyboardInterrupt):  # the way to end --watch
         while watch is not None:
             open_console().clear()
             typer.echo(f"every {duration_text(watch)}, {status_report.time_text(time.time())}")
-            with contextlib.suppress(typer.Exit), _errors_exit():
+            with contextlib.suppress(typer.Exit), errors_exit():
                 _show_status(at, keys, request, as_json=as_json)
             time.sleep(watch)
     if watch is None:
-        with _errors_exit():
+        with errors_exit():
             has_all = _show_status(at, keys, request, as_json=as_json)
         if not has_all:
             raise typer.Exit(FAILED)
@@ -171,19 +145,19 @@ def ready(
 
     Otherwise prints why, and exits with 1. The engine has 0.8 s to answer.
     """
-    with _errors_exit():
+    with errors_exit():
         where = at or client.own_address(os.environ)
         keys = client.read_keys(key_file, insecure=insecure)
         ask = partial(client.engine_status, keys=keys, timeout_s=READY_TIMEOUT_S)
         try:
             answer = client.ask_first(where, ask)
         except client.NoAnswer as error:
-            _fail(f"not ready: {error}")
+            fail(f"not ready: {error}")
     engine, draining_s = answer.facts.get("engine"), answer.facts.get("draining_s")
     if engine is None:
-        _fail("not ready: the engine is still starting")
+        fail("not ready: the engine is still starting")
     if isinstance(draining_s, float):
-        _fail(
+        fail(
             f"not ready: engine {engine} has been draining for {duration_text(draining_s)}; "
             "`nixl-kv drain --undo` ends this"
         )
@@ -208,7 +182,7 @@ def drain(
     The engine offers no request that arrives from now on. It keeps earlier offers until decode has
     read them or they expire.
     """
-    with _errors_exit():
+    with errors_exit():
         where = at or client.own_address(os.environ)
         keys = client.read_keys(key_file, insecure=insecure)
         if undo:
@@ -232,7 +206,7 @@ def set_weights(
 
     Decode reads KV only from a prefill engine with the same label.
     """
-    with _errors_exit():
+    with errors_exit():
         where = at or client.own_address(os.environ)
         weights = weights_label("LABEL", label)
         ask = partial(client.set_weights, weights=weights, keys=client.read_keys(key_file))
@@ -245,7 +219,7 @@ def keygen(
     path: Annotated[Path, typer.Argument(help="A new file. An existing file is an error.")],
 ) -> None:
     """Generate the key that all prefill and decode engines share."""
-    with _errors_exit():
+    with errors_exit():
         keys = write_key_file(path)
     typer.echo(
         f"{path} contains a new key with the fingerprint {keys.fingerprint}. Anyone who can read "
@@ -256,18 +230,3 @@ def keygen(
         f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
         "Each engine logs the fingerprint of its key at start."
     )
-
-
-def _fail(line: str) -> NoReturn:
-    typer.echo(printable(line, MAX_ERROR), err=True)
-    raise typer.Exit(FAILED)
-
-
-@contextlib.contextmanager
-def _errors_exit() -> Iterator[None]:
-    """Print an error to stderr, and exit with its status."""
-    try:
-        yield
-    except (ValueError, ConfigError, IncompatiblePeer) as error:
-        typer.echo(f"error: {printable(str(error), MAX_ERROR)}", err=True)
-        raise typer.Exit(FAILED if isinstance(error, IncompatiblePeer) else BAD_INPUT) from error
