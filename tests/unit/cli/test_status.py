@@ -191,7 +191,10 @@ def test_failures_of_all_ranks_are_counted_once(capsys: pytest.CaptureFixture[st
 def test_a_generated_engine_id_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     """A name that the operator chose stays; a request id is never cut."""
     uuid = "f746cb10-9c5e-4b55-9a39-0d4e4f0c8a11"
-    lists = {"peers": [{"engine": uuid}, {"engine": "prefill-0"}], "offers": [{"request": uuid}]}
+    lists: dict[str, Any] = {
+        "peers": [{"engine": uuid}, {"engine": "prefill-0"}],
+        "offers": [{"request": uuid}],
+    }
     lines = printed(capsys, rank_status(**lists), name=uuid)
     assert lines[0].startswith(f"engine {uuid}, ")
     assert lines[2] == "to give it a name, set engine_id in its --kv-transfer-config"
