@@ -154,10 +154,14 @@ def check_transports(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[
     place = Place.find(settings, root)
     yield from _rdma(devices, root, is_usable=place.has_rdma)
     name, tls = "between processes of this host", settings.get("TLS", "all")
+    has_gpus = any((root / "dev").glob("nvidia[0-9]*"))
+    if has_gpus and not (tls.startswith("^") or {"all", "cuda", "cuda_copy"} & {*tls.split(",")}):
+        about = f"UCX_TLS={tls} has no cuda_copy, so NIXL makes no agent on a host with GPUs"
+        yield error("UCX_TLS", about, "add `cuda`, or unset it")
     if not _may_share(settings, "DRAM"):
         fix = "add `sm`, and `cuda_ipc` for GPUs, to UCX_TLS, or unset it"
         yield warning(name, f"UCX_TLS={tls} allows no shared memory, so UCX reads over TCP", fix)
-    elif not _may_share(settings, "VRAM") and any((root / "dev").glob("nvidia[0-9]*")):
+    elif has_gpus and not _may_share(settings, "VRAM"):
         yield warning(
             name,
             f"UCX_TLS={tls} allows no cuda_ipc, so UCX reads GPU memory over TCP",

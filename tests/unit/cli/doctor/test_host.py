@@ -198,9 +198,21 @@ def test_rdma_must_be_usable(
 
 
 def test_gpus_without_cuda_ipc_are_a_warning(make_host: MakeHost) -> None:
-    found = host.check_transports({"UCX_TLS": "sm,tcp"}, make_host(gpus=1))
+    found = list(host.check_transports({"UCX_TLS": "sm,tcp,cuda_copy"}, make_host(gpus=1)))
     check = only(found, "between processes of this host")
     assert (check.verdict.value, "cuda_ipc" in check.fix) == ("warning", True)
+    assert "UCX_TLS" not in verdicts(found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tls", "is_error"),
+    [(1, "sm,tcp", True), (0, "sm,tcp", False), (1, "cuda,sm", False), (1, "^ib", False)],
+)
+def test_settings_that_nixl_refuses_beside_gpus_are_an_error(
+    make_host: MakeHost, gpus: int, tls: str, *, is_error: bool
+) -> None:
+    found = verdicts(host.check_transports({"UCX_TLS": tls}, make_host(gpus=gpus)))
+    assert (found.get("UCX_TLS") == "error") is is_error
 
 
 @pytest.mark.parametrize(
