@@ -26,6 +26,7 @@ FAILURES: Final = "failures"
 
 # vLLM generates such an engine id if the operator sets none.
 UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+DETAIL: Final = "detail"
 OF_ENGINES: Final = frozenset({"engine", "peer", "endpoint", "detail", "waits_for"})
 
 
@@ -132,9 +133,14 @@ def _print_lists(console: Console, status: Status) -> None:
 
 
 def _print_records(console: Console, records: Sequence[Record]) -> None:
-    keys = list(dict.fromkeys(key for record in records for key in record))
+    """A table, and below it the records' details, which are too long for a column."""
+    keys = list(dict.fromkeys(key for record in records for key in record if key != DETAIL))
     rows = ([_cell_text(key, record.get(key)) for key in keys] for record in records)
     print_table(console, map(_heading, keys), rows)
+    for record in records:
+        if detail := _cell_text(DETAIL, record.get(DETAIL)):
+            names = (_cell_text(key, record.get(key)) for key in ("engine", "peer", "reason"))
+            print_line(console, f"  {', '.join(filter(None, names))}: {detail}")
 
 
 def _print_story(console: Console, answer: EngineAnswer, request: str) -> None:
@@ -156,35 +162,34 @@ def _print_story(console: Console, answer: EngineAnswer, request: str) -> None:
             "Either the events were dropped as too old, or the engine started no transfer: then "
             "its log says why it refused the ticket.",
         )
+    requests = {str(event.get("request")) for event in events} - {""}
     if events:
         days = {time_text(_time(event))[:10] for event in events}
         pairs = zip(events, [events[0], *events], strict=False)
         rows = [_event_row(event, _time(before), is_long=len(days) > 1) for event, before in pairs]
-        # A column that says the same in each row goes, except for times and states.
-        names = [
-            name
-            for name in rows[0]
-            if name not in ("rank", "request", "bytes") or len({row[name] for row in rows}) > 1
-        ]
+        left_out = {name for name in ("rank",) if len({row[name] for row in rows}) == 1}
+        if len(requests) == 1:
+            print_line(console, f"request {requests.pop()}")
+            left_out.add("request")
         if len(days) == 1:
             print_line(console, f"on {days.pop()}, in local time:")
-        print_table(
-            console, names, ([row[name] for name in names] for row in rows), whole=("states",)
-        )
+        names = [name for name in rows[0] if name not in left_out]
+        cells = ([row[name] for name in names] for row in rows)
+        print_table(console, names, cells, at_least={"time": 12, "states": 20})
 
 
 def _event_row(event: Record, previous: float, *, is_long: bool) -> Mapping[str, str]:
     before, after = event.get("before"), event.get("after")
-    time = time_text(_time(event))
+    time, num_bytes = time_text(_time(event)), event.get("num_bytes") or None
+    details = f"{event.get('cause')}", _cell_text("num_bytes", num_bytes)
     return {
         "time": time if is_long else time[11:23],
         "after": f"{_time(event) - previous:.3f} s",
         "rank": f"{event.get('rank')}",
         "request": f"{event.get('request')}",
         "states": f"{before} -> {after}" if before else f"{after}",
-        "cause": f"{event.get('cause')}",
+        "cause": ", ".join(filter(None, details)),
         "peer": _cell_text("peer", f"{event.get('peer')}"),
-        "bytes": _cell_text("num_bytes", event.get("num_bytes") or None),
     }
 
 

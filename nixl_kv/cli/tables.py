@@ -6,7 +6,7 @@ texts may come from clients and peers, so control characters are escaped.
 """
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -19,7 +19,8 @@ from nixl_kv.errors import printable
 
 PIPE_WIDTH: Final = 1 << 14
 SHORTEST: Final = 10  # columns to which a cell may be cut
-GAP: Final = 3  # columns between two cells
+PADDING: Final = (0, 1, 0, 0)
+GAP: Final = 2  # columns between two cells: the padding, and rich's edge of a column
 
 MINUTE_S: Final = 60
 KIB: Final = 1024
@@ -39,12 +40,12 @@ def print_table(
     headings: Iterable[str],
     rows: Iterable[Iterable[object]],
     *,
-    whole: Collection[str] = (),
+    at_least: Mapping[str, int] = {},
     **column: Any,
 ) -> None:
-    """Print a table without frames. Cells below the headings in `whole` are never cut.
+    """Print a table without frames. `column` goes to each rich `Column`.
 
-    `column` goes to each rich `Column`.
+    Cells may be cut to SHORTEST, or to as many columns as `at_least` says for their heading.
     """
     headings, cells = list(headings), [[printable(str(cell)) for cell in row] for row in rows]
     widths = [
@@ -52,16 +53,17 @@ def print_table(
         for heading, *column_cells in zip(headings, *cells, strict=True)
     ]
     shortest = [
-        width if heading in whole else min(width, SHORTEST)
+        min(width, at_least.get(heading, SHORTEST))
         for heading, width in zip(headings, widths, strict=True)
     ]
-    if sum(shortest) + GAP * len(shortest) > console.width:
+    if sum(shortest) + GAP * len(shortest) > console.width:  # the edges have one column each
         _print_transposed(console, headings, cells)
         return
-    # rich takes the room from the widest columns that may wrap; a cell of its own is one line.
-    fixed = [least == width for least, width in zip(shortest, widths, strict=True)]
-    columns = [Column(h, no_wrap=f, **column) for h, f in zip(headings, fixed, strict=True)]
-    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
+    for _ in range(sum(widths) + GAP * len(widths) - console.width):  # take from the widest
+        _, widest = max((w, n) for n, w in enumerate(widths) if w > shortest[n])
+        widths[widest] -= 1
+    columns = [Column(h, width=w, **column) for h, w in zip(headings, widths, strict=True)]
+    table = Table(*columns, box=box.SIMPLE, padding=PADDING, pad_edge=False)
     for row in cells:
         table.add_row(*map(_cell, row))
     console.print(table)
@@ -73,7 +75,7 @@ def _print_transposed(console: Console, headings: list[str], cells: Sequence[lis
     widest = max((cell_len(cell) for row in cells for cell in row), default=1)
     per_table = max(1, room // (widest + GAP))
     for begin in range(0, len(cells), per_table):
-        table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+        table = Table(box=box.SIMPLE, show_header=False, padding=PADDING, pad_edge=False)
         table.add_column(no_wrap=True)
         for name, *values in zip(names, *cells[begin : begin + per_table], strict=True):
             table.add_row(name, *map(_cell, values))

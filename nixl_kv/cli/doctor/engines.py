@@ -100,7 +100,7 @@ def _connect(endpoint: Endpoint) -> Check:
         return error(name, about, FIREWALL)
     except OSError as reason:
         return error(name, f"{reason.strerror}", f"check `ip route get {host}`, and the firewall")
-    return ok(name, f"connected in {duration_text(time.monotonic() - begin)}")
+    return ok(name, f"connected in {(time.monotonic() - begin) * 1000:.1f} ms")
 
 
 def _health(engine: Engine) -> Iterator[Check]:
