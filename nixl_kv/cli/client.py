@@ -125,15 +125,13 @@ def engine_at(
 
     def ask(endpoint: Endpoint) -> EngineAnswer:
         description = describe(endpoint, keys)
-        ranks = [rank.endpoint for rank in description.ranks]
-        questions: dict[Endpoint, messages.Message] = {
-            rank.endpoint: messages.StatusRequest(incarnation=rank.incarnation, request=request)
-            for rank in description.ranks
-        }
-        questions[endpoint] = _ENGINE_STATUS
-        answers = _exchange(questions, messages.Status, keys)
-        pairs = zip(description.ranks, map(answers.__getitem__, ranks), strict=True)
-        return EngineAnswer(where, description, answers[endpoint], list(pairs))
+        status: messages.Status | NixlKVError
+        try:
+            status = engine_status(endpoint, keys)
+        except NixlKVError as error:
+            status = error
+        ranks = rank_statuses(description, keys, request)
+        return EngineAnswer(where, description, status, ranks)
 
     return ask_first(where, ask, option=option)
 
@@ -174,6 +172,21 @@ def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> s
     return answer.former
 
 
+def rank_statuses(
+    description: messages.Description, keys: Keys | None = None, request: str = ""
+) -> list[RankAnswer]:
+    """Ask every rank of an engine for its status, all at once; the answers are in rank order.
+
+    If `request` is not empty, each status has the events of all requests whose id contains it.
+    """
+    questions: dict[Endpoint, messages.Message] = {
+        rank.endpoint: messages.StatusRequest(incarnation=rank.incarnation, request=request)
+        for rank in description.ranks
+    }
+    answers = _exchange(questions, messages.Status, keys)
+    return [(rank, answers[rank.endpoint]) for rank in description.ranks]
+
+
 def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], object]) -> bool:
     """Tell the engine at `HOST:PORT` to drain, then poll it until it has finished.
 
@@ -189,7 +202,7 @@ def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], 
         # Count requests before offers: a request becomes an offer before it leaves the first
         # count, so it is in at least one of the two.
         awaited = ask_first(where, partial(ask_to_drain, keys=keys))
-        answers = [answer for _, answer in engine_at(where, keys).ranks]
+        answers = [answer for _, answer in rank_statuses(describe_at(where, keys), keys)]
         totals = [answer.totals for answer in answers if isinstance(answer, messages.Status)]
         # Each rank has a share of each request, so the ranks' counts do not add up.
         offers, loads = (
