@@ -1,10 +1,12 @@
 """Checks of running engines: whether they answer, how they are, and whether pairs of them fit."""
 
 import itertools
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
@@ -18,7 +20,7 @@ from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.messages import Status
-from nixl_kv.transport.tcp.detect import Place
+from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
 
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
@@ -82,6 +84,8 @@ def check_engine(
             fix = f"here is {mine}; {OTHER_KEY}"
         return None, [*checks, error("answer", str(reason), fix)]
     engine = Engine(answer, is_peer)
+    key = "without a key" if keys is None else f"with the key {keys.fingerprint}"
+    checks.append(ok("key", f"it accepts this host {key}"))
     return engine, [*checks, *_health(engine), *_far_ranks(engine)]
 
 
@@ -180,14 +184,25 @@ def _far_ranks(engine: Engine) -> Iterator[Check]:
             "addresses", f"its ranks listen on {local[0]}, which other hosts cannot reach", fix
         )
         return
-    near = Place.find({})
-    places = [Place.of_peer(rank.agent) for rank in answer.description.ranks]
-    known = [place for place in places if place is not None]
-    if engine.is_peer and "prefill" in engine.roles and known:
-        is_here = all((p.host, p.namespace) == (near.host, near.namespace) for p in known)
-        rdma = "RDMA" if all(p.has_rdma for p in known) else "no usable RDMA"
-        where_text = "on this host" if is_here else "on another host or in another PID namespace"
-        yield ok("place", f"{where_text}, with {rdma}")
+    if engine.is_peer and "prefill" in engine.roles:
+        yield _path_from(answer.description.ranks[0].agent)
+
+
+def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
+    """The transport with which UCX should read a rank from this host, by the rank's metadata."""
+    name = "reads from here"
+    settings = ucx_settings(os.environ, "")
+    own, peer = Place.find(settings, root), Place.of_peer(metadata)
+    if peer is None:
+        return skipped(name, "this rank does not tell where it is")
+    if (own.host, own.namespace) == (peer.host, peer.namespace):
+        return ok(name, "it is on this host, so UCX should use shared memory or cuda_ipc")
+    where = "on this host in another PID namespace" if own.host == peer.host else "on another host"
+    if own.has_rdma == peer.has_rdma:
+        return ok(name, f"it is {where}, so UCX should use {'RDMA' if own.has_rdma else 'TCP'}")
+    lacking = "this host" if peer.has_rdma else "it"
+    about = f"it is {where}, and {lacking} has no usable RDMA device, so UCX uses TCP"
+    return warning(name, about, "run `nixl-kv doctor` there, and look at RDMA")
 
 
 def check_reverse(engines: Sequence[Engine]) -> Iterator[Check]:
@@ -196,33 +211,25 @@ def check_reverse(engines: Sequence[Engine]) -> Iterator[Check]:
     if own is None or "prefill" not in own.roles:
         return
     for peer in engines:
-        if not peer.is_peer or "decode" not in peer.roles:
-            continue
-        name, mine = f"{peer.name} to here", own.answer.description.engine
-        records = [*_lists(peer, "peers"), *_lists(peer, "circuits")]
-        states = {
-            str(record.get("state")): record for record in records if record.get("engine") == mine
-        }
-        bad = next(
-            (
-                states[state]
-                for state in ("OPEN", "HALF_OPEN", "UNREADABLE", "BACKOFF")
-                if state in states
-            ),
-            None,
-        )
-        if bad is not None:
-            about = f"cannot use {own.name}: {bad.get('state')}; {bad.get('detail')}"
-            yield error(
-                name,
-                about,
-                f"run `nixl-kv doctor --peer {own.answer.where}` on its host; {FIREWALL}",
-            )
-        elif "READY" in states:
-            yield ok(name, f"it reads from {own.name}")
-        else:
-            about = f"it has not read from {own.name} yet, or not for ten minutes"
-            yield skipped(name, f"{about}; run `nixl-kv doctor --peer {own.answer.where}` there")
+        if peer.is_peer and "decode" in peer.roles:
+            yield _reverse(own, peer)
+
+
+def _reverse(own: Engine, peer: Engine) -> Check:
+    name, mine = f"{peer.name} to here", own.answer.description.engine
+    command = f"`nixl-kv doctor --peer {own.answer.where}`"
+    circuits = [each for each in _lists(peer, "circuits") if each.get("engine") == mine]
+    unusable = [each for each in _unusable(peer) if each.get("engine") == mine]
+    for record in unusable:
+        about = f"it cannot use {own.name}: {record.get('state')}; {record.get('detail')}"
+        return error(name, about, f"run {command} on its host; {FIREWALL}")
+    for record in circuits:  # a circuit is there until a read succeeds
+        about = f"its last attempt to reach {own.name} failed: {record.get('detail')}"
+        return warning(name, about, f"run {command} on its host")
+    if any(each.get("engine") == mine for each in _lists(peer, "peers")):
+        return ok(name, f"it reads from {own.name}")
+    about = f"it has not read from {own.name} for ten minutes, if ever"
+    return skipped(name, f"{about}; run {command} there")
 
 
 def check_pairs(engines: Sequence[Engine]) -> Iterator[Check]:

@@ -1,7 +1,9 @@
 """`nixl-kv doctor` asks engines that run, and reads memory between two processes."""
 
+import itertools
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from nixl_kv.cli.doctor import engines
 from nixl_kv.cli.doctor.self_test import check_reads
 from nixl_kv.config import Config
 from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.protocol.breaker import State
+from nixl_kv.transport.tcp.detect import Place
 from nixl_kv.transport.zmq import ZmqControl
 from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
@@ -47,7 +51,7 @@ def test_engines_that_fit_are_fine(make_engine: MakeEngine) -> None:
     at, peer = address(prefill), address(decode)
     checks = examined(f"--at {at} --peer {peer}")
     of_engines = {k: v for k, v in checks.items() if at in k[0] or peer in k[0]}
-    assert {each["verdict"] for each in of_engines.values()} == {"ok"}
+    assert {each["verdict"] for each in of_engines.values()} == {"ok"}, of_engines
     assert "all 2 answer" in checks[f"engine {at}", "ranks"]["detail"]
     together = {k[1]: v for k, v in checks.items() if k[0] == "engines together"}
     assert together["engine 'D' to here"]["detail"] == "it reads from engine 'P'"
@@ -92,6 +96,7 @@ def test_another_key_is_named_with_both_fingerprints_to_compare(
     assert read_key_file(tmp_path / "mine").fingerprint in answer["fix"]
     accepted = examined(f"--peer {where} --key-file {tmp_path / 'theirs'}")
     assert accepted[f"peer {where}", "answer"]["verdict"] == "ok"
+    assert theirs.fingerprint in accepted[f"peer {where}", "key"]["detail"]
 
 
 def test_a_port_where_nothing_listens_is_told_from_a_firewall(
@@ -140,11 +145,21 @@ def test_an_unreachable_prefill_is_seen_from_its_side(make_engine: MakeEngine) -
     described_at, port = address(prefill), prefill.directory.port
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
-    for number in (1, 2):
+    deadline = time.monotonic() + 60.0
+    for number in itertools.count():  # a peer that failed is forgotten after a second
         ticket = msgspec.structs.replace(prefill.offer(f"p{number}", [TABLE], TOKENS), port=closed)
         decode.prepare_load(f"d{number}", ticket)
         decode.start_load(f"d{number}", [TABLE], range(TOKENS))
         assert "cannot connect" in str(decode.wait_failure(f"d{number}"))
+        if not number:
+            checks = examined(f"--at {described_at} --peer {address(decode)}")
+            reverse = checks["engines together", "engine 'D' to here"]
+            assert reverse["verdict"] in ("warning", "error")
+        circuits = decode.ranks[0].parts.decode.breaker.circuits
+        if any(circuit.state is not State.CLOSED for circuit in circuits.values()):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert port != closed
     checks = examined(f"--at {described_at} --peer {address(decode)}")
     reverse = checks["engines together", "engine 'D' to here"]
@@ -169,6 +184,30 @@ def test_engines_that_do_not_fit_are_an_error(make_engine: MakeEngine, trouble: 
     assert check["verdict"] == "error"
     words = "num_hidden_layers is '3' here and '4' there" if trouble == "model" else "'step 8'"
     assert words in check["detail"]
+
+
+@pytest.mark.parametrize(
+    ("place", "verdict", "words"),
+    [
+        (Place("here", "ns", has_rdma=False), "ok", "shared memory"),
+        (
+            Place("here", "other", has_rdma=False),
+            "ok",
+            "another PID namespace, so UCX should use TCP",
+        ),
+        (Place("there", "ns", has_rdma=False), "ok", "on another host, so UCX should use TCP"),
+        (Place("there", "ns", has_rdma=True), "warning", "this host has no usable RDMA device"),
+        (None, "skipped", "does not tell where it is"),
+    ],
+    ids=["host", "container", "TCP", "RDMA", "unknown"],
+)
+def test_the_transport_that_ucx_should_choose_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: Place | None, verdict: str, words: str
+) -> None:
+    here = Place("here", "ns", has_rdma=False)
+    monkeypatch.setattr(engines.Place, "find", lambda *_: here)
+    check = engines._path_from(b"metadata" + (place.suffix() if place else b""))
+    assert (check.verdict.value, words in check.detail) == (verdict, True)
 
 
 # --- the self-test
