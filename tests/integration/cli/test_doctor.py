@@ -214,7 +214,8 @@ def test_the_transport_that_ucx_should_choose_is_named(
 
 
 @pytest.mark.nixl
-def test_two_processes_read_each_other() -> None:
+def test_two_processes_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_kv.cli.doctor.self_test.STEP_TIMEOUT_S", 300.0)  # a busy machine
     checks = {check.name: check for check in check_reads(Config(), 0)}
     for name in ("64 MiB of host memory", "64 MiB of host memory over TCP alone"):
         assert checks[name].verdict.value in ("ok", "warning"), checks[name]  # a busy machine
