@@ -78,6 +78,12 @@ def write_key_file(path: str | Path) -> Keys:
         _write_new(path, root)
     except (OSError, ValueError) as error:
         message = f"cannot write a key to {str(path)!r}: {_reason(error)}"
+        folder = Path(path).absolute().parent
+        if isinstance(error, FileNotFoundError) and not folder.is_dir():
+            message = (
+                f"cannot write a key to {str(path)!r}: its folder {str(folder)!r} does not exist; "
+                "make it with `mkdir -p`"
+            )
         raise ConfigError(f"{message}; allowed: the path of a new file") from error
     return Keys.derive(root)
 

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
@@ -30,8 +31,24 @@ ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P
 
 T = TypeVar("T")
 
+_ENGINE_STATUS: Final = messages.StatusRequest(incarnation=ANY_INCARNATION)
+
 RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
 """A rank with its status, or with the error that came instead."""
+
+
+class NoAnswer(ValueError):  # noqa: N818 - a fact about an engine, not a failure of the tool
+    """The engine did not answer, or refused. Names the option, the address and each error."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """All that a running engine tells of itself."""
+
+    where: str  # HOST:PORT
+    description: messages.Description
+    status: messages.Status | NixlKVError
+    ranks: list[RankAnswer]  # in rank order
 
 
 def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
@@ -81,7 +98,8 @@ def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str = "--at")
     """Call `ask` with each endpoint of `HOST:PORT` until one answers, and return that answer.
 
     Raises:
-        ValueError: no endpoint answered; names the option, the address and each error.
+        ValueError: `where` is not an address.
+        NoAnswer: no endpoint answered.
     """
     errors: list[str] = []
     for endpoint in endpoints_at(where, option=option):
@@ -89,11 +107,33 @@ def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str = "--at")
             return ask(endpoint)
         except NixlKVError as error:  # noqa: PERF203 - the next endpoint may answer
             errors.append(str(error))
-    raise ValueError(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
+    raise NoAnswer(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
 
 
 def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messages.Description:
     return ask_first(where, partial(describe, keys=keys), option=option)
+
+
+def engine_at(
+    where: str, keys: Keys | None, request: str = "", *, option: str = "--at"
+) -> EngineAnswer:
+    """Ask the engine at `HOST:PORT` and all its ranks for all that they tell.
+
+    Raises:
+        ValueError: `where` is not an address, or the engine does not answer (`NoAnswer`).
+    """
+
+    def ask(endpoint: Endpoint) -> EngineAnswer:
+        description = describe(endpoint, keys)
+        status: messages.Status | NixlKVError
+        try:
+            status = engine_status(endpoint, keys)
+        except NixlKVError as error:
+            status = error
+        ranks = rank_statuses(description, keys, request)
+        return EngineAnswer(where, description, status, ranks)
+
+    return ask_first(where, ask, option=option)
 
 
 # These functions raise a NixlKVError if the engine does not answer or refuses.
@@ -102,6 +142,13 @@ def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messa
 def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
     question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
     return _ask(endpoint, question, messages.Description, keys)
+
+
+def engine_status(
+    endpoint: Endpoint, keys: Keys | None = None, *, timeout_s: float | None = None
+) -> messages.Status:
+    """The status of an engine without that of its ranks, also while it starts."""
+    return _ask(endpoint, _ENGINE_STATUS, messages.Status, keys, timeout_s)
 
 
 def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
@@ -177,16 +224,26 @@ def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], 
         time.sleep(DRAIN_POLL_S)
 
 
-def _ask(endpoint: Endpoint, question: messages.Message, kind: type[T], keys: Keys | None) -> T:
-    answer = _exchange({endpoint: question}, kind, keys)[endpoint]
+def _ask(
+    endpoint: Endpoint,
+    question: messages.Message,
+    kind: type[T],
+    keys: Keys | None,
+    timeout_s: float | None = None,
+) -> T:
+    answer = _exchange({endpoint: question}, kind, keys, timeout_s)[endpoint]
     if isinstance(answer, NixlKVError):
         raise answer
     return answer
 
 
 def _exchange(
-    questions: Mapping[Endpoint, messages.Message], kind: type[T], keys: Keys | None
+    questions: Mapping[Endpoint, messages.Message],
+    kind: type[T],
+    keys: Keys | None,
+    timeout_s: float | None = None,
 ) -> dict[Endpoint, T | NixlKVError]:
+    timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
     answers: dict[Endpoint, T | NixlKVError] = {}
     control = ZmqControl(keys)
     try:
@@ -195,7 +252,7 @@ def _exchange(
                 control.send(endpoint, messages.encode(question))
             except TransportError as error:  # noqa: PERF203 - other endpoints may be reachable
                 answers[endpoint] = error
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while len(answers) < len(questions) and (left_s := deadline - time.monotonic()) > 0:
             for item in control.poll(left_s):
                 match item:
@@ -205,7 +262,7 @@ def _exchange(
                         answers.setdefault(item.endpoint, TransportError(item.reason))
     finally:
         control.close()
-    silence = TransportError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+    silence = TransportError(f"no answer within {timeout_s:g} s")
     return {endpoint: answers.get(endpoint, silence) for endpoint in questions}
 
 

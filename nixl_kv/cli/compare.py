@@ -13,13 +13,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.cli.status import (
-    engine_text,
-    num_bytes_text,
-    plain_table,
-    print_line,
-    wide_console,
-)
+from nixl_kv.cli.status import engine_text
+from nixl_kv.cli.tables import num_bytes_text, open_console, print_line, print_table
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import ABSENT, BlockIds, CacheLayout, Group, Region, Table, entries
 from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, Share, plan
@@ -202,7 +197,7 @@ def _kv_groups(layout: CacheLayout) -> list[Group]:
 
 
 def print_comparison(comparison: Figures) -> None:
-    console = wide_console()
+    console = open_console()
     print_line(console, f"prefill: {comparison['prefill']}")
     print_line(console, f"decode:  {comparison['decode']}")
     periods = {link["period"] for link in comparison["links"]}
@@ -211,7 +206,7 @@ def print_comparison(comparison: Figures) -> None:
     states = [_state_row(link, part) for link in comparison["links"] for part in link["state"]]
     for rows in filter(None, (links, states)):
         cells = (row.values() for row in rows)
-        console.print(plain_table(rows[0], cells, justify="right", no_wrap=True))
+        print_table(console, rows[0], cells, justify="right")
     for line in _notes(comparison):
         print_line(console, line)
 

@@ -2,6 +2,8 @@
 
 | command       | 0                           | 1                          | 2                    |
 |---------------|-----------------------------|----------------------------|----------------------|
+| `doctor`      | all checks passed           | there are warnings         | errors, or bad option |
+| `ready`       | the engine serves           | it does not                | bad option           |
 | `plan`        | decode can read prefill     | it cannot                  | bad option, no answer |
 | `status`      | all ranks answered          | some ranks did not         | bad option, no answer |
 | `drain`       | the engine has finished     | it has not, in time        | bad option, no answer |
@@ -12,52 +14,42 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final
 
 import typer
 
+import nixl_kv
 from nixl_kv.cli import client, compare
 from nixl_kv.cli import status as status_report
+from nixl_kv.cli.doctor.command import doctor
+from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, errors_exit, fail
+from nixl_kv.cli.tables import duration_text, open_console
 from nixl_kv.config import weights_label
-from nixl_kv.errors import ConfigError, IncompatiblePeer, printable
-from nixl_kv.keys import write_key_file
+from nixl_kv.keys import Keys, write_key_file
 
-FAILED: Final = 1
-BAD_INPUT: Final = 2
+READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
 
-MAX_ERROR: Final = 10_000
-"""Characters of an error message, parts of which the engine may have sent."""
-
-AT_HELP: Final = "The address of the engine's directory, which the engine logs at start."
-
-At: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help=f"{AT_HELP} Default: the address of an engine with the same environment variables.",
-    ),
-]
-KeyFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        help="The file with the engine's key. Default: the key in NIXL_KV_KEY, else the key that "
-        "all engines of this user on this host share."
-    ),
-]
-Insecure: TypeAlias = Annotated[
-    bool, typer.Option("--insecure", help="The engine runs with `insecure` and has no key.")
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")]
-
-app = typer.Typer(name="nixl-kv", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(name="nixl-kv", pretty_exceptions_enable=False)
+app.command()(doctor)
 
 
-@app.callback()
-def main() -> None:
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and exit.")
+    ] = False,
+) -> None:
     """Tools for nixl_kv, the KV-cache connector for vLLM."""
+    if version:
+        typer.echo(f"nixl-kv {nixl_kv.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -81,7 +73,7 @@ def plan(
 
     Shows which decode rank reads which prefill rank. Nothing is transferred.
     """
-    with _errors_exit():
+    with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
         prefill = client.describe_at(prefill_at, keys, option="--prefill-at")
         decode = client.describe_at(decode_at, keys, option="--decode-at")
@@ -102,24 +94,74 @@ def status(
         str | None,
         typer.Option(metavar="ID", help="Show the events of all requests whose id contains this."),
     ] = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again, until Ctrl-C."),
+    ] = None,
     *,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the state of a running engine, and the history of a request.
+    """Show the state of a running engine, its failures, and the history of a request.
 
-    Lists the peers, links, offers and loads of each rank, and what each of them waits for.
+    Lists the peers, links, offers and loads of each rank, what each of them waits for, and the
+    failures of the last hour by peer and reason.
     """
-    with _errors_exit():
+    with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
-        description = client.describe_at(at, keys)
-    answers = client.rank_statuses(description, keys, request or "")
+        client.endpoints_at(at, option="--at")
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end --watch
+        while watch is not None:
+            open_console().clear()
+            typer.echo(f"every {duration_text(watch)}, {status_report.time_text(time.time())}")
+            with contextlib.suppress(typer.Exit), errors_exit():
+                _show_status(at, keys, request, as_json=as_json)
+            time.sleep(watch)
+    if watch is None:
+        with errors_exit():
+            has_all = _show_status(at, keys, request, as_json=as_json)
+        if not has_all:
+            raise typer.Exit(FAILED)
+
+
+def _show_status(at: str, keys: Keys | None, request: str | None, *, as_json: bool) -> bool:
+    """Whether all ranks answered."""
+    answer = client.engine_at(at, keys, request or "")
     if as_json:
-        typer.echo(json.dumps(status_report.status_as_json(description, answers), indent=2))
+        typer.echo(json.dumps(status_report.status_as_json(answer), indent=2))
     else:
-        status_report.print_status(description, answers, request)
-    if any(isinstance(answer, Exception) for _, answer in answers):
-        raise typer.Exit(FAILED)
+        status_report.print_status(open_console(), answer, request)
+    return not any(isinstance(status, Exception) for _, status in answer.ranks)
+
+
+@app.command()
+def ready(
+    at: At = None,
+    key_file: KeyFile = None,
+    *,
+    insecure: Insecure = False,
+) -> None:
+    """Exit with 0 if an engine is described and does not drain, for a readiness probe.
+
+    Otherwise prints why, and exits with 1. The engine has 0.8 s to answer.
+    """
+    with errors_exit():
+        where = at or client.own_address(os.environ)
+        keys = client.read_keys(key_file, insecure=insecure)
+        ask = partial(client.engine_status, keys=keys, timeout_s=READY_TIMEOUT_S)
+        try:
+            answer = client.ask_first(where, ask)
+        except client.NoAnswer as error:
+            fail(f"not ready: {error}")
+    engine, draining_s = answer.facts.get("engine"), answer.facts.get("draining_s")
+    if engine is None:
+        fail("not ready: the engine is still starting")
+    if isinstance(draining_s, float):
+        fail(
+            f"not ready: engine {engine} has been draining for {duration_text(draining_s)}; "
+            "`nixl-kv drain --undo` ends this"
+        )
+    typer.echo(f"ready: engine {engine}, {answer.totals.get('ranks')} ranks")
 
 
 @app.command()
@@ -140,7 +182,7 @@ def drain(
     The engine offers no request that arrives from now on. It keeps earlier offers until decode has
     read them or they expire.
     """
-    with _errors_exit():
+    with errors_exit():
         where = at or client.own_address(os.environ)
         keys = client.read_keys(key_file, insecure=insecure)
         if undo:
@@ -164,7 +206,7 @@ def set_weights(
 
     Decode reads KV only from a prefill engine with the same label.
     """
-    with _errors_exit():
+    with errors_exit():
         where = at or client.own_address(os.environ)
         weights = weights_label("LABEL", label)
         ask = partial(client.set_weights, weights=weights, keys=client.read_keys(key_file))
@@ -177,7 +219,7 @@ def keygen(
     path: Annotated[Path, typer.Argument(help="A new file. An existing file is an error.")],
 ) -> None:
     """Generate the key that all prefill and decode engines share."""
-    with _errors_exit():
+    with errors_exit():
         keys = write_key_file(path)
     typer.echo(
         f"{path} contains a new key with the fingerprint {keys.fingerprint}. Anyone who can read "
@@ -188,13 +230,3 @@ def keygen(
         f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
         "Each engine logs the fingerprint of its key at start."
     )
-
-
-@contextlib.contextmanager
-def _errors_exit() -> Iterator[None]:
-    """Print an error to stderr, and exit with its status."""
-    try:
-        yield
-    except (ValueError, ConfigError, IncompatiblePeer) as error:
-        typer.echo(f"error: {printable(str(error), MAX_ERROR)}", err=True)
-        raise typer.Exit(FAILED if isinstance(error, IncompatiblePeer) else BAD_INPUT) from error

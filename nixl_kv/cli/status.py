@@ -1,21 +1,18 @@
 """Prints the status of a running engine, for people or as JSON.
 
 A status is an open record (`protocol.messages.Status`): each of its lists becomes a table, and the
-keys of the records become columns. A key that `engine/engine.py` adds shows up here by itself. All
-texts may come from clients and peers, so control characters are escaped.
-
-`nixl-kv plan` prints its tables with the functions at the end of this file.
+keys of the records become columns. A key that `engine/status.py` adds shows up here by itself.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final, TypeAlias
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
-from nixl_kv.cli.client import RankAnswer
+from nixl_kv.cli.client import EngineAnswer
+from nixl_kv.cli.tables import duration_text, num_bytes_text, print_line, print_table
 from nixl_kv.errors import printable
 from nixl_kv.protocol.messages import MAX_LISTED, Description, Status
 
@@ -24,47 +21,56 @@ Record: TypeAlias = Mapping[str, Any]
 STORY: Final = "story"
 """The list with the events of the requests that were asked for."""
 
-MINUTE_S: Final = 60
-KIB: Final = 1024
+FAILURES: Final = "failures"
+"""The list of an engine's or a rank's faults in the last hour."""
 
-MIN_WIDTH: Final = 200
-"""Columns. On a narrower terminal lines wrap; rich would drop figures instead."""
+# vLLM generates such an engine id if the operator sets none.
+UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+DETAIL: Final = "detail"
+OF_ENGINES: Final = frozenset({"engine", "peer", "endpoint", "detail", "waits_for"})
 
 
-def print_status(
-    description: Description, answers: Sequence[RankAnswer], request: str | None
-) -> None:
-    """Print the answers of an engine's ranks, which are in rank order.
+def print_status(console: Console, answer: EngineAnswer, request: str | None) -> None:
+    """Print the answers of an engine and its ranks.
 
     If `request`, a part of a request id, is not None, the matching events follow.
     """
-    console = wide_console()
-    print_line(console, f"engine {engine_text(description)}")
-    for number, (rank, answer) in enumerate(answers):
+    print_line(console, f"engine {engine_text(answer.description)}")
+    for line in _state_lines(answer):
+        print_line(console, line)
+    failures = merged_failures(answer)
+    if failures:
+        print_line(console, "failures in the last hour:")
+        _print_records(console, failures)
+    for number, (rank, status) in enumerate(answer.ranks):
         console.print()
         start = f"rank {number} at {rank.endpoint}"
-        if not isinstance(answer, Status):
-            print_line(console, f"{start} gives no status: {answer}")
+        if not isinstance(status, Status):
+            print_line(console, f"{start} gives no status: {status}")
             continue
-        totals = ", ".join(f"{name} {count:,}" for name, count in answer.totals.items())
-        uptime = _cell_text("uptime_s", answer.facts.get("uptime_s"))
-        print_line(console, f"{start}: {answer.facts.get('roles')}; up for {uptime}; {totals}")
-        _print_lists(console, answer)
+        totals = ", ".join(f"{name} {count:,}" for name, count in status.totals.items())
+        uptime = _cell_text("uptime_s", status.facts.get("uptime_s"))
+        print_line(console, f"{start}: {status.facts.get('roles')}; up for {uptime}; {totals}")
+        _print_lists(console, status)
     if request is not None:
         console.print()
-        _print_story(console, answers, request)
+        _print_story(console, answer, request)
 
 
-def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> Record:
-    """All fields. A rank that gave no status has the key `error` instead."""
+def status_as_json(answer: EngineAnswer) -> Record:
+    """All fields. An engine or a rank that gave no status has the key `error` instead."""
     ranks: list[Record] = []
-    for number, (rank, answer) in enumerate(answers):
-        if isinstance(answer, Status):
-            own = {"incarnation": answer.incarnation, "totals": answer.totals}
-            fields = {**own, **answer.facts, **answer.lists}
+    for number, (rank, status) in enumerate(answer.ranks):
+        if isinstance(status, Status):
+            own = {"incarnation": status.incarnation, "totals": status.totals}
+            fields = {**own, **status.facts, **status.lists}
         else:
-            fields = {"error": str(answer)}
+            fields = {"error": str(status)}
         ranks.append({**fields, "rank": number, "endpoint": rank.endpoint})
+    description, own_status = answer.description, answer.status
+    state: Record = {"error": str(own_status)}
+    if isinstance(own_status, Status):
+        state = {**own_status.facts, **own_status.lists}
     return {
         "engine": description.engine,
         "incarnation": description.incarnation,
@@ -72,31 +78,80 @@ def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> R
         "extras": description.extras,
         "tp": description.shape.tp,
         "pp": description.shape.pp,
+        "status": state,
         "ranks": ranks,
     }
 
 
+def _state_lines(answer: EngineAnswer) -> Iterable[str]:
+    status = answer.status
+    if not isinstance(status, Status):
+        yield f"the engine gives no status: {status}"
+        return
+    facts = status.facts
+    weights = f"; weights {facts.get('weights')!r}" if facts.get("weights") else ""
+    uptime = _cell_text("uptime_s", facts.get("uptime_s"))
+    yield f"nixl_kv {facts.get('version')}; up for {uptime}{weights}"
+    draining_s = facts.get("draining_s")
+    if draining_s is not None:
+        yield (
+            f"DRAINING for {_cell_text('draining_s', draining_s)}: it offers no new request, so "
+            f"decode computes them; {facts.get('num_awaited')} earlier requests are not offered "
+            "yet; `nixl-kv drain --undo` ends this"
+        )
+    if UUID.fullmatch(answer.description.engine):
+        yield "to give it a name, set engine_id in its --kv-transfer-config"
+
+
+def merged_failures(answer: EngineAnswer) -> list[Record]:
+    """The faults of an engine and its ranks in the last hour, most frequent first.
+
+    Each rank has a share of each request, so the ranks' counts do not add up: the largest counts.
+    """
+    found: dict[tuple[str, str], Record] = {}
+    for status in (answer.status, *(status for _, status in answer.ranks)):
+        for record in status.lists.get(FAILURES, ()) if isinstance(status, Status) else ():
+            kind = str(record.get("peer")), str(record.get("reason"))
+            if kind not in found or _number(found[kind]) < _number(record):
+                found[kind] = record
+    return sorted(found.values(), key=_number, reverse=True)
+
+
+def _number(record: Record, key: str = "num_last_hour") -> float:
+    number = record.get(key)
+    return float(number) if isinstance(number, int | float) else 0.0
+
+
 def _print_lists(console: Console, status: Status) -> None:
     for name, records in status.lists.items():
-        if name == STORY or not records:
+        if name in (STORY, FAILURES) or not records:
             continue
         total = status.totals.get(name, 0)
         bound = f" (the first {MAX_LISTED:,} of {total:,})" if total > MAX_LISTED else ""
         print_line(console, f"{name}{bound}:")
-        keys = list(dict.fromkeys(key for record in records for key in record))
-        rows = ([_cell_text(key, record.get(key)) for key in keys] for record in records)
-        console.print(plain_table(map(_heading, keys), rows, overflow="fold"))
+        _print_records(console, records)
 
 
-def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) -> None:
-    statuses = [answer for _, answer in answers if isinstance(answer, Status)]
+def _print_records(console: Console, records: Sequence[Record]) -> None:
+    """A table, and below it the records' details, which are too long for a column."""
+    keys = list(dict.fromkeys(key for record in records for key in record if key != DETAIL))
+    rows = ([_cell_text(key, record.get(key)) for key in keys] for record in records)
+    print_table(console, map(_heading, keys), rows)
+    for record in records:
+        if detail := _cell_text(DETAIL, record.get(DETAIL)):
+            names = (_cell_text(key, record.get(key)) for key in ("engine", "peer", "reason"))
+            print_line(console, f"  {', '.join(filter(None, names))}: {detail}")
+
+
+def _print_story(console: Console, answer: EngineAnswer, request: str) -> None:
+    statuses = [status for _, status in answer.ranks if isinstance(status, Status)]
     events = [
         {**event, "rank": status.facts.get("rank")}
         for status in statuses
         for event in status.lists.get(STORY, ())
     ]
     events.sort(key=_time)
-    kept_since = max((_time(status.facts, "events_since") for status in statuses), default=0.0)
+    kept_since = max((_number(status.facts, "events_since") for status in statuses), default=0.0)
     line = f"{len(events):,} events of requests whose id contains {request!r}"
     if kept_since:
         line += f"; events are kept since {time_text(kept_since)}"
@@ -107,95 +162,68 @@ def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) 
             "Either the events were dropped as too old, or the engine started no transfer: then "
             "its log says why it refused the ticket.",
         )
+    requests = {str(event.get("request")) for event in events} - {""}
     if events:
-        headings = ("time", "after", "rank", "request", "peer", "states", "cause", "bytes")
+        days = {time_text(_time(event))[:10] for event in events}
         pairs = zip(events, [events[0], *events], strict=False)
-        rows = (_event_row(event, _time(previous)) for event, previous in pairs)
-        console.print(plain_table(headings, rows, overflow="fold"))
+        rows = [_event_row(event, _time(before), is_long=len(days) > 1) for event, before in pairs]
+        left_out = {name for name in ("rank",) if len({row[name] for row in rows}) == 1}
+        if len(requests) == 1:
+            print_line(console, f"request {requests.pop()}")
+            left_out.add("request")
+        if len(days) == 1:
+            print_line(console, f"on {days.pop()}, in local time:")
+        names = [name for name in rows[0] if name not in left_out]
+        cells = ([row[name] for name in names] for row in rows)
+        print_table(console, names, cells, at_least={"time": 12, "states": 20})
 
 
-def _event_row(event: Record, previous: float) -> Sequence[str]:
+def _event_row(event: Record, previous: float, *, is_long: bool) -> Mapping[str, str]:
     before, after = event.get("before"), event.get("after")
-    return (
-        time_text(_time(event)),
-        f"{_time(event) - previous:.3f} s",
-        f"{event.get('rank')}",
-        f"{event.get('request')}",
-        f"{event.get('peer')}",
-        f"{before} -> {after}" if before else f"{after}",
-        f"{event.get('cause')}",
-        _cell_text("num_bytes", event.get("num_bytes") or None),
-    )
+    time, num_bytes = time_text(_time(event)), event.get("num_bytes") or None
+    details = f"{event.get('cause')}", _cell_text("num_bytes", num_bytes)
+    return {
+        "time": time if is_long else time[11:23],
+        "after": f"{_time(event) - previous:.3f} s",
+        "rank": f"{event.get('rank')}",
+        "request": f"{event.get('request')}",
+        "states": f"{before} -> {after}" if before else f"{after}",
+        "cause": ", ".join(filter(None, details)),
+        "peer": _cell_text("peer", f"{event.get('peer')}"),
+    }
 
 
-def _time(record: Record, key: str = "time") -> float:
-    time = record.get(key)
-    return float(time) if isinstance(time, int | float) else 0.0
+def _time(record: Record) -> float:
+    return _number(record, "time")
 
 
 def _heading(key: str) -> str:
     """The column heading of a key, without the unit that the cells show."""
-    return printable(key.removeprefix("num_").removesuffix("_s").replace("_", " "))
+    name = key.removeprefix("num_").removesuffix("_s").removesuffix("_ago")
+    return printable(name.replace("_", " "))
 
 
 def _cell_text(key: str, value: object) -> str:
     """Format one value. The key's affixes say what the value counts."""
     if value is None:
-        return "no limit" if key.endswith("_in_s") else ""
+        return "no limit" if key in ("ends_in_s", "late_in_s") else ""
     if isinstance(value, list):
         return ", ".join(" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in value)
     if not isinstance(value, int | float):
-        return str(value)
+        text = str(value)
+        return UUID.sub(r"\1", text).replace("tcp://", "") if key in OF_ENGINES else text
     if key == "num_bytes":
         return num_bytes_text(value)
+    if key.endswith("_ago_s"):
+        return f"{duration_text(value)} ago"
     if key.endswith("_s"):
         return duration_text(value) if value >= 0 else f"{duration_text(-value)} ago"
     return f"{value:,}"
 
 
-def duration_text(seconds: float) -> str:
-    """Such as "0.25 s", "12 min 5 s" or "3 h 7 min"."""
-    if round(seconds) < MINUTE_S:
-        return f"{round(seconds, 3 if seconds < 1 else 1):g} s"
-    minutes, rest_s = divmod(round(seconds), MINUTE_S)
-    if minutes < MINUTE_S:
-        return f"{minutes} min {rest_s} s"
-    return f"{minutes // MINUTE_S:,} h {minutes % MINUTE_S} min"
-
-
 def time_text(time: float) -> str:
     """Local time with milliseconds and the UTC offset. `time` is in seconds since the epoch."""
     return datetime.fromtimestamp(time, timezone.utc).astimezone().isoformat(" ", "milliseconds")
-
-
-# --- also used by `nixl-kv plan`
-
-
-def wide_console() -> Console:
-    width = max(Console().width, MIN_WIDTH)
-    return Console(highlight=False, markup=False, emoji=False, width=width)
-
-
-def print_line(console: Console, text: str) -> None:
-    # Peers chose parts of the text, so escape control characters.
-    console.print(printable(text), soft_wrap=True)
-
-
-def plain_table(headings: Iterable[str], rows: Iterable[Iterable[object]], **column: Any) -> Table:
-    """A table without frames. `column` goes to each rich `Column`; cells are escaped."""
-    table = Table(*(Column(h, **column) for h in headings), box=box.SIMPLE, pad_edge=False)
-    for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
-    return table
-
-
-def num_bytes_text(count: float) -> str:
-    """Format bytes in the largest unit with a value of at least 1, with up to two decimals."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < KIB:
-            return f"{count:.2f}".rstrip("0").rstrip(".") + f" {unit}"
-        count /= KIB
-    return f"{count:,.2f} TiB"
 
 
 def engine_text(engine: Description) -> str:

@@ -135,7 +135,7 @@ class Scheduler:
         try:
             self._dispatch(request)
         except TicketRefused as error:
-            outcome = self._refuse(request, error.reason)
+            outcome = self._refuse(request, error.reason, str(error))
             logger.warning("request %s %s: %s", request.request_id, outcome, error)
 
     # For each waiting request, in each step until it is allocated.
@@ -326,6 +326,7 @@ class Scheduler:
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
+                self._note("no_ticket")
                 logger.info(
                     "request %s is computed here: its kv_transfer_params have no ticket",
                     request.request_id,
@@ -349,16 +350,22 @@ class Scheduler:
                 "role",
             )
         elif _is_in_tree(fields):
-            outcome = self._refuse(request, "other_connector")
             engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
+            outcome = self._refuse(request, "other_connector", f"engine {engine} at {host}")
             self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, engine, host)
         else:
             self._decode.on_new_request(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
 
-    def _refuse(self, request: Request, reason: str) -> str:
+    def _note(self, reason: str, detail: str = "") -> None:
+        """Add to the history that `nixl-kv status` shows."""
+        if self._directory is not None:
+            self._directory.history.count(reason, detail=detail)
+
+    def _refuse(self, request: Request, reason: str, detail: str) -> str:
         """Do what on_load_failure says; returns that in words."""
+        self._note(f"ticket_{reason}", detail)
         request_id = RequestId(request.request_id)
         self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
         if self._recomputes or not self._is_decode:

@@ -1,7 +1,8 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
-weights; the scheduler reads both in its next step. Draining takes an engine out of service, so only
+weights; the scheduler reads both in its next step. The status that it answers to tools is an open
+record, like a rank's (`engine/status.py`). Draining takes an engine out of service, so only
 a sender that has proved the key may order it, or, without a key, a process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+import nixl_kv
 from nixl_kv.addresses import is_local
+from nixl_kv.engine.history import History
 from nixl_kv.errors import (
     ForeignVersion,
     LimitedLog,
@@ -86,6 +89,8 @@ class DirectoryServer:
         self.count_awaited = count_awaited
         self.weights = weights
         self._has_key = has_key
+        self.history = History()  # of the scheduler; ranks keep their own
+        self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
@@ -135,6 +140,8 @@ class DirectoryServer:
                 return messages.encode(self._drain(message, item.stranger))
             case messages.SetWeights():
                 return messages.encode(self._set_weights(message))
+            case messages.StatusRequest():
+                return messages.encode(self._status())
             case messages.Describe():
                 return self._describe(message)
 
@@ -150,6 +157,7 @@ class DirectoryServer:
         elif self.is_draining and message.undo:
             logger.warning("this engine no longer drains: it offers requests again")
         elif not self.is_draining and not message.undo:
+            self._drained_at = time.monotonic()
             logger.warning(
                 "this engine drains: requests that arrive from now on are not offered "
                 "(nixl-kv drain --undo ends this)"
@@ -158,6 +166,22 @@ class DirectoryServer:
             self.is_draining = not message.undo
         return messages.Draining(
             incarnation=self._life, num_awaited=self.count_awaited(), is_refused=is_refused
+        )
+
+    def _status(self) -> messages.Status:
+        now, own = time.monotonic(), self._published
+        return messages.Status(
+            incarnation=self._life,
+            facts={
+                "engine": None if own is None else own[0].engine,  # None while it starts
+                "version": nixl_kv.__version__,
+                "uptime_s": now - self._started_at,
+                "draining_s": now - self._drained_at if self.is_draining else None,
+                "num_awaited": self.count_awaited(),  # requests that will be offered
+                "weights": self.weights,
+            },
+            totals={"ranks": 0 if own is None else len(own[0].ranks)},
+            lists={"failures": self.history.listed()},
         )
 
     def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:

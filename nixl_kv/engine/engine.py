@@ -24,6 +24,7 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.history import History
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
@@ -377,6 +378,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         features=features,
         slots=slots,
         event_log=event_log,
+        history=History(),
         counts=counts,
         description=description,
     )

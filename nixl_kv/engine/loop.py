@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.history import History
 from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import (
     ForeignVersion,
@@ -50,6 +51,11 @@ LINK_KEPT_S: Final = 5.0
 # per second. Others get one line each.
 STORY_LINES: Final = 10
 STORIES_PER_S: Final = 20
+# Offers that cost a prefill or its blocks for nothing.
+OFFER_FAULTS: Final = frozenset(events.OfferEnd) - {
+    events.OfferEnd.READ,
+    events.OfferEnd.NOT_NEEDED,
+}
 KNOWN_LOG_S: Final = 60.0  # between two lines about loads from an unusable peer
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
@@ -74,6 +80,7 @@ class Parts:
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
+    history: History
     counts: events.Counts  # since they were last published
     description: messages.RankDescription
 
@@ -404,6 +411,7 @@ class Loop:
         self._doubted.discard(endpoint)
         if is_used:
             self.parts.counts.count("lost_peers")
+            self.parts.history.count("lost", peer=endpoint, detail=lost.reason)
             self._log.warning("lost %s (%s); loads that need it fail", endpoint, lost.reason)
         self._handle(events.EndpointLost(endpoint, lost.reason))
 
@@ -503,6 +511,7 @@ class Loop:
                 logger.warning("%s can be reached again", action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
+                self.parts.history.count("ask_denied", detail=action.reason)
                 message = "denied an ask for offer %s: %s"
                 self._log.warning(message, short(action.nonce), action.reason)
 
@@ -525,16 +534,23 @@ class Loop:
     def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
         # An idle rank makes no further turn, so the caller gets a load's counts with its end.
         self._publish_counts()
-        if self.outstanding.settle(report) and isinstance(report, events.LoadEnded):
-            self._on_load_ended()
-            if report.failure is not None:
-                self._log_failure(report, report.failure)
+        if not self.outstanding.settle(report):
+            return
+        if isinstance(report, events.OfferEnded):
+            if report.end in OFFER_FAULTS:
+                self.parts.history.count(f"offer_{report.end.value}")
+            return
+        self._on_load_ended()
+        if report.failure is not None:
+            self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
         """Log why a load failed, and its transitions for at most STORIES_PER_S loads a second."""
         if failure.kind is events.FailureKind.DROPPED:
             logger.info("request %s: its load was cancelled", report.request)
             return
+        peer = "" if report.peer is None else f"{report.peer.engine} at {report.peer.endpoint}"
+        self.parts.history.count(failure.kind.value, peer=peer, detail=failure.detail)
         where = f"{failure.kind.value}; {report.peer}" if report.peer else failure.kind.value
         message = "request %s: KV not loaded: %s (%s)"
         if failure.is_known:

@@ -1,6 +1,7 @@
 """Builds the status of a rank for `nixl-kv status`, on the transfer thread.
 
 The status is an open record: `nixl-kv status` shows every key of it. Add a key here to show more.
+`engine/directory.py` builds that of the engine.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from nixl_kv.engine.loop import Parts
 from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.breaker import State as CircuitState
 
 
 def build_status(
@@ -24,6 +26,7 @@ def build_status(
     now = clock()
     peers, links = [*parts.decode.peers.known.values()], parts.control.links()
     offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
+    breaker = parts.decode.breaker
     return messages.Status(
         incarnation=parts.description.incarnation,
         facts={
@@ -35,6 +38,7 @@ def build_status(
         },
         totals={
             "peers": len(peers),
+            "circuits": len(breaker.circuits),
             "links": len(links),
             "offers": len(offers),
             "loads": len(loads),
@@ -44,6 +48,23 @@ def build_status(
             "events": len(parts.event_log),
         },
         lists={
+            "failures": parts.history.listed(),
+            "circuits": [
+                {
+                    "engine": circuit.key.engine,
+                    "endpoint": circuit.key.endpoint,
+                    "state": circuit.state.name,
+                    "num_failures": circuit.failures,
+                    # None: no probe is due, because loads are tried or a probe is under way
+                    "next_probe_in_s": (
+                        _finite(breaker.deadlines.get(circuit.key) - now)
+                        if circuit.state is CircuitState.OPEN
+                        else None
+                    ),
+                    "detail": circuit.failure.detail,
+                }
+                for circuit in [*breaker.circuits.values()][: messages.MAX_LISTED]
+            ],
             "peers": [
                 {
                     "engine": peer.key.engine,

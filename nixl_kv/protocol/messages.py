@@ -3,6 +3,7 @@
 To the scheduler of an engine:         Describe       -> Description | Refusal
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
+                                       StatusRequest  -> Status
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
@@ -311,18 +312,18 @@ class Release(_OfClaim, frozen=True, kw_only=True):
 
 
 class StatusRequest(_Message, frozen=True, kw_only=True):
-    request: _Text = ""  # also tell the history of this request
+    request: _Text = ""  # a rank also tells the history of this request
 
 
 class Status(_Message, frozen=True, kw_only=True):
-    """The status of one rank, as open records: engine/engine.py has the keys."""
+    """Open records: engine/status.py has the keys of a rank's, engine/directory.py an engine's."""
 
     facts: dict[str, str | int | float | None]
     totals: dict[str, int]
     lists: dict[str, Annotated[list[dict[str, Any]], _LISTED]]
 
 
-ToEngine: TypeAlias = Describe | Drain | SetWeights
+ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal

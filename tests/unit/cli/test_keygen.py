@@ -18,3 +18,13 @@ def test_key_is_written_and_its_use_explained(tmp_path: Path) -> None:
     (line,) = re.findall(r"^ +(\"kv_connector_extra_config.*)$", result.stdout, re.MULTILINE)
     extra = json.loads(f"{{{line}}}")["kv_connector_extra_config"]
     assert Config.parse({**extra, "host": "10.0.0.1"}, {}).key_file == str(path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "nixl_kv"
+    result = nixl_kv(f"keygen {folder / 'key'}")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: cannot write a key to {str(folder / 'key')!r}: its folder {str(folder)!r} does "
+        "not exist; make it with `mkdir -p`; allowed: the path of a new file\n"
+    )

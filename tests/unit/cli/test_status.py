@@ -10,14 +10,9 @@ import pytest
 
 from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import status as status_module
-from nixl_kv.cli.client import RankAnswer
-from nixl_kv.cli.status import (
-    duration_text,
-    num_bytes_text,
-    print_status,
-    status_as_json,
-    time_text,
-)
+from nixl_kv.cli.client import EngineAnswer
+from nixl_kv.cli.status import print_status, status_as_json, time_text
+from nixl_kv.cli.tables import duration_text, num_bytes_text, open_console
 from nixl_kv.errors import NixlKVError, TransportError
 from nixl_kv.ids import Incarnation
 from nixl_kv.protocol.messages import Description, Status
@@ -30,6 +25,7 @@ T0: Final = 1_700_000_000.0
 def _time_zone(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", request.param)
+        patch.delenv("COLUMNS", raising=False)
         time.tzset()
         yield
     time.tzset()
@@ -55,17 +51,44 @@ def rank_status(rank: int = 0, events_since: float | None = T0, **lists: Any) ->
     )
 
 
+def engine_status(
+    draining_s: float | None = None, weights: str = "", **lists: list[dict[str, Any]]
+) -> Status:
+    facts: dict[str, Any] = {"engine": "E", "version": "0.1.0", "uptime_s": 60.0}
+    return Status(
+        incarnation=Incarnation("0" * 32),
+        facts={**facts, "draining_s": draining_s, "num_awaited": 2, "weights": weights},
+        totals={"ranks": 1},
+        lists={"failures": [], **lists},
+    )
+
+
+def answered(
+    *answers: Status | NixlKVError, engine: Status | NixlKVError | None = None, name: str = "E"
+) -> EngineAnswer:
+    described_as = msgspec.structs.replace(description(len(answers)), engine=name)
+    ranks = list(zip(described_as.ranks, answers, strict=True))
+    return EngineAnswer("10.0.0.1:5600", described_as, engine or engine_status(), ranks)
+
+
+def failure(peer: str, reason: str, last_hour: int) -> dict[str, Any]:
+    times = {"num_last_10_min": 0, "num_last_hour": last_hour, "latest_ago_s": 700.0}
+    return {"peer": peer, "reason": reason, **times, "detail": "why"}
+
+
 def event(seconds: float, request: str, after: str, **fields: Any) -> dict[str, Any]:
     given = {"peer": "", "before": "", "cause": "", "num_bytes": 0, **fields}
     return {"time": T0 + seconds, "request": request, "after": after, **given}
 
 
 def printed(
-    capsys: pytest.CaptureFixture[str], *answers: Status | NixlKVError, request: str | None = None
+    capsys: pytest.CaptureFixture[str],
+    *answers: Status | NixlKVError,
+    request: str | None = None,
+    **engine: Any,
 ) -> list[str]:
     """The lines with text, without the spaces between columns."""
-    engine = description(len(answers))
-    print_status(engine, list(zip(engine.ranks, answers, strict=True)), request)
+    print_status(open_console(), answered(*answers, **engine), request)
     lines = capsys.readouterr().out.splitlines()
     return [" ".join(line.split()) for line in lines if any(c.isalnum() for c in line)]
 
@@ -112,27 +135,97 @@ LISTS: Final[dict[str, Any]] = {
 }
 
 
+UP = "nixl_kv 0.1.0; up for 1 min 0 s"
+RANK_0 = "rank 0 at tcp://10.0.0.1:1: prefill and decode; up for 1 h 2 min; "
+
+
 def test_each_list_is_a_table_of_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, rank_status(**LISTS)) == [
         "engine E, TP1, PP1, 1,000 blocks of 16 tokens in VRAM",
-        (
-            "rank 0 at tcp://10.0.0.1:1: prefill and decode; up for 1 h 2 min; "
-            "peers 1, links 1, offers 2, loads 1"
-        ),
+        UP,
+        f"{RANK_0}peers 1, links 1, offers 2, loads 1",
         "peers:",
-        "engine incarnation endpoint state detail",
-        "P 0123abcd tcp://10.0.0.2:5600 BACKOFF cannot connect",
+        "engine incarnation endpoint state",
+        "P 0123abcd 10.0.0.2:5600 BACKOFF",
+        "P: cannot connect",
         "links:",
         "endpoint sent received idle",
-        "tcp://10.0.0.2:40 1,200 7 0.25 s",
+        "10.0.0.2:40 1,200 7 0.25 s",
         "offers:",
         "request nonce tokens state waits for ends in",
         "p1 89abcdef 16,384 PREPARED its ticket no limit",
         "p2 12345678 16 OFFERED somebody to ask 9.5 s",
         "loads:",
         "request nonce peer reads waits for late in",
-        "d1 0f0f0f0f engine 'P' at tcp://10.0.0.2:5600 0 READING, 3 DONE data 1 min 30 s ago",
+        "d1 0f0f0f0f engine 'P' at 10.0.0.2:5600 0 READING, 3 DONE data 1 min 30 s ago",
     ]
+
+
+def test_a_drained_engine_looks_drained(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, rank_status(), engine=engine_status(75.0, "step 8"))
+    assert lines[1:3] == [
+        f"{UP}; weights 'step 8'",
+        (
+            "DRAINING for 1 min 15 s: it offers no new request, so decode computes them; 2 earlier "
+            "requests are not offered yet; `nixl-kv drain --undo` ends this"
+        ),
+    ]
+
+
+def test_an_engine_without_a_status_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, rank_status(), engine=TransportError("no answer within 5 s"))
+    assert lines[1] == "the engine gives no status: no answer within 5 s"
+
+
+def test_failures_of_all_ranks_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has a share of each load; the scheduler refuses tickets."""
+    ranks = [rank_status(n, failures=[failure("P", "late", 3 + n)]) for n in range(2)]
+    refused = engine_status(failures=[failure("", "ticket_key", 9)])
+    assert printed(capsys, *ranks, engine=refused)[2:7] == [
+        "failures in the last hour:",
+        "peer reason last 10 min last hour latest",
+        "ticket_key 0 9 11 min 40 s ago",
+        "P late 0 4 11 min 40 s ago",
+        "ticket_key: why",
+    ]
+
+
+def test_a_generated_engine_id_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that the operator chose stays; a request id is never cut."""
+    uuid = "f746cb10-9c5e-4b55-9a39-0d4e4f0c8a11"
+    lists: dict[str, Any] = {
+        "peers": [{"engine": uuid}, {"engine": "prefill-0"}],
+        "offers": [{"request": uuid}],
+    }
+    lines = printed(capsys, rank_status(**lists), name=uuid)
+    assert lines[0].startswith(f"engine {uuid}, ")
+    assert lines[2] == "to give it a name, set engine_id in its --kv-transfer-config"
+    assert (lines[6:8], lines[-1]) == (["f746cb10", "prefill-0"], uuid)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_tables_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Cells are cut, but no figure is lost, and each record stays one line or one column."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    peer = {"engine": "prefill-0-of-the-second-pool" * 4}
+    lists = {**LISTS, "peers": [{**LISTS["peers"][0], **peer}]}
+    story = [event(0, "d" * 90, "READING", before="GRANTED", peer="x" * 90, cause="y" * 90)]
+    print_status(open_console(), answered(rank_status(**lists, story=story)), "d")
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line for line in lines if line.startswith(" ") and line != "  " + line.lstrip()]
+    assert max(map(len, tables)) <= columns
+    assert sum("…" in line for line in tables) >= 2
+    shown = "\n".join(lines)
+    for whole in ("16,384", "1,200", "9.5 s", "BACKOFF", "GRANTED -> READING"):
+        assert whole in shown
+
+
+def test_into_a_pipe_nothing_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    detail = "cannot connect " * 30
+    printed_lines = printed(capsys, rank_status(peers=[{"engine": "P", "detail": detail}]))
+    assert printed_lines[-1] == f"P: {detail}".strip()
 
 
 def test_a_list_and_a_key_that_this_release_does_not_know_are_shown(
@@ -140,7 +233,7 @@ def test_a_list_and_a_key_that_this_release_does_not_know_are_shown(
 ) -> None:
     """The record is open: a newer engine may send more keys than this tool knows."""
     lists: dict[str, Any] = {"ring": [{"slot": 3, "held_s": 0.5}, {"slot": 4, "by": "d1"}]}
-    assert printed(capsys, rank_status(**lists))[2:] == [
+    assert printed(capsys, rank_status(**lists))[3:] == [
         "ring:",
         "slot held by",
         "3 0.5 s",
@@ -152,15 +245,15 @@ def test_a_record_without_the_known_keys_is_shown(capsys: pytest.CaptureFixture[
     story = [{}, {"time": "noon", "num_bytes": "many"}]
     status = msgspec.structs.replace(rank_status(), facts={}, totals={}, lists={"story": story})
     lines = printed(capsys, status, request="d")
-    assert lines[2] == "2 events of requests whose id contains 'd'"
+    assert lines[3] == "2 events of requests whose id contains 'd'"
 
 
 def test_rank_without_status_is_named_between_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = printed(capsys, rank_status(0), TransportError("cannot connect"), request="d")
-    assert lines[2] == "rank 1 at tcp://10.0.0.1:2 gives no status: cannot connect"
-    assert lines[3].startswith("0 events of requests")
+    assert lines[3] == "rank 1 at tcp://10.0.0.1:2 gives no status: cannot connect"
+    assert lines[4].startswith("0 events of requests")
 
 
 def test_longer_lists_say_how_many_there_are(
@@ -169,7 +262,7 @@ def test_longer_lists_say_how_many_there_are(
     monkeypatch.setattr(status_module, "MAX_LISTED", 3)
     status = rank_status(links=LISTS["links"] * 3)
     status.totals["links"] = 1234
-    assert printed(capsys, status)[2] == "links (the first 3 of 1,234):"
+    assert printed(capsys, status)[3] == "links (the first 3 of 1,234):"
 
 
 def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,20 +278,35 @@ def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -
         1, events_since=T0 - 10, story=[event(0.25, "", "GONE", before="READY", peer="x")]
     )
     lines = printed(capsys, first, second, request="d")
-    assert lines[3:] == [
+    assert lines[4:] == [
         (
             "3 events of requests whose id contains 'd'; "
             "events are kept since 2023-11-14 22:13:10.000+00:00"
         ),
-        "time after rank request peer states cause bytes",
-        "2023-11-14 22:13:20.000+00:00 0.000 s 0 d1 engine 'P' at x PREPARED PrepareLoad",
-        "2023-11-14 22:13:20.250+00:00 0.250 s 1 x READY -> GONE",
-        "2023-11-14 22:13:20.500+00:00 0.250 s 0 d1 READING -> DONE ReadDone 3 MiB",
+        "request d1",
+        "on 2023-11-14, in local time:",
+        "time after rank states cause peer",
+        "22:13:20.000 0.000 s 0 PREPARED PrepareLoad engine 'P' at x",
+        "22:13:20.250 0.250 s 1 READY -> GONE x",
+        "22:13:20.500 0.250 s 0 READING -> DONE ReadDone, 3 MiB",
+    ]
+
+
+def test_a_story_over_midnight_has_dates_and_no_column_that_never_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    story = [event(0, "d1", "PREPARED"), event(86_400, "d1", "FAILED", before="PREPARED")]
+    lines = printed(capsys, rank_status(story=story), request="d")
+    assert lines[4:] == [
+        "request d1",
+        "time after states cause peer",
+        "2023-11-14 22:13:20.000+00:00 0.000 s PREPARED",
+        "2023-11-15 22:13:20.000+00:00 86400.000 s PREPARED -> FAILED",
     ]
 
 
 def test_story_without_events_says_where_else_to_look(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, rank_status(events_since=None), request="d\x1b")[2:] == [
+    assert printed(capsys, rank_status(events_since=None), request="d\x1b")[3:] == [
         r"0 events of requests whose id contains 'd\x1b'",
         (
             "Either the events were dropped as too old, or the engine started no transfer: then "
@@ -211,7 +319,9 @@ def test_no_text_can_control_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     """Names of lists, keys, ids, and values of any type are escaped."""
     lists: dict[str, Any] = {"li\x1bst": [{"ke\x1by": "te\x1bxt", "more": [["\x1b"]]}]}
     status = msgspec.structs.replace(rank_status(), facts={"roles": "\x1b"}, lists=lists)
-    print_status(description(), [(description().ranks[0], status)], None)
+    hostile = [failure("\x1b", "\x1b", 1)]
+    engine = engine_status(weights="\x1b", failures=hostile)
+    print_status(open_console(), answered(status, engine=engine), None)
     assert "\x1b" not in capsys.readouterr().out
     story = [event(0, "d\x1b[2J[red]:smile:\n", "PREPARED")]
     shown = printed(capsys, rank_status(story=story), request="d")
@@ -219,21 +329,18 @@ def test_no_text_can_control_the_terminal(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_json_has_all_keys() -> None:
-    engine = description(2)
     status = rank_status(0, **LISTS, story=[event(0, "d1", "PREPARED")])
-    answers: list[RankAnswer] = [
-        (engine.ranks[0], status),
-        (engine.ranks[1], TransportError("cannot connect")),
-    ]
-    record = json.loads(json.dumps(status_as_json(engine, answers)))
+    answer = answered(status, TransportError("cannot connect"), engine=engine_status(5.0))
+    record = json.loads(json.dumps(status_as_json(answer)))
     first, second = record.pop("ranks")
     assert record == {
         "engine": "E",
-        "incarnation": engine.incarnation,
+        "incarnation": answer.description.incarnation,
         "model": {"model": "m"},
         "extras": {},
         "tp": 2,
         "pp": 1,
+        "status": {**engine_status(5.0).facts, "failures": []},
     }
     assert first == {
         "rank": 0,

@@ -27,6 +27,8 @@ from nixl_kv.protocol.messages import (
     Draining,
     Refusal,
     SetWeights,
+    Status,
+    StatusRequest,
     ToTool,
     VersionRefusal,
     WeightsSet,
@@ -346,3 +348,35 @@ def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:
     ranks[1] = msgspec.structs.replace(ranks[1], incarnation=new_incarnation())
     other = describe_engine(PREFILL, model, ParallelShape(2, 1), ranks)
     assert other.incarnation != one.incarnation
+
+
+def status(network: MemoryNetwork, server: DirectoryServer) -> Status:
+    (answer,) = told(network, server, encode(StatusRequest(incarnation=ANY_INCARNATION)))
+    assert isinstance(answer, Status)
+    return answer
+
+
+def test_its_status_tells_whether_it_is_described_and_drains(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    starting = status(network, server)
+    assert (starting.facts["engine"], starting.totals) == (None, {"ranks": 0})
+    server.publish(description())
+    server.weights, server.count_awaited = "step 8", lambda: 3
+    ready = status(network, server)
+    assert ready.incarnation == description().incarnation
+    assert ready.totals == {"ranks": len(description().ranks)}
+    facts = {"engine": PREFILL, "draining_s": None, "num_awaited": 3, "weights": "step 8"}
+    assert ready.facts.items() >= facts.items()
+    told(network, server, encode(Drain(incarnation=ANY_INCARNATION)))
+    assert isinstance(status(network, server).facts["draining_s"], float)
+    told(network, server, encode(Drain(incarnation=ANY_INCARNATION, undo=True)))
+    assert status(network, server).facts["draining_s"] is None
+
+
+def test_its_status_has_the_schedulers_failures(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    server.history.count("ticket_key", detail="another key")
+    (failure,) = status(network, server).lists["failures"]
+    assert (failure["reason"], failure["num_last_hour"]) == ("ticket_key", 1)

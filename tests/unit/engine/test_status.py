@@ -38,7 +38,8 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
         "events_since": None,
     }
     assert set(answer.totals.values()) == {0}
-    assert answer.lists == {"peers": [], "links": [], "offers": [], "loads": [], "story": []}
+    names = ("failures", "circuits", "peers", "links", "offers", "loads", "story")
+    assert answer.lists == {name: [] for name in names}
 
 
 def test_offers_say_what_they_wait_for(world: World) -> None:
@@ -73,8 +74,9 @@ def test_a_load_says_what_it_waits_for(world: World) -> None:
     (load,) = answer.lists["loads"]
     assert load["waits_for"] == "data"
     assert load["late_in_s"] == world.config.request_timeout_s
-    totals = {"peers": 1, "links": 1, "offers": 0, "loads": 1, "reads": 1, "digests": 0, "packs": 0}
-    assert answer.totals == {**totals, "events": len(world.decode.parts.event_log)}
+    ones = dict.fromkeys(("peers", "links", "loads", "reads"), 1)
+    zeros = dict.fromkeys(("circuits", "offers", "digests", "packs"), 0)
+    assert answer.totals == {**ones, **zeros, "events": len(world.decode.parts.event_log)}
 
 
 def test_peers_and_links_are_listed(world: World) -> None:
@@ -106,3 +108,41 @@ def test_the_story_of_an_offer_names_its_readers(world: World) -> None:
     assert (story[-1]["before"], story[-1]["after"]) == ("GRANTED", "OVER")
     assert story[-1]["cause"] == "Release: read"
     assert {event["peer"] for event in story} >= {"engine 'decode', rank 0", "engine 'decode'"}
+
+
+def unreachable(world: World, number: int) -> None:
+    """A load from an engine whose directory is gone."""
+    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
+    world.decode.start_load(number, OTHER_TABLE, 11)
+    world.run()
+
+
+def test_failures_and_circuits_outlive_the_peer(world: World) -> None:
+    world.prefill.directory.stop()
+    for number in (1, 2):
+        unreachable(world, number)
+        world.clock.now += 2.5  # the peer is forgotten
+        world.run()
+    answer = status(world.decode)
+    endpoint = f"tcp://127.0.0.1:{world.prefill.directory.port}"
+    (circuit,) = answer.lists["circuits"]
+    assert circuit.pop("next_probe_in_s") is None or circuit["state"] == "OPEN"
+    assert (circuit["engine"], circuit["endpoint"]) == ("prefill", endpoint)
+    assert circuit["num_failures"] >= 2
+    failures = {
+        (each["peer"], each["reason"], each["detail"]): each["num_last_hour"]
+        for each in answer.lists["failures"]
+    }
+    assert failures == {
+        (endpoint, "lost", "cannot connect"): 2,
+        (f"prefill at {endpoint}", "unreachable", f"{endpoint}: cannot connect"): 2,
+    }
+
+
+def test_offers_that_nobody_reads_are_failures_of_prefill(world: World) -> None:
+    world.prefill.offer(1, TABLE, 11)
+    world.run()
+    world.clock.now += world.config.offer_ttl_s + 1
+    world.run()
+    (failure,) = status(world.prefill).lists["failures"]
+    assert (failure["peer"], failure["reason"]) == ("", "offer_unclaimed")

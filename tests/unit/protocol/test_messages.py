@@ -210,7 +210,7 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe", "Drain", "SetWeights"},
+    messages.decode_to_engine: {"Describe", "Drain", "SetWeights", "StatusRequest"},
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
     },
@@ -243,10 +243,10 @@ def test_a_socket_accepts_only_what_may_come_to_it(
 
 
 def test_every_message_has_one_direction() -> None:
-    """But a refusal, which may come to whoever has asked."""
+    """But a refusal, which may come to whoever has asked, and a tool's question to anybody."""
     kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
     assert sorted(kinds) == sorted(
-        ["VersionRefusal", *(kind.__name__ for kind in get_args(Message))]
+        ["StatusRequest", "VersionRefusal", *(kind.__name__ for kind in get_args(Message))]
     )
 
 

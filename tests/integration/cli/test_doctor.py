@@ -1,0 +1,237 @@
+"""`nixl-kv doctor` asks engines that run, and reads memory between two processes."""
+
+import itertools
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.local_engines import MakeEngine, address
+
+from harness.local.engine import LocalEngine
+from nixl_kv.cli.doctor import engines
+from nixl_kv.cli.doctor.self_test import check_reads
+from nixl_kv.config import Config
+from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.protocol.breaker import State
+from nixl_kv.transport.tcp.detect import Place
+from nixl_kv.transport.zmq import ZmqControl
+from support.nixl_kv_command import nixl_kv
+
+TOKENS = 8
+TABLE = [1, 2]
+
+
+def examined(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The checks, by group and name. The exit status is that of the worst."""
+    result = nixl_kv("doctor --json", *options)
+    report = json.loads(result.stdout)
+    assert result.exit_code == (2 if report["error"] else 1 if report["warning"] else 0)
+    bad = [each for each in report["checks"] if each["verdict"] in ("warning", "error")]
+    assert all(each["fix"] for each in bad)
+    return {(each["group"], each["name"]): each for each in report["checks"]}
+
+
+def pair(make_engine: MakeEngine) -> tuple[LocalEngine, LocalEngine]:
+    return make_engine("P", 2, roles="prefill"), make_engine("D", 1, roles="decode")
+
+
+def load(prefill: LocalEngine, decode: LocalEngine, number: int = 1) -> str | None:
+    decode.prepare_load(f"d{number}", prefill.offer(f"p{number}", [TABLE], TOKENS))
+    decode.start_load(f"d{number}", [TABLE], range(TOKENS))
+    return decode.wait_failure(f"d{number}")
+
+
+def test_engines_that_fit_are_fine(make_engine: MakeEngine) -> None:
+    prefill, decode = pair(make_engine)
+    assert load(prefill, decode) is None
+    at, peer = address(prefill), address(decode)
+    checks = examined(f"--at {at} --peer {peer}")
+    of_engines = {k: v for k, v in checks.items() if at in k[0] or peer in k[0]}
+    assert {each["verdict"] for each in of_engines.values()} == {"ok"}, of_engines
+    assert "all 2 answer" in checks[f"engine {at}", "ranks"]["detail"]
+    together = {k[1]: v for k, v in checks.items() if k[0] == "engines together"}
+    assert together["engine 'D' to here"]["detail"] == "it reads from engine 'P'"
+    assert together["engine 'D' reads engine 'P'"]["detail"] == "they fit; 2 pairs of ranks"
+    assert checks[f"peer {peer}", f"TCP to {peer}"]["detail"].startswith("connected in ")
+
+
+def test_people_get_the_same_checks(make_engine: MakeEngine) -> None:
+    prefill, _ = pair(make_engine)
+    result = nixl_kv("doctor --peer", address(prefill))
+    assert f"\npeer {address(prefill)}\n" in result.stdout
+    assert "all 2 answer" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("0 errors, ")
+
+
+def test_before_an_engine_starts_only_its_settings_are_checked() -> None:
+    config = {"kv_connector": "NixlKVConnector", "kv_role": "kv_producer"}
+    checks = examined(f"--config '{json.dumps(config)}'")
+    assert checks["settings", "kv_role"]["verdict"] == "ok"
+    assert not [group for group, _ in checks if group.startswith(("engine", "peer"))]
+
+
+@pytest.mark.parametrize("options", ["--config {", "--config []", "--at nowhere"])
+def test_bad_input_is_one_line(options: str) -> None:
+    result = nixl_kv(f"doctor {options}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: --")
+    assert "allowed: " in result.stderr
+
+
+def test_another_key_is_named_with_both_fingerprints_to_compare(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    for name in ("mine", "theirs"):
+        write_key_file(tmp_path / name)
+    theirs = read_key_file(tmp_path / "theirs")
+    engine = make_engine("P", 1, make_control=lambda: ZmqControl(theirs))
+    where = address(engine)
+    checks = examined(f"--peer {where} --key-file {tmp_path / 'mine'}")
+    answer = checks[f"peer {where}", "answer"]
+    assert (answer["verdict"], "handshake failed" in answer["detail"]) == ("error", True)
+    assert read_key_file(tmp_path / "mine").fingerprint in answer["fix"]
+    accepted = examined(f"--peer {where} --key-file {tmp_path / 'theirs'}")
+    assert accepted[f"peer {where}", "answer"]["verdict"] == "ok"
+    assert theirs.fingerprint in accepted[f"peer {where}", "key"]["detail"]
+
+
+def test_a_port_where_nothing_listens_is_told_from_a_firewall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+    refused = examined(f"--peer {where}")[f"peer {where}", f"TCP to {where}"]
+    assert (refused["verdict"], refused["detail"][:8]) == ("error", "refused:")
+
+    def drop(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(engines.socket, "create_connection", drop)
+    dropped = examined(f"--peer {where}")[f"peer {where}", f"TCP to {where}"]
+    assert "a firewall drops packets" in dropped["detail"]
+    assert "Firewall" in dropped["fix"]
+
+
+def test_a_name_that_does_not_resolve_is_an_error() -> None:
+    where = "no.such.host.invalid:5600"
+    assert examined(f"--peer {where}")[f"peer {where}", "address"]["verdict"] == "error"
+
+
+def test_peers_that_the_settings_exclude_are_named(make_engine: MakeEngine) -> None:
+    where = address(make_engine("P", 1))
+    checks = examined(f"--peer {where}", """--config '{"peers": ["10.0.0.0/24"]}'""")
+    assert checks[f"peer {where}", "peers"]["verdict"] == "error"
+
+
+def test_a_drained_engine_and_a_silent_rank_are_named(make_engine: MakeEngine) -> None:
+    engine = make_engine("P", 2)
+    assert nixl_kv("drain --at", address(engine)).exit_code == 0
+    engine.ranks[1].engine.stop()
+    group = f"peer {address(engine)}"
+    checks = examined(f"--peer {address(engine)}")
+    assert checks[group, "draining"]["verdict"] == "warning"
+    ranks = checks[group, "ranks"]
+    assert ranks["verdict"] == "error"
+    assert "1 of 2 ranks do not answer: rank 1 at " in ranks["detail"]
+
+
+def test_an_unreachable_prefill_is_seen_from_its_side(make_engine: MakeEngine) -> None:
+    """Decode tells that it cannot reach the engine that doctor runs beside."""
+    prefill, decode = pair(make_engine)
+    described_at, port = address(prefill), prefill.directory.port
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    deadline = time.monotonic() + 60.0
+    for number in itertools.count():  # a peer that failed is forgotten after a second
+        ticket = msgspec.structs.replace(prefill.offer(f"p{number}", [TABLE], TOKENS), port=closed)
+        decode.prepare_load(f"d{number}", ticket)
+        decode.start_load(f"d{number}", [TABLE], range(TOKENS))
+        assert "cannot connect" in str(decode.wait_failure(f"d{number}"))
+        if not number:
+            checks = examined(f"--at {described_at} --peer {address(decode)}")
+            reverse = checks["engines together", "engine 'D' to here"]
+            assert reverse["verdict"] in ("warning", "error")
+        circuits = decode.ranks[0].parts.decode.breaker.circuits
+        if any(circuit.state is not State.CLOSED for circuit in circuits.values()):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert port != closed
+    checks = examined(f"--at {described_at} --peer {address(decode)}")
+    reverse = checks["engines together", "engine 'D' to here"]
+    assert reverse["verdict"] == "error"
+    assert "cannot connect" in reverse["detail"]
+    peer = f"peer {address(decode)}"
+    assert checks[peer, "failures in the last hour"]["verdict"] == "warning"
+    assert "unreachable (P at " in checks[peer, "failures in the last hour"]["detail"]
+    assert checks[peer, "its peers"]["verdict"] == "warning"
+
+
+@pytest.mark.parametrize("trouble", ["model", "weights"])
+def test_engines_that_do_not_fit_are_an_error(make_engine: MakeEngine, trouble: str) -> None:
+    prefill, decode = pair(make_engine)
+    if trouble == "model":
+        facts = {**prefill.description.model, "num_hidden_layers": "4"}
+        prefill.directory.publish(msgspec.structs.replace(prefill.description, model=facts))
+    else:
+        prefill.directory.weights = "step 8"
+    checks = examined(f"--peer {address(prefill)} --peer {address(decode)}")
+    check = checks["engines together", "engine 'D' reads engine 'P'"]
+    assert check["verdict"] == "error"
+    words = "num_hidden_layers is '3' here and '4' there" if trouble == "model" else "'step 8'"
+    assert words in check["detail"]
+
+
+@pytest.mark.parametrize(
+    ("place", "verdict", "words"),
+    [
+        (Place("here", "ns", has_rdma=False), "ok", "shared memory"),
+        (
+            Place("here", "other", has_rdma=False),
+            "ok",
+            "another PID namespace, so UCX should use TCP",
+        ),
+        (Place("there", "ns", has_rdma=False), "ok", "on another host, so UCX should use TCP"),
+        (Place("there", "ns", has_rdma=True), "warning", "this host has no usable RDMA device"),
+        (None, "skipped", "does not tell where it is"),
+    ],
+    ids=["host", "container", "TCP", "RDMA", "unknown"],
+)
+def test_the_transport_that_ucx_should_choose_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: Place | None, verdict: str, words: str
+) -> None:
+    here = Place("here", "ns", has_rdma=False)
+    monkeypatch.setattr(engines.Place, "find", lambda *_: here)
+    check = engines._path_from(b"metadata" + (place.suffix() if place else b""))
+    assert (check.verdict.value, words in check.detail) == (verdict, True)
+
+
+# --- the self-test
+
+
+@pytest.mark.nixl
+def test_two_processes_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_kv.cli.doctor.self_test.STEP_TIMEOUT_S", 300.0)  # a busy machine
+    checks = {check.name: check for check in check_reads(Config(), 0)}
+    for name in ("64 MiB of host memory", "64 MiB of host memory over TCP alone"):
+        assert checks[name].verdict.value in ("ok", "warning"), checks[name]  # a busy machine
+        assert " GB/s in the two directions; " in checks[name].detail
+    assert "UCX opens" in checks["not covered"].detail
+
+
+@pytest.mark.nixl
+def test_reads_that_cannot_begin_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX finds no transport; the other process is ended as well."""
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    check = next(iter(check_reads(Config(), 0)))
+    assert (check.verdict.value, "the reads failed: " in check.detail) == ("error", True)
+    assert check.fix
+
+
+def test_without_nixl_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_kv.cli.doctor.self_test.installed", lambda _: None)
+    assert [check.verdict.value for check in check_reads(Config(), 2)] == ["skipped"]

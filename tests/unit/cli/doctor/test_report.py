@@ -1,0 +1,73 @@
+"""Verdicts become lines, JSON and an exit status."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from nixl_kv.cli.doctor.report import (
+    Check,
+    Group,
+    as_json,
+    error,
+    exit_status,
+    ok,
+    print_group,
+    print_summary,
+    run,
+    skipped,
+    warning,
+)
+from nixl_kv.cli.tables import open_console
+
+GROUPS: list[Group] = [
+    ("host", [ok("cores", "2"), skipped("GPUs", "none")]),
+    ("key", [warning("key", "none", "make one"), error("port", "in use", "take another")]),
+]
+
+
+@pytest.mark.parametrize(("count", "status"), [(0, 0), (2, 0), (3, 1), (4, 2)])
+def test_the_worst_verdict_is_the_exit_status(count: int, status: int) -> None:
+    checks = [check for _, each in GROUPS for check in each]
+    assert exit_status([("all", checks[:count])]) == status
+
+
+def test_json_counts_verdicts() -> None:
+    found = json.loads(json.dumps(as_json(GROUPS)))
+    assert {k: found[k] for k in ("ok", "skipped", "warning", "error")} == {
+        **dict.fromkeys(("ok", "skipped", "warning", "error"), 1)
+    }
+    assert found["checks"][2] == {
+        "group": "key",
+        "name": "key",
+        "verdict": "warning",
+        "detail": "none",
+        "fix": "make one",
+    }
+
+
+def test_each_check_has_its_verdict_and_its_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "of " + "words " * 20
+    print_group(open_console(), ("key", [*GROUPS[1][1], ok("long\x1b", long)]))
+    print_summary(open_console(), GROUPS)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        *("key", "warning key: none", "fix     make one", "error   port: in use"),
+        "fix     take another",
+    ]
+    assert lines[5].startswith(r"ok      long\x1b: of words")
+    assert max(map(len, lines)) <= 40
+    assert lines[-1] == "1 error, 1 warning, 1 skipped, 1 ok"
+
+
+def test_a_bug_in_a_check_hides_nothing() -> None:
+    def checks() -> Iterator[Check]:
+        yield ok("first", "done")
+        raise KeyError("oops")
+
+    title, (first, bug) = run("t", checks)
+    assert (title, first.name) == ("t", "first")
+    assert (bug.verdict.value, bug.detail) == ("warning", "a check failed: KeyError: 'oops'")
