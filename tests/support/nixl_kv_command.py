@@ -37,7 +37,7 @@ HYBRID: Final = ModelShape(  # three layers with a state of 262 KiB, one with 1 
 def nixl_kv(*arguments: str) -> Result:
     """Run a command; each argument may be several, as in a shell. No exception leaves it."""
     words = [word for argument in arguments for word in shlex.split(argument)]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, words)  # whole tables
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

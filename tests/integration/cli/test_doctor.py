@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.local_engines import MakeEngine, address
 
 from harness.local.engine import LocalEngine
 from nixl_kv.cli.doctor import engines
@@ -20,6 +19,7 @@ from nixl_kv.protocol.breaker import State
 from nixl_kv.transport.tcp.detect import Place
 from nixl_kv.transport.zmq import ZmqControl
 from support.nixl_kv_command import nixl_kv
+from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]

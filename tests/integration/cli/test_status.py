@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path

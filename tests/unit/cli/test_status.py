@@ -323,7 +323,7 @@ def test_no_text_can_control_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     engine = engine_status(weights="\x1b", failures=hostile)
     print_status(open_console(), answered(status, engine=engine), None)
     assert "\x1b" not in capsys.readouterr().out
-    story = [event(0, "d\x1b[2J[red]:smile:\n", "PREPARED")]
+    story = [event(n, f"d\x1b[2J[red]:smile:\n{n}", "PREPARED") for n in range(2)]
     shown = printed(capsys, rank_status(story=story), request="d")
     assert r"d\x1b[2J[red]:smile:\n" in shown[-1]
 

@@ -350,33 +350,31 @@ def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:
     assert other.incarnation != one.incarnation
 
 
-def status(network: MemoryNetwork, server: DirectoryServer) -> Status:
-    (answer,) = told(network, server, encode(StatusRequest(incarnation=ANY_INCARNATION)))
+def status(directory: Directory) -> Status:
+    (answer,) = directory.tell(encode(StatusRequest(incarnation=ANY_INCARNATION)))
     assert isinstance(answer, Status)
     return answer
 
 
-def test_its_status_tells_whether_it_is_described_and_drains(
-    network: MemoryNetwork, server: DirectoryServer
-) -> None:
-    starting = status(network, server)
-    assert (starting.facts["engine"], starting.totals) == (None, {"ranks": 0})
+def test_its_status_tells_whether_it_is_described_and_drains(starting: Directory) -> None:
+    server = starting.server
+    first = status(starting)
+    assert (first.facts["engine"], first.totals) == (None, {"ranks": 0})
     server.publish(description())
     server.weights, server.count_awaited = "step 8", lambda: 3
-    ready = status(network, server)
+    ready = status(starting)
     assert ready.incarnation == description().incarnation
     assert ready.totals == {"ranks": len(description().ranks)}
     facts = {"engine": PREFILL, "draining_s": None, "num_awaited": 3, "weights": "step 8"}
     assert ready.facts.items() >= facts.items()
-    told(network, server, encode(Drain(incarnation=ANY_INCARNATION)))
-    assert isinstance(status(network, server).facts["draining_s"], float)
-    told(network, server, encode(Drain(incarnation=ANY_INCARNATION, undo=True)))
-    assert status(network, server).facts["draining_s"] is None
+    starting.tell(encode(Drain(incarnation=ANY_INCARNATION)))
+    assert isinstance(status(starting).facts["draining_s"], float)
+    starting.tell(encode(Drain(incarnation=ANY_INCARNATION, undo=True)))
+    assert status(starting).facts["draining_s"] is None
 
 
-def test_its_status_has_the_schedulers_failures(
-    network: MemoryNetwork, server: DirectoryServer
-) -> None:
+def test_its_status_has_the_schedulers_failures(starting: Directory) -> None:
+    server = starting.server
     server.history.count("ticket_key", detail="another key")
-    (failure,) = status(network, server).lists["failures"]
+    (failure,) = status(starting).lists["failures"]
     assert (failure["reason"], failure["num_last_hour"]) == ("ticket_key", 1)
