@@ -280,7 +280,7 @@ class Process:
 
 
 def _is_granted(rank: LocalRank, request: RequestId) -> bool:
-    load = rank.parts.decode.load_of(request)
+    load = rank.parts.decode._by_request.get(request)
     return load is not None and (load.lacks_only_blocks or load.failure is not None)
 
 
