@@ -280,7 +280,7 @@ class Process:
 
 
 def _is_granted(rank: LocalRank, request: RequestId) -> bool:
-    load = rank.parts.decode._by_request.get(request)
+    load = next((load for load in rank.parts.decode.loads if load.request == request), None)
     return load is not None and (load.lacks_only_blocks or load.failure is not None)
 
 
