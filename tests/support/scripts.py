@@ -11,9 +11,9 @@ from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     Action,
     CompareDigest,
-    Failure,
     HandshakeDone,
     LoadEnded,
+    OfferEnded,
     Record,
     Send,
     StartRead,
@@ -66,12 +66,18 @@ def play(machine: Machine, script: Script, now: float = 100.0) -> None:
 
 
 def _reworded(action: Action, expected: Any) -> Action:
-    """The action with the expected words for its failure, if it has these among its own."""
+    """The action with the expected words for its failure, if it has these among its own.
+
+    A script states no times of the ends of loads and offers.
+    """
     match action, expected:
-        case LoadEnded(failure=Failure() as mine), LoadEnded(failure=Failure() as wanted):
-            if wanted.detail in mine.detail:
+        case LoadEnded(failure=mine), LoadEnded(failure=wanted):
+            if mine and wanted and wanted.detail in mine.detail:
                 mine = replace(mine, detail=wanted.detail)
-            return replace(action, failure=mine)
+            times = {"waits": expected.waits, "ended_at": expected.ended_at}
+            return replace(action, failure=mine, **times)
+        case OfferEnded(), OfferEnded():
+            return replace(action, reader=expected.reader, asked_at=expected.asked_at)
     return action
 
 
