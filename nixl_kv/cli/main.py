@@ -4,6 +4,7 @@
 |---------------|-----------------------------|----------------------------|----------------------|
 | `plan`        | decode can read prefill     | it cannot                  | bad option, no answer |
 | `status`      | all ranks answered          | some ranks did not         | bad option, no answer |
+| `trace`       | all ranks answered          | some ranks did not         | bad option, no answer |
 | `drain`       | the engine has finished     | it has not, in time        | bad option, no answer |
 | `set-weights` | the label is set            |                            | it is not set        |
 | `keygen`      | the key is written          |                            | it is not written    |
@@ -19,7 +20,7 @@ from typing import Annotated, Final, TypeAlias
 
 import typer
 
-from nixl_kv.cli import client, compare
+from nixl_kv.cli import client, compare, trace
 from nixl_kv.cli import status as status_report
 from nixl_kv.config import weights_label
 from nixl_kv.errors import ConfigError, IncompatiblePeer, printable
@@ -198,3 +199,6 @@ def _errors_exit() -> Iterator[None]:
     except (ValueError, ConfigError, IncompatiblePeer) as error:
         typer.echo(f"error: {printable(str(error), MAX_ERROR)}", err=True)
         raise typer.Exit(FAILED if isinstance(error, IncompatiblePeer) else BAD_INPUT) from error
+
+
+app.command()(_errors_exit()(trace.trace))
