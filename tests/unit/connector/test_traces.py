@@ -294,8 +294,9 @@ def test_an_offer_tells_which_engine_asked_first_and_when() -> None:
     machine = PrefillMachine(
         RANK_LIFE, no_record, num_slots=4, offer_ttl_s=60.0, lease_s=60.0, hold_s=60.0
     )
-    for now, event in enumerate((prepare_offer(), publish_offer(), asked(ask()))):
-        machine.handle(event, float(now))
+    machine.handle(prepare_offer(), 0.0)
+    machine.handle(publish_offer(), 1.0)
+    machine.handle(asked(ask()), 2.0)
     machine.handle(asked(ask(number=2)), 5.0)
     (*_, result) = machine.handle(asked(release()), 9.0)
     assert result == OfferEnded(NONCE, P1, OfferEnd.READ, DECODE, 2.0)
