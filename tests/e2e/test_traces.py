@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTH: Final = 500
 TRACE: Final = "0af7651916cd43dd8448eb211c8031{:02x}"
 CLIENT: Final = "b7ad6b7169203331"
-CLOCKS_NS: Final = 5_000_000
-"""Each rank takes its wall-clock time from a monotonic clock."""
+CLOCKS_NS: Final = 20_000_000
+"""On a busy machine, time passes between a look at the monotonic clock and one at the other."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,8 @@ def test_one_trace_leads_through_router_prefill_and_decode(
         and event["args"]["request"] == load.attributes["nixl_kv.request"]
     ]
     assert abs(reading["ts"] * 1000 - load.events["read"]) < CLOCKS_NS
-    assert {event["args"]["request"] for event in events if event["name"] == "OFFERED"} >= {
-        offer.attributes["nixl_kv.request"]
-    }
+    offered = {event["args"].get("request") for event in events if event["name"] == "GRANTED"}
+    assert offer.attributes["nixl_kv.request"] in offered
 
 
 def test_a_ticket_that_decode_refuses_and_an_offer_that_nobody_claims_say_so(
