@@ -143,6 +143,18 @@ def test_a_load_of_the_machine_is_three_subjects() -> None:
     ]
 
 
+def test_every_request_means_the_last_events_of_all_subjects() -> None:
+    log = EventLog()
+    transitions = [
+        Transition(request, peer, "", "A", "")
+        for request, peer in (("", ENGINE), ("d1", RANK), ("d2", RANK))
+    ]
+    for transition in transitions:
+        log.record(transition)
+    assert [event for _, event in log.story(EVERY_REQUEST)] == transitions
+    assert [event for _, event in log.story(EVERY_REQUEST, limit=2)] == transitions[1:]
+
+
 # --- the command
 
 

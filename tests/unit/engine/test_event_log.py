@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from nixl_kv.engine.event_log import EVERY_REQUEST, KEPT, MAX_CAUSE, EventLog, describe
+from nixl_kv.engine.event_log import KEPT, MAX_CAUSE, EventLog, describe
 from nixl_kv.protocol.events import OVER, Transition
 
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
@@ -84,14 +84,6 @@ def test_requests_are_found_by_a_part_of_their_id() -> None:
     assert transitions_of(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
     assert log.story("abc", exact=True) == []
     assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
-
-
-def test_every_request_and_every_peer_is_found() -> None:
-    log = log_of(CONNECTING, prepared("d1"), READY, prepared("d2"))
-    assert transitions_of(log.story(EVERY_REQUEST)) == [
-        *(CONNECTING, prepared("d1"), READY, prepared("d2"))
-    ]
-    assert transitions_of(log.story(EVERY_REQUEST, limit=1)) == [prepared("d2")]
 
 
 def test_an_empty_text_finds_no_peers_events() -> None:
