@@ -14,6 +14,7 @@ import typer
 
 from nixl_kv.cli import client
 from nixl_kv.engine.event_log import EVERY_REQUEST
+from nixl_kv.errors import printable
 from nixl_kv.protocol.events import OVER
 from nixl_kv.protocol.messages import MAX_LISTED, Status
 
@@ -46,7 +47,7 @@ def trace(
                 stories[name] = answer.lists.get("story", [])
             else:
                 is_complete = False
-                typer.echo(f"{name} at {where} gives no events: {answer}", err=True)
+                typer.echo(printable(f"{name} at {where} gives no events: {answer}"), err=True)
     try:
         out.write_text(json.dumps({"traceEvents": list(trace_events(stories))}), encoding="utf-8")
     except OSError as error:
