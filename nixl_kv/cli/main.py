@@ -6,6 +6,7 @@
 | `ready`       | the engine serves           | it does not                | bad option           |
 | `plan`        | decode can read prefill     | it cannot                  | bad option, no answer |
 | `status`      | all ranks answered          | some ranks did not         | bad option, no answer |
+| `trace`       | all ranks answered          | some ranks did not         | bad option, no answer |
 | `drain`       | the engine has finished     | it has not, in time        | bad option, no answer |
 | `set-weights` | the label is set            |                            | it is not set        |
 | `keygen`      | the key is written          |                            | it is not written    |
@@ -27,6 +28,7 @@ from nixl_kv.cli import status as status_report
 from nixl_kv.cli.doctor.command import doctor
 from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, errors_exit, fail
 from nixl_kv.cli.tables import duration_text, open_console
+from nixl_kv.cli.trace import trace
 from nixl_kv.config import weights_label
 from nixl_kv.keys import Keys, write_key_file
 
@@ -34,6 +36,7 @@ READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
 
 app = typer.Typer(name="nixl-kv", pretty_exceptions_enable=False)
 app.command()(doctor)
+app.command()(trace)
 
 
 @app.callback(invoke_without_command=True)

@@ -25,6 +25,7 @@ from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
+from nixl_kv.connector.traces import Traces
 from nixl_kv.connector.vllm_config import (
     computed_on_decode,
     draft_facts,
@@ -122,6 +123,7 @@ class Scheduler:
         self._recomputes = policy == "recompute"
         transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
         self._counts = RequestCounts(self.stats, recomputes=self._recomputes)
+        self._traces = Traces(vllm_config)
         if self._is_decode:
             logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])
 
@@ -182,7 +184,9 @@ class Scheduler:
         self._follow_label()
         request_id = RequestId(request.request_id)
         has_failed = request.status is RequestStatus.FINISHED_ERROR
-        if self._recomputes and has_failed and self._decode.has_begun(request_id):
+        if not self._decode.has_begun(request_id):
+            self._traces.drop_load(request_id)
+        elif self._recomputes and has_failed:
             logger.warning(OUTER_POLICY, request_id)
         self._decode.request_finished(request_id)
         self._counts.forget(request_id)
@@ -191,6 +195,7 @@ class Scheduler:
         )
         if params is not None:
             self.stats.count("offers")
+            self._traces.begin_offer(request)
         return keeps_blocks, params
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -201,9 +206,9 @@ class Scheduler:
         self._follow_label()
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)
-        self._counts.count_offers(sent)
+        self._traces.end_offers(self._counts.count_offers(sent))
         held_back = self._decode.update_connector_output(received, _own(output.failed_recving))
-        self._counts.count_loads(received, held_back)
+        self._traces.end_loads(self._counts.count_loads(received, held_back))
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if held_back and output.finished_recving:
             output.finished_recving -= set(held_back)
@@ -357,6 +362,7 @@ class Scheduler:
             self._decode.on_new_request(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
+            self._traces.begin_load(request)
 
     def _note(self, reason: str, detail: str = "") -> None:
         """Add to the history that `nixl-kv status` shows."""
@@ -368,6 +374,7 @@ class Scheduler:
         self._note(f"ticket_{reason}", detail)
         request_id = RequestId(request.request_id)
         self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
+        self._traces.refuse(request, reason)
         if self._recomputes or not self._is_decode:
             return OUTCOMES["recompute"]
         self._decode.refuse(request_id, request.num_prompt_tokens)

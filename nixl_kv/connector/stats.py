@@ -11,6 +11,7 @@ rank, such as reads.
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -329,6 +330,10 @@ class LoadReport:
     verified: bool = False
     peer: str = ""  # prefill's entry in `peers`
     waits: tuple[float, ...] = ()  # see `events.PHASES`
+    began_at: float = 0.0  # in Unix seconds, if `waits` is known
+    source: str = ""  # the prefill engine
+    num_bytes: int = 0
+    paths: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, ended: events.LoadEnded, config: Config) -> "LoadReport":
@@ -338,21 +343,57 @@ class LoadReport:
             ended.verified,
             "" if ended.peer is None else config.entry_of(ended.peer.endpoint),
             ended.waits,
+            _unix(ended.ended_at) - sum(ended.waits),
+            "" if ended.peer is None else str(ended.peer),
+            sum(read.num_bytes for read in ended.reads),
+            frozenset(read.path for read in ended.reads if read.num_bytes),
         )
+
+    @property
+    def outcome(self) -> str:
+        if self.reason == events.FailureKind.DROPPED.value:
+            return "cancelled"
+        return "failed" if self.reason else "loaded"
 
     def join(self, other: "LoadReport") -> "LoadReport":
         """The slowest rank decides how long the request waited, and one failure fails the load."""
-        if not (self.waits and other.waits):
-            waits = self.waits or other.waits
-        else:
-            waits = max(self.waits, other.waits, key=sum)
+        slowest = max(self, other, key=lambda report: sum(report.waits))
         return LoadReport(
             max(self.num_tokens, other.num_tokens),
             self.reason or other.reason,
             self.verified and other.verified,
             self.peer or other.peer,
-            waits,
+            slowest.waits,
+            slowest.began_at,
+            self.source or other.source,
+            self.num_bytes + other.num_bytes,
+            self.paths | other.paths,
         )
+
+
+@dataclass
+class OfferReport:
+    """How an offer ended on one rank, or on several."""
+
+    end: events.OfferEnd
+    reader: str = ""  # the decode engine that asked; empty if none did
+    asked_at: float = 0.0  # when it did, in Unix seconds
+
+    @classmethod
+    def of(cls, ended: events.OfferEnded) -> "OfferReport":
+        if ended.reader is None:
+            return cls(ended.end)
+        return cls(ended.end, ended.reader, _unix(ended.asked_at))
+
+    def join(self, other: "OfferReport") -> "OfferReport":
+        """A rank that no reader needs does not hide what happened to the others."""
+        asked = min(filter(None, (self.asked_at, other.asked_at)), default=0.0)
+        end = max(self.end, other.end, key=_ORDER.index)
+        return OfferReport(end, self.reader or other.reader, asked)
+
+
+def _unix(monotonic_s: float) -> float:
+    return time.time() - time.monotonic() + monotonic_s
 
 
 @dataclass
@@ -360,7 +401,7 @@ class RankReports:
     """The loads and offers that ended on some ranks in one step."""
 
     loads: dict[RequestId, LoadReport] = field(default_factory=dict)
-    offers: dict[RequestId, events.OfferEnd] = field(default_factory=dict)
+    offers: dict[RequestId, OfferReport] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.offers)
@@ -371,14 +412,15 @@ class RankReports:
                 case events.LoadEnded():
                     self.loads[result.request] = LoadReport.of(result, config)
                 case events.OfferEnded():
-                    self.offers[result.request] = result.end
+                    self.offers[result.request] = OfferReport.of(result)
 
     def join(self, other: "RankReports") -> None:
         for request, load in other.loads.items():
             mine = self.loads.get(request)
             self.loads[request] = load if mine is None else mine.join(load)
-        for request, end in other.offers.items():
-            self.offers[request] = max(end, self.offers.get(request, end), key=_ORDER.index)
+        for request, offer in other.offers.items():
+            known = self.offers.get(request)
+            self.offers[request] = offer if known is None else known.join(offer)
 
 
 _ORDER: Final = list(events.OfferEnd)
@@ -396,36 +438,42 @@ class RequestCounts:
     def add(self, reports: RankReports) -> None:
         self._reports.join(reports)
 
-    def count_loads(self, ended: Iterable[RequestId], held_back: Iterable[RequestId]) -> None:
-        """`held_back` will be reported once more, as failed."""
+    def count_loads(
+        self, ended: Iterable[RequestId], held_back: Iterable[RequestId]
+    ) -> dict[RequestId, LoadReport]:
+        """Returns the loads that have ended. `held_back` will be reported once more, as failed."""
+        counted = {}
         for request in ended:
             load = self._reports.loads.pop(request, None)
             is_load = request not in self._refused and request not in held_back
             if load is not None and is_load:
                 self._count_load(load)
+                counted[request] = load
+        return counted
 
     def _count_load(self, load: LoadReport) -> None:
         stats, reason = self._stats, load.reason
-        if reason == events.FailureKind.DROPPED.value:
-            stats.count("loads", 1, "cancelled", load.peer)
+        stats.count("loads", 1, load.outcome, load.peer)
+        if load.outcome == "cancelled":
             return
         for phase, seconds in zip(events.PHASES, load.waits, strict=False):
             stats.observe("wait_seconds", [seconds], phase)
         if reason:
-            stats.count("loads", 1, "failed", load.peer)
             stats.count("load_failures", 1, reason, load.peer)
             self.count_recomputed(reason, load.num_tokens)
             return
-        stats.count("loads", 1, "loaded", load.peer)
         stats.count("loaded_tokens", load.num_tokens)
         if load.verified:
             stats.count("verified_loads")
 
-    def count_offers(self, ended: Iterable[RequestId]) -> None:
+    def count_offers(self, ended: Iterable[RequestId]) -> dict[RequestId, OfferReport]:
+        counted = {}
         for request in ended:
-            end = self._reports.offers.pop(request, None)
-            if end is not None:
-                self._stats.count("ended_offers", 1, end.value)
+            offer = self._reports.offers.pop(request, None)
+            if offer is not None:
+                self._stats.count("ended_offers", 1, offer.end.value)
+                counted[request] = offer
+        return counted
 
     def count_refused(self, request: RequestId, reason: str, num_tokens: int) -> None:
         self._stats.count("refused_tickets", 1, reason)

@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 KEPT: Final = 10_000
 # Characters of a cause that are kept, because a peer may have written part of it.
 MAX_CAUSE: Final = 300
+# Instead of a part of a request id: the events of all requests and peers.
+EVERY_REQUEST: Final = "*"
 
 
 class EventLog:
@@ -49,9 +51,11 @@ class EventLog:
         """The last events of requests whose id contains this text or, if `exact`, equals it.
 
         They include the events of the engines that the requests read from meanwhile. It searches
-        all events, which takes about a millisecond.
+        all events, which takes about a millisecond. EVERY_REQUEST finds all of them.
         """
         kept = list(self._events)
+        if request == EVERY_REQUEST:
+            return kept[-limit:]
         own = [
             place
             for place, (_, event) in enumerate(kept)

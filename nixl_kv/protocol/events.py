@@ -443,6 +443,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     verified: bool = False  # its digest equals prefill's
     reads: tuple[ReadDone, ...] = ()  # one per prefill rank
     waits: tuple[float, ...] = ()  # seconds in each of PHASES; one that did not begin has 0
+    ended_at: float = 0.0  # in monotonic seconds, if `waits` is known
 
 
 class OfferEnd(enum.Enum):
@@ -466,6 +467,8 @@ class OfferEnded(msgspec.Struct, frozen=True):
     nonce: Nonce
     request: RequestId
     end: OfferEnd
+    reader: EngineId | None = None  # the engine whose ask was granted; None: none asked
+    asked_at: float = 0.0  # when that was, in monotonic seconds
 
 
 class NewLife(msgspec.Struct, frozen=True):

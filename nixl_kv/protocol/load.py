@@ -444,7 +444,7 @@ class Load:
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
         is_verified, num_tokens = is_good and start.verify, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
-        return [events.LoadEnded(*ended, self._waits(now))]
+        return [events.LoadEnded(*ended, self._waits(now), now)]
 
     def _waits(self, now: float) -> tuple[float, ...]:
         """The seconds in each of PHASES. The slowest read decides; a failed load stops early."""

@@ -92,6 +92,7 @@ class Binding:
     slot: int
     fence_token: FenceToken
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
+    asked_at: float
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
@@ -412,6 +413,7 @@ class PrefillMachine:
             self.free_slots.pop(),
             new_fence_token(),
             dict.fromkeys(ask.readers, now + self._lease_s),
+            asked_at=now,
             held_until=now + self._hold_s,
         )
         offer.ends_at = math.inf
@@ -616,13 +618,12 @@ class PrefillMachine:
 
     def _end(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
         """First the fence slot, then the blocks."""
-        ended = events.OfferEnded(offer.nonce, offer.request, end)
         binding, offer.binding = offer.binding, None
         peer = "" if binding is None else f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
         self._remove(offer)
         if binding is None:
-            return [ended]
+            return [events.OfferEnded(offer.nonce, offer.request, end)]
         self.free_slots.append(binding.slot)
         for rank in binding.leases:
             self.ring.release((offer.nonce, rank))
@@ -630,6 +631,8 @@ class PrefillMachine:
             del held[offer.nonce]
             if not held:
                 del self._by_reader[binding.engine, rank]
+        reader, asked_at = binding.engine, binding.asked_at
+        ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
         return [events.ClearSlot(binding.slot), ended]
 
     def _remove(self, offer: Offer) -> None:

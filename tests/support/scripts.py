@@ -15,6 +15,7 @@ from nixl_kv.protocol.events import (
     CompareDigest,
     HandshakeDone,
     LoadEnded,
+    OfferEnded,
     Record,
     Send,
     StartRead,
@@ -72,12 +73,18 @@ def play(machine: Machine, script: Script, now: float = 100.0) -> None:
 
 
 def _reworded(action: Action, expected: Any) -> Action:
-    """The action with the expected words for its failure, if it has these among its own."""
+    """The action with the expected words for its failure, if it has these among its own.
+
+    A script states no times of the ends of loads and offers.
+    """
     match action, expected:
         case LoadEnded(failure=mine), LoadEnded(failure=wanted):
             if mine is not None and wanted is not None and wanted.detail in mine.detail:
                 mine = replace(mine, detail=wanted.detail, is_known=wanted.is_known)
-            return replace(action, failure=mine, waits=expected.waits)
+            times = {"waits": expected.waits, "ended_at": expected.ended_at}
+            return replace(action, failure=mine, **times)
+        case OfferEnded(), OfferEnded():
+            return replace(action, reader=expected.reader, asked_at=expected.asked_at)
     return action
 
 

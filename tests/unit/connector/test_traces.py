@@ -1,0 +1,391 @@
+"""Spans of loads and offers, through vLLM's scheduler and OpenTelemetry's own exporter."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from vllm.config import KVTransferConfig
+from vllm.v1.request import RequestStatus
+
+from nixl_kv.config import Config
+from nixl_kv.connector.stats import LoadReport, RankReports
+from nixl_kv.connector.traces import Traces, phases
+from nixl_kv.connector.worker import WorkerMetadata
+from nixl_kv.ids import RequestId, new_nonce
+from nixl_kv.protocol.events import (
+    Failure,
+    FailureKind,
+    LoadEnded,
+    OfferEnd,
+    OfferEnded,
+    Result,
+)
+from nixl_kv.protocol.prefill import PrefillMachine
+from support.records import (
+    DECODE,
+    NONCE,
+    P1,
+    PEER,
+    RANK_LIFE,
+    ask,
+    asked,
+    no_record,
+    prepare_offer,
+    publish_offer,
+    read_done,
+    release,
+    ticket_for,
+)
+from support.scripts import READING, loading
+from support.vllm_objects import new_request, vllm_config
+from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS: Final = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
+PROMPT: Final = [*range(3 * BLOCK)]
+WAITS: Final = (0.5, 0.25, 0.125, 2.0, 1.0)
+SECOND: Final = 10**9
+TRACING: Final = vllm_config()
+TRACING.observability_config.otlp_traces_endpoint = "http://127.0.0.1:4317"
+CONFIG: Final = Config.parse({"insecure": True}, {})
+
+Exported = InMemorySpanExporter
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[TracerProvider]:
+    """Stands for the provider that vLLM sets once per process."""
+    provider = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield provider
+    provider.shutdown()
+
+
+@pytest.fixture
+def exported(provider: TracerProvider) -> Exported:
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter
+
+
+def engine(endpoint: str | None = "http://127.0.0.1:4317", **extra: Any) -> SteppedScheduler:
+    transfer = KVTransferConfig(
+        kv_connector="NixlKVConnector",
+        kv_connector_module_path="nixl_kv.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"port": 0, "insecure": True, **extra},
+    )
+    config = make_config(transfer, 32, caches_prefixes=False)
+    config.observability_config.otlp_traces_endpoint = endpoint
+    engine = SteppedScheduler(config)
+    engine.describe()
+    return engine
+
+
+def report(engine: SteppedScheduler, *ranks: Result, **finished: set[str]) -> None:
+    """End a step in which each of these results came from a rank of its own."""
+    reports = RankReports()
+    for result in ranks:
+        mine = RankReports()
+        mine.add([result], CONFIG)
+        reports.join(mine)
+    meta = WorkerMetadata({}, reports)
+    engine.end(engine.vllm.schedule(), kv_connector_worker_meta=meta, **finished)
+
+
+def begin_load(engine: SteppedScheduler, name: str = "d1", **more: Any) -> None:
+    """vLLM allocates the blocks of the load, and parks the request."""
+    params = ticket_for(PROMPT, new_nonce()).params(None)
+    engine.add(name, PROMPT, params, **{"trace_headers": HEADERS, **more})
+    engine.end(engine.vllm.schedule())
+
+
+def ended(failure: Failure | None = None, name: str = "d1", **fields: Any) -> LoadEnded:
+    times = {"waits": WAITS, "ended_at": time.monotonic()}
+    return LoadEnded(RequestId(name), 47, failure, PEER, **{**times, **fields})
+
+
+def begin_offer(engine: SteppedScheduler, name: str = "p1") -> None:
+    """The ticket leaves."""
+    engine.add(name, PROMPT, {"do_remote_decode": True}, trace_headers=HEADERS)
+    engine.end(engine.vllm.schedule())
+
+
+def only(exported: Exported) -> ReadableSpan:
+    (span,) = exported.get_finished_spans()
+    return span
+
+
+def event_names(span: ReadableSpan) -> list[str]:
+    return [event.name for event in span.events]
+
+
+# --- loads
+
+
+def test_a_load_is_a_span_of_the_clients_trace(exported: Exported) -> None:
+    """Two ranks read it; the slower one decides the times."""
+    decode, before = engine(), time.time_ns()
+    begin_load(decode)
+    slow, fast = (
+        ended(
+            verified=True,
+            reads=(read_done(rank, num_bytes=1000, path=path),),
+            waits=waits,
+        )
+        for rank, path, waits in ((0, "staged", WAITS), (1, "direct", (0.0, 0.0, 0.0, 0.5, 0.0)))
+    )
+    report(decode, fast, slow, finished_recving={"d1"})
+    span = only(exported)
+    assert span.name == "nixl_kv.load"
+    assert span.parent is not None
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, CLIENT)
+    assert dict(span.attributes or {}) == {
+        "nixl_kv.request": "d1",
+        "nixl_kv.tokens": len(PROMPT),
+        "nixl_kv.outcome": "loaded",
+        "nixl_kv.peer": "engine 'prefill' at tcp://10.0.0.1:5600",
+        "nixl_kv.bytes": 2000,
+        "nixl_kv.path": "direct,staged",
+    }
+    assert span.status.status_code is StatusCode.UNSET
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert before <= span.start_time <= span.end_time <= time.time_ns()
+    assert event_names(span) == ["ask", "wait", "read", "check", "verify"]
+    assert [dict(event.attributes or {}) for event in span.events] == [
+        {"seconds": 0.5},
+        {"blocks_seconds": 0.25, "queue_seconds": 0.125},
+        {"seconds": 2.0},
+        {},
+        {"seconds": 1.0},
+    ]
+    offsets = [(event.timestamp - span.events[0].timestamp) / SECOND for event in span.events]
+    assert offsets == pytest.approx([0.0, 0.5, 0.875, 2.875, 2.875], abs=0.001)
+    verified_at = span.events[-1].timestamp + SECOND
+    assert abs(verified_at - span.end_time) < SECOND, "the ranks' clock is that of the scheduler"
+
+
+@pytest.mark.parametrize(
+    ("kind", "waits", "reached"),
+    [
+        (FailureKind.UNREACHABLE, (3.0, 0.0, 0.0, 0.0, 0.0), ["ask"]),
+        (FailureKind.RECALLED, (0.1, 0.2, 0.0, 0.0, 0.0), ["ask", "wait"]),
+        (FailureKind.LATE, (0.1, 0.0, 0.2, 0.0, 0.0), ["ask", "wait"]),
+        (FailureKind.BROKEN, (0.1, 0.0, 0.0, 0.2, 0.0), ["ask", "wait", "read"]),
+        (FailureKind.FENCED, (0.1, 0.0, 0.0, 0.2, 0.0), ["ask", "wait", "read", "check"]),
+        (FailureKind.CORRUPT, WAITS, ["ask", "wait", "read", "check", "verify"]),
+        (FailureKind.INTERNAL, (), []),
+    ],
+)
+def test_a_failed_load_shows_its_reason_and_the_phases_that_it_reached(
+    exported: Exported, kind: FailureKind, waits: tuple[float, ...], reached: list[str]
+) -> None:
+    decode = engine()
+    begin_load(decode)
+    failed = {"finished_recving": {"d1"}, "failed_recving": {"d1"}}
+    report(decode, ended(Failure(kind, "words"), waits=waits), **failed)
+    span = only(exported)
+    assert span.attributes is not None
+    assert span.attributes["nixl_kv.outcome"] == "failed"
+    assert span.attributes["nixl_kv.reason"] == kind.value
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, kind.value)
+    assert event_names(span) == reached
+
+
+def test_a_load_without_digests_is_not_verified() -> None:
+    load = LoadReport(47, waits=(0.1, 0.0, 0.0, 0.2, 0.0))
+    assert [name for name, _, _ in phases(load)] == ["ask", "wait", "read", "check"]
+
+
+def test_the_load_of_an_aborted_request_is_cancelled(exported: Exported) -> None:
+    decode = engine()
+    begin_load(decode)
+    decode.vllm.finish_requests("d1", RequestStatus.FINISHED_ABORTED)
+    assert exported.get_finished_spans() == ()
+    dropped = ended(Failure(FailureKind.DROPPED, "dropped"))
+    report(decode, dropped, finished_recving={"d1"}, failed_recving={"d1"})
+    span = only(exported)
+    assert span.attributes is not None
+    assert span.attributes["nixl_kv.outcome"] == "cancelled"
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_a_request_that_never_starts_its_load_leaves_nothing(exported: Exported) -> None:
+    decode = engine()
+    decode.add("d1", PROMPT, ticket_for(PROMPT).params(None), trace_headers=HEADERS)
+    decode.vllm.finish_requests("d1", RequestStatus.FINISHED_ABORTED)
+    assert exported.get_finished_spans() == ()
+    assert decode.connector._traces._loads == {}
+
+
+def test_a_refused_ticket_is_a_span_with_its_reason(exported: Exported) -> None:
+    decode = engine()
+    decode.add("d1", PROMPT, ticket_for([7, 8]).params(None), trace_headers=HEADERS)
+    span = only(exported)
+    assert span.name == "nixl_kv.load"
+    assert span.attributes is not None
+    assert span.attributes["nixl_kv.outcome"] == "refused"
+    assert span.status.description == span.attributes["nixl_kv.reason"] == "prompt"
+    assert decode.connector._traces._loads == {}
+
+
+# --- offers
+
+
+def test_an_offer_is_a_span_from_its_ticket_to_its_end(exported: Exported) -> None:
+    """The first of its ranks that is asked tells when decode came."""
+    prefill = engine()
+    begin_offer(prefill)
+    now = time.monotonic()
+    later, earlier = (
+        OfferEnded(NONCE, P1, end, DECODE, now + seconds)
+        for end, seconds in ((OfferEnd.NOT_NEEDED, 0.5), (OfferEnd.READ, 0.25))
+    )
+    other = OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
+    report(prefill, later, earlier, other, finished_sending={"p1"})
+    span = only(exported)
+    assert span.name == "nixl_kv.offer"
+    assert span.parent is not None
+    assert f"{span.parent.trace_id:032x}" == TRACE
+    assert dict(span.attributes or {}) == {
+        "nixl_kv.request": "p1",
+        "nixl_kv.tokens": len(PROMPT),
+        "nixl_kv.outcome": "read",
+        "nixl_kv.peer": "decode",
+    }
+    assert event_names(span) == ["ask"]
+    assert span.start_time is not None
+    assert 0.0 <= (span.events[0].timestamp - span.start_time) / SECOND - 0.25 < 0.25
+
+
+def test_an_unclaimed_offer_has_no_reader(exported: Exported) -> None:
+    prefill = engine()
+    begin_offer(prefill)
+    unclaimed = OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)
+    report(prefill, unclaimed, finished_sending={"p1"})
+    span = only(exported)
+    assert span.attributes is not None
+    assert span.attributes["nixl_kv.outcome"] == "unclaimed"
+    assert "nixl_kv.peer" not in span.attributes
+    assert span.events == ()
+
+
+# --- the times of the machines
+
+
+def test_a_load_tells_when_it_ended() -> None:
+    (*_, result) = loading(READING).handle(read_done(), 117.5)
+    assert isinstance(result, LoadEnded)
+    assert (result.ended_at, sum(result.waits)) == (117.5, 17.5)  # it began at 100.0
+
+
+def test_an_offer_tells_which_engine_asked_first_and_when() -> None:
+    machine = PrefillMachine(
+        RANK_LIFE, no_record, num_slots=4, offer_ttl_s=60.0, lease_s=60.0, hold_s=60.0
+    )
+    machine.handle(prepare_offer(), 0.0)
+    machine.handle(publish_offer(), 1.0)
+    machine.handle(asked(ask()), 2.0)
+    machine.handle(asked(ask(number=2)), 5.0)
+    (*_, result) = machine.handle(asked(release()), 9.0)
+    assert result == OfferEnded(NONCE, P1, OfferEnd.READ, DECODE, 2.0)
+
+
+# --- what clients send, and what exporters do
+
+
+def test_without_headers_each_span_has_a_trace_of_its_own(
+    provider: TracerProvider, exported: Exported
+) -> None:
+    """Not that of a span that happens to be open in this process."""
+    decode = engine()
+    with provider.get_tracer("vllm").start_as_current_span("start of the engine"):
+        for name in ("d1", "d2"):
+            begin_load(decode, name, trace_headers=None)
+            report(decode, ended(name=name), finished_recving={name})
+    spans = [span for span in exported.get_finished_spans() if span.name == "nixl_kv.load"]
+    assert [span.parent for span in spans] == [None, None]
+    assert len({span.context.trace_id for span in spans if span.context}) == 2
+
+
+def test_a_trace_that_the_client_does_not_sample_has_no_span(exported: Exported) -> None:
+    decode = engine()
+    begin_load(decode, trace_headers={"traceparent": f"00-{TRACE}-{CLIENT}-00"})
+    report(decode, ended(), finished_recving={"d1"})
+    assert exported.get_finished_spans() == ()
+
+
+@given(traceparent=st.text(), tracestate=st.text())
+def test_no_header_raises(traceparent: str, tracestate: str) -> None:
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "get_tracer", provider.get_tracer)
+        traces = Traces(TRACING)
+        request = new_request()
+        request.trace_headers = {"traceparent": traceparent, "tracestate": tracestate}
+        patch.setattr(traces._log, "warning", pytest.fail)
+        traces.refuse(request, "prompt")
+    assert len(exporter.get_finished_spans()) == 1
+
+
+def test_an_error_of_an_exporter_costs_a_span_and_not_the_engine(
+    provider: TracerProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:  # noqa: ARG002
+            raise RuntimeError("disk full")
+
+    provider.add_span_processor(Broken())
+    decode = engine()
+    with caplog.at_level(logging.WARNING):
+        for name in ("d1", "d2"):
+            begin_load(decode, name)
+            report(decode, ended(name=name), finished_recving={name})
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("nixl_kv")]
+    assert line == "request d1 has no span: RuntimeError('disk full')"
+
+
+def test_no_span_has_a_token_or_a_whole_nonce(exported: Exported) -> None:
+    decode, nonce = engine(), new_nonce()
+    params = ticket_for(PROMPT, nonce).params(None)
+    decode.add("d1", PROMPT, params, trace_headers=HEADERS)
+    decode.end(decode.vllm.schedule())
+    detail = Failure(FailureKind.CORRUPT, "words")
+    report(decode, ended(detail), finished_recving={"d1"}, failed_recving={"d1"})
+    text = only(exported).to_json()
+    assert nonce not in text
+    assert str(params["nixl_kv_ticket"]) not in text
+    assert "41, 42, 43" not in text
+
+
+# --- off
+
+
+def test_without_an_endpoint_nothing_is_kept_and_opentelemetry_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+        monkeypatch.setitem(sys.modules, name, None)  # its import raises
+    both = engine(endpoint=None)
+    begin_load(both)
+    begin_offer(both)
+    assert both.connector._traces._loads == {}
+    assert both.connector._traces._offers == {}
+    both.add("d2", PROMPT, ticket_for([7, 8]).params(None), trace_headers=HEADERS)
+    offer = OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)
+    report(both, ended(), offer, finished_recving={"d1"}, finished_sending={"p1"})
+    monkeypatch.undo()
+    assert exported.get_finished_spans() == ()
+    assert (both.connector._decode.num_open, both.connector._prefill.num_offers) == (0, 0)
