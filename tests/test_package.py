@@ -81,8 +81,14 @@ def test_its_metadata_is_complete(said: Any) -> None:
     assert metadata["description_content_type"] == "text/markdown"
     assert metadata["license_expression"] == "Apache-2.0"
     assert metadata["license_file"] in ("LICENSE", ["LICENSE"])  # by Python's version
-    assert metadata["requires_python"] == ">=3.10"
-    assert {"summary", "keywords", "classifier"} <= set(metadata)
+    assert metadata["requires_python"] == "<3.15,>=3.10"
+    assert {"summary", "keywords", "classifier", "author", "project_url"} <= set(metadata)
+
+
+def test_no_extra_can_replace_vllm_or_torch(said: Any) -> None:
+    assert said["metadata"]["provides_extra"] == ["nixl"]
+    (asked,) = [line for line in said["metadata"]["requires_dist"] if "extra ==" in line]
+    assert asked.startswith("nixl<2,>=1.5.1")
 
 
 def test_it_has_the_whole_package_and_no_more(said: Any) -> None:
