@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import protocol_tables
+from benchmarks import plot
 from nixl_kv.config import Config
 
 REPO = Path(__file__).resolve().parent.parent
@@ -130,6 +131,10 @@ def test_all_files_name_the_same_versions_of_vllm() -> None:
     lane = read("scripts/test")
     assert f'RELEASES=({" ".join(releases[:-1])} "$NEWEST")' in lane
     assert f"NEWEST={releases[-1]} " in lane
+
+
+def test_the_plot_shows_its_record() -> None:
+    assert read(plot.PLOT) == plot.draw(json.loads(read(plot.RECORD)))
 
 
 # --- what is named exists
