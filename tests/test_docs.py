@@ -43,7 +43,7 @@ def table(document: str) -> dict[str, str]:
 
 def metrics() -> dict[str, tuple[str, ...]]:
     """Type, role, labels and description of each. Read, not imported: the module needs vLLM."""
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for node in ast.parse(read("nixl_kv/connector/stats.py")).body:
         kind = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else ""
         if kind in ("COUNTERS", "GAUGES", "HISTOGRAMS"):
