@@ -1,4 +1,4 @@
-"""Draw docs/benchmarks/in-tree.svg from in-tree.json: vLLM's NixlConnector beside nixl_kv.
+"""Draw docs/benchmarks/in-tree.svg, vLLM's NixlConnector beside nixl_kv, from two records.
 
 PYTHONPATH=scripts python -m benchmarks.plot
 """
@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-RECORD: Final = Path(__file__).resolve().parents[2] / "docs/benchmarks/in-tree.json"
-PLOT: Final = RECORD.with_suffix(".svg")
+FOLDER: Final = Path(__file__).resolve().parents[2] / "docs/benchmarks"
+PLOT: Final = FOLDER / "in-tree.svg"
 
-NAMES: Final = {"in-tree": "vLLM's NixlConnector", "nixl_kv": "nixl_kv"}
-COLORS: Final = {"in-tree": "#9aa3ad", "nixl_kv": "#1a7f5a"}
-PANELS: Final = (  # subject, title, column that tells rows apart, bars: (label, column)
+NAMES: Final = {"in-tree": "vLLM's NixlConnector", "nixl-kv": "nixl_kv"}
+COLORS: Final = {"in-tree": "#9aa3ad", "nixl-kv": "#1a7f5a"}
+PANELS: Final = (  # record, title, column that tells rows apart, bars: (label, column)
     (
-        "load",
+        "load-h200",
         "Under load: milliseconds until decode's first token",
         None,
         (("median", "leg p50 ms"), ("99th percentile", "leg p99 ms")),
     ),
     (
-        "load",
+        "load-h200",
         "Under load: pause between two tokens, ms",
         None,
         (("99th percentile", "gap p99 ms"), ("maximum", "gap max ms")),
     ),
     (
-        "TP 1 to 2",
+        "tp2-h200",
         "KV from one GPU to two (TP 1 to 2), ms",
         "tokens",
         (("tokens", "transfer ms"),),
@@ -39,27 +39,32 @@ SCALE: Final = 2.1  # pixels per millisecond
 BAR: Final = 15  # pixels high
 
 
-def draw(document: Any) -> str:
+def draw() -> str:
     """The plot as SVG."""
     lines, y = list(_legend()), 48
-    for subject, title, key, bars in PANELS:
-        (record,) = (one for one in document["records"] if one["subject"] == subject)
+    for name, title, key, bars in PANELS:
+        record = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
         lines.append(_text(16, y, title, weight="bold"))
         y += 12
         for label, values in _groups(record["rows"], key, bars):
             lines.append(_text(LEFT - 8, y + BAR + 4, label, anchor="end"))
-            for name, value in values.items():
+            for engines, value in values.items():
                 length = max(value * SCALE, 1)
                 lines.append(
                     f'<rect x="{LEFT}" y="{y}" width="{length:.0f}" height="{BAR - 1}" '
-                    f'fill="{COLORS[name]}"/>'
+                    f'fill="{COLORS[engines]}"/>'
                 )
                 lines.append(_text(LEFT + length + 6, y + BAR - 3, f"{value:.3g}"))
                 y += BAR
             y += 8
         y += 22
     lines.append(
-        _text(16, y - 6, "Shorter is better. 2 H200 of one host, the shape of Qwen3-8B, vLLM 0.32", color="#666")
+        _text(
+            16,
+            y - 6,
+            "Shorter is better. 2 H200 of one host, the shape of Qwen3-8B, vLLM 0.32",
+            color="#666",
+        )
     )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}" '
@@ -77,11 +82,12 @@ def _groups(
         for label, column in bars:
             chosen = [row for row in rows if key is None or row[key] == of_group]
             text = label if key is None else f"{of_group:,} {label}"
-            yield text, {row["engines"]: row[column] for row in chosen}
+            values = {row["engines"]: row[column] for row in chosen}
+            yield text, {engines: values[engines] for engines in NAMES}
 
 
 def _legend() -> Iterator[str]:
-    for x, name in ((16, "in-tree"), (210, "nixl_kv")):
+    for x, name in ((16, "in-tree"), (210, "nixl-kv")):
         yield f'<rect x="{x}" y="12" width="12" height="12" fill="{COLORS[name]}"/>'
         yield _text(x + 18, 23, NAMES[name])
 
@@ -102,4 +108,4 @@ def _text(
 
 
 if __name__ == "__main__":
-    PLOT.write_text(draw(json.loads(RECORD.read_text("utf-8"))), "utf-8")
+    PLOT.write_text(draw(), "utf-8")

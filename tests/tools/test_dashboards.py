@@ -22,7 +22,8 @@ from prometheus_client import REGISTRY, generate_latest, start_http_server
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from harness.cluster.waiting import look_until, wait_or_fail
-from nixl_kv.connector.stats import METRICS, READS
+from nixl_kv.connector.stats import FAILURES, METRICS, NO_TICKET, READS
+from nixl_kv.errors import TICKET_REASONS
 from nixl_kv.protocol.events import PHASES
 from support.vllm_objects import vllm_config
 
@@ -136,6 +137,22 @@ def test_each_alert_has_a_text_and_a_runbook_entry() -> None:
         assert page.endswith("/docs/runbook.md")
         assert anchor == rule["alert"].lower()
         assert anchor in headings
+
+
+def test_the_runbook_explains_each_reason() -> None:
+    text = (REPO / "docs/runbook.md").read_text("utf-8").partition("### Reasons")[2]
+    rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
+    explained = [reason for row in rows for reason in re.findall(r"\w+", row)]
+    assert sorted(explained) == sorted((*FAILURES, *TICKET_REASONS, NO_TICKET))
+
+
+def test_the_pages_list_the_values_of_each_label() -> None:
+    pages = ("docs/reference/metrics.md", "docs/runbook.md")
+    text = "".join((REPO / page).read_text("utf-8") for page in pages)
+    known = [
+        value for metric in METRICS.values() for one in metric.labels.values() for value in one
+    ]
+    assert [value for value in known if f"`{value}`" not in text] == []
 
 
 def test_each_alert_has_a_unit_test() -> None:
