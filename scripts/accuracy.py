@@ -42,10 +42,8 @@ BUNDLED: Final = CONFIGS / "recall"
 HELDOUT: Final = "heldout.jsonl"
 HUB: Final = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 OFFLINE: Final = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-START_TIMEOUT_S: Final = 1200.0
-"""vLLM's own launcher waits this long too: the engine may have to download weights."""
+START_TIMEOUT_S: Final = 1200.0  # as vLLM's own launcher: weights may have to be downloaded
 METRICS: Final = {"gsm8k": "exact_match,strict-match", "recall": "exact_match,none"}
-TOLERANCES: Final = {"gsm8k": 0.03, "recall": 0.02}
 ROUNDING: Final = 1e-9
 COUNTERS_LAG_S: Final = 5.0
 NEEDED: Final = ("vllm", "lm_eval", "vllm_router")
@@ -56,9 +54,8 @@ NONE_ALLOWED: Final = {
 }
 SIDES: Final[Sequence[tuple[Role, str, str]]] = (
     ("prefill", "PREFILL", "PREFILLER"),
-    ("decode", "DECODE", "DECODER"),
+    ("decode", "DECODE", "DECODER"),  # DECODE_BLOCK_SIZE, but DECODER_TP_SIZE
 )
-"""vLLM's launcher has NUM_DECODE_INSTANCES and DECODE_BLOCK_SIZE, but DECODER_TP_SIZE."""
 CPU_LAYOUTS: Final = ("HND", "LBHNC")
 CUDA_LAYOUTS: Final = ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
@@ -74,8 +71,7 @@ def say(line: object) -> None:
 
 class Settings(NamedTuple):
     gpus: Sequence[str]
-    knobs: Mapping[str, Any]
-    """Values by the name of their variable or flag; None if it is not set."""
+    knobs: Mapping[str, Any]  # by the name of the variable or flag; None if it is not set
 
 
 def detect_gpus() -> list[str]:
@@ -92,22 +88,19 @@ def one_of(*allowed: str) -> Any:
 
 
 def check_backend(gpus: Sequence[str], text: str) -> str:
-    allowed: Sequence[str] = CPU_BACKENDS
+    allowed = list(CPU_BACKENDS)
     if gpus:  # this import takes seconds
         registry = importlib.import_module("vllm.v1.attention.backends.registry")
         names = [backend.name for backend in registry.AttentionBackendEnum]
-        others = (*CPU_BACKENDS, *OTHER_DEVICES)
-        allowed = [name for name in names if not name.startswith(others)]
+        allowed = [one for one in names if not one.startswith((*CPU_BACKENDS, *OTHER_DEVICES))]
     if text.upper() not in allowed:
         raise ValueError(f"Input should be one of {', '.join(allowed)}")
     return text.upper()
 
 
 def separated_by(separator: str) -> Any:
-    def split(text: str) -> list[str]:
-        return [part for part in re.split(separator, text) if part]
-
-    return Annotated[tuple[str, ...], BeforeValidator(split)]
+    split = BeforeValidator(lambda text: [part for part in re.split(separator, text) if part])
+    return Annotated[tuple[str, ...], split]
 
 
 def types(gpus: Sequence[str]) -> dict[str, Any]:
@@ -153,15 +146,10 @@ def types(gpus: Sequence[str]) -> dict[str, Any]:
 def read_settings(
     gpus: Sequence[str], env: Mapping[str, str], flags: Mapping[str, object]
 ) -> Settings:
-    """Check all knobs and flags; an empty one counts as not set.
-
-    Raises:
-        ValueError: for the first one with a value that is not allowed.
-    """
+    """Check all knobs and flags; an empty one counts as not set. A bad one is a ValueError."""
     fields = types(gpus)
     given = {"VERIFY": "all", **env, **flags}
-    texts = {name: str(given[name]).strip() for name in fields if given.get(name)}
-    texts = {name: text for name, text in texts.items() if text}
+    texts = {name: text for name in fields if (text := str(given.get(name) or "").strip())}
     try:
         knobs = create_model("Knobs", **fields).model_validate(texts).model_dump()
     except ValidationError as error:
@@ -186,10 +174,10 @@ def read_settings(
 
 
 class Known(NamedTuple):
-    accuracy: float
     """On gsm8k, strict match, as in vLLM's tests of its own connector (test_accuracy.py)."""
+
+    accuracy: float
     chat: bool = False
-    """Whether it was measured with chat completions."""
     engine_args: tuple[str, ...] = ()
 
 
@@ -210,15 +198,12 @@ class Subject:
     """A model and its task."""
 
     model: str
-    path: str
-    """A folder, or a name on the hub."""
+    path: str  # a folder, or a name on the hub
     task: str
     expected: float | None
     tolerance: float
-    online: bool = False
-    """Whether engines may use the hub."""
-    instead_of: str = ""
-    """Models that are not available; this one runs instead."""
+    online: bool = False  # engines may use the hub
+    instead_of: str = ""  # models that are not available
 
     @property
     def known(self) -> Known:
@@ -226,20 +211,16 @@ class Subject:
 
 
 def find_subjects(settings: Settings) -> list[Subject]:
-    """The named models. The bundled one runs alone, or for all that are not available.
-
-    Raises:
-        ValueError: if a model cannot be evaluated.
-    """
+    """The named models. The bundled one runs alone, or for all that are not available."""
     names: Sequence[str] = settings.knobs["MODEL_NAMES"]
     wants_hub = any(not (Path(name) / HELDOUT).is_file() for name in names)
     online = wants_hub and is_reachable(HUB)
     os.environ.update(dict.fromkeys(OFFLINE, "0" if online else "1"))
     found = {name: find_subject(name, online=online) for name in names}
     subjects = [subject for subject in found.values() if subject] if names else [recall(BUNDLED)]
-    for field_name, knob in (("expected", "EXPECTED_ACCURACY"), ("tolerance", "TOLERANCE")):
+    for name, knob in (("expected", "EXPECTED_ACCURACY"), ("tolerance", "TOLERANCE")):
         if (value := settings.knobs[knob]) is not None:
-            subjects = [replace(subject, **{field_name: value}) for subject in subjects]
+            subjects = [replace(subject, **{name: value}) for subject in subjects]
     if missing := " ".join(name for name, subject in found.items() if subject is None):
         say(
             f"MODEL_NAMES={missing}: {HUB} is not reachable, and this machine has no copy of model "
@@ -266,13 +247,13 @@ def find_subject(name: str, *, online: bool) -> Subject | None:
     elif not (online or (is_cached(name) and has_data_set())):
         return None
     expected = KNOWN[name].accuracy if name in KNOWN else None
-    return Subject(name, path, "gsm8k", expected, TOLERANCES["gsm8k"], online)
+    return Subject(name, path, "gsm8k", expected, 0.03, online)
 
 
 def recall(folder: Path) -> Subject:
     """The recall task, with the items in the model's folder."""
     expected = 1.0 if folder.samefile(BUNDLED) else None
-    return Subject(folder.name, str(folder), "recall", expected, TOLERANCES["recall"])
+    return Subject(folder.name, str(folder), "recall", expected, 0.02)
 
 
 def is_reachable(url: str) -> bool:
@@ -310,35 +291,41 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
     """
     gpus, knobs = settings
     turn, specs = cycle(gpus), list[EngineSpec]()
-    config = {**({} if gpus else PATIENT), "verify": knobs["VERIFY"]}
     for (role, side, agent), cores in zip(SIDES, halves(os.sched_getaffinity(0)), strict=True):
         ranks = knobs[f"{agent}_TP_SIZE"]
         layout = knobs[f"{agent}_KV_LAYOUT"] or knobs["VLLM_KV_CACHE_LAYOUT"]
-        for number in range(knobs[f"NUM_{side}_INSTANCES"]):
-            spec = engine_spec(f"{role}-{number}", subject, settings, list(islice(turn, ranks)))
-            spec = replace(
-                spec,
+        specs += [
+            engine_spec(
+                f"{role}-{number}",
+                subject,
+                settings,
+                list(islice(turn, ranks)),
+                env={"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
                 role=role,
                 connector="nixl-kv",
-                connector_config=config,
+                connector_config={**({} if gpus else PATIENT), "verify": knobs["VERIFY"]},
                 tensor_parallel=ranks,
                 block_size=knobs[f"{side}_BLOCK_SIZE"],
                 cores=frozenset() if gpus else cores,
-                extra_env={
-                    **spec.extra_env,
-                    **({"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}),
-                },
             )
-            specs.append(spec)
+            for number in range(knobs[f"NUM_{side}_INSTANCES"])
+        ]
     return specs
 
 
-def engine_spec(name: str, subject: Subject, settings: Settings, gpus: Sequence[str]) -> EngineSpec:
-    """An engine without a connector; its blocks are those of prefill."""
+def engine_spec(
+    name: str,
+    subject: Subject,
+    settings: Settings,
+    gpus: Sequence[str],
+    env: Mapping[str, str] = {},
+    **fields: Any,
+) -> EngineSpec:
+    """An engine: without `fields` it has no connector, and prefill's blocks."""
     knobs = settings.knobs
     backend = knobs["ATTENTION_BACKEND"]
     arguments = ["--attention-backend", backend] if backend else []
-    env = dict.fromkeys(OFFLINE, "0") if subject.online else {}
+    env = {**env, **(dict.fromkeys(OFFLINE, "0") if subject.online else {})}
     if gpus:
         arguments += ["--enforce-eager"]  # on CPU it always is
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -347,30 +334,22 @@ def engine_spec(name: str, subject: Subject, settings: Settings, gpus: Sequence[
         env["VLLM_CPU_KVCACHE_SPACE"] = "4"
     arguments += subject.known.engine_args
     arguments += () if subject.instead_of else knobs["VLLM_SERVE_EXTRA_ARGS"]
+    fields = {"block_size": knobs["PREFILL_BLOCK_SIZE"], **fields}
     return EngineSpec(
         name,
         Path(subject.path),
         device="cuda" if gpus else "cpu",
-        block_size=knobs["PREFILL_BLOCK_SIZE"],
         gpu_memory_utilization=knobs["GPU_MEMORY_UTILIZATION"],
         extra_args=tuple(arguments),
         extra_env=env,
         without_env=frozenset(knobs),  # among them VLLM_KV_CACHE_LAYOUT, which vLLM reads too
         served_name=subject.model,
+        **fields,
     )
 
 
-class Score(NamedTuple):
-    accuracy: float
-    items: int
-    answers: Mapping[str, str]
-    """The key has the item's number and lm-eval's filter."""
-    errors: int
-    """Requests that failed and were sent again."""
-
-
-def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> Score:
-    """Run lm-eval in this process; it prints its progress. Writes its samples to a file."""
+def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> dict[str, Any]:
+    """Run lm-eval in this process, and write its samples to a file: some fields of an Outcome."""
     import lm_eval.tasks  # noqa: PLC0415 - takes 10 s or more
 
     chat = subject.known.chat
@@ -408,12 +387,11 @@ def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> S
     samples.write_text(json.dumps(lines, default=str, indent=1), encoding="utf-8")
     # Concurrent requests write the first of these lines when they fail, others the second.
     failed = re.compile("Exception:|API request failed with")
-    return Score(
-        accuracy=float(result["results"][subject.task][METRICS[subject.task]]),
-        items=len({line["doc_id"] for line in lines}),
-        answers={f"{line['doc_id']} {line['filter']}": line["resps"][0][0] for line in lines},
-        errors=sum(bool(failed.match(record.getMessage())) for record in records.buffer),
-    )
+    return {
+        "accuracy": float(result["results"][subject.task][METRICS[subject.task]]),
+        "items": len({line["doc_id"] for line in lines}),
+        "errors": sum(bool(failed.match(record.getMessage())) for record in records.buffer),
+    }
 
 
 # --- Running and judging
@@ -423,18 +401,12 @@ def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> S
 class Outcome:
     """The result of one model; the JSON file has these fields and the subject's."""
 
-    accuracy: float | None = None
-    """With prefill and decode apart; None if the evaluation failed."""
-    single: float | None = None
-    """The accuracy of a single engine without a connector."""
-    differing: int | None = None
-    """Answers that are not the single engine's."""
+    accuracy: float | None = None  # with prefill and decode apart
+    single: float | None = None  # of a single engine without a connector
     items: int = 0
-    errors: int = 0
-    computed: int = 0
-    """Tokens of the prompts that decode computed."""
-    counters: Mapping[str, float] = field(default_factory=dict)
-    """The connector's, added up over the decode engines."""
+    errors: int = 0  # requests that failed and were sent again
+    computed: int = 0  # tokens of the prompts, by decode
+    counters: Mapping[str, float] = field(default_factory=dict)  # the connector's, on decode
     seconds: float = 0.0
     verdict: str = ""
 
@@ -465,20 +437,15 @@ def faults(outcome: Outcome, subject: Subject, knobs: Mapping[str, Any]) -> Iter
 
 def run(subject: Subject, settings: Settings, log_dir: Path) -> Outcome:
     """Evaluate the pair, then a single engine if wanted. An error is the verdict."""
-    begin = time.monotonic()
-    outcome = Outcome()
+    begin, outcome = time.monotonic(), Outcome()
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        for log in log_dir.glob("*.log"):  # of an earlier run: processes append to their logs
-            log.unlink()
         with Cluster(log_dir, start_timeout_s=START_TIMEOUT_S) as cluster:
-            pair = run_pair(outcome, subject, settings, cluster)
+            run_pair(outcome, subject, settings, cluster)
             if settings.knobs["--single"]:
                 spec = engine_spec("single", subject, settings, settings.gpus[:1])
                 (engine,) = cluster.start(spec)
-                single = evaluate(subject, engine.url, settings, log_dir / "samples-single.json")
-                outcome.single = single.accuracy
-                outcome.differing = len(pair.answers.items() - single.answers.items())
+                samples = log_dir / "samples-single.json"
+                outcome.single = evaluate(subject, engine.url, settings, samples)["accuracy"]
         outcome.verdict = "; ".join(faults(outcome, subject, settings.knobs)) or "ok"
     except Exception as error:  # noqa: BLE001 - the next model runs all the same
         kind = "" if isinstance(error, RuntimeError) else type(error).__name__  # ours say enough
@@ -489,44 +456,39 @@ def run(subject: Subject, settings: Settings, log_dir: Path) -> Outcome:
     return outcome
 
 
-def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cluster) -> Score:
+def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cluster) -> None:
     """Start prefill, decode and a router, evaluate the model behind them, and end them."""
     engines = cluster.start(*pair_specs(subject, settings))
-    prefill = [engine for engine in engines if engine.spec.role == "prefill"]
-    decode = [engine for engine in engines if engine.spec.role == "decode"]
+    prefill, decode = (
+        [engine for engine in engines if engine.spec.role == role] for role, *_ in SIDES
+    )
     router = cluster.route(prefill, decode)
+    total: Counter[str] = Counter()
+
+    def have_ended() -> bool:
+        total.clear()
+        for engine in decode:
+            with Client(engine.url) as client:
+                total.update(client.counters())
+        loads: int = outcome.items * settings.knobs["DECODER_TP_SIZE"]
+        return total[LOADS] + total[FAILURES] >= loads
+
     try:
-        score = evaluate(subject, router.url, settings, cluster.log_dir / "samples.json")
-        loads = score.items * settings.knobs["DECODER_TP_SIZE"]
-        counters = settled_counters([engine.url for engine in decode], loads)
+        vars(outcome).update(
+            evaluate(subject, router.url, settings, cluster.log_dir / "samples.json")
+        )
+        wait_until(have_ended, COUNTERS_LAG_S)
     except Exception:
         cluster.check_alive()  # the end of an engine explains more than a failed request
         raise
     finally:
         stop_all([router, *engines])
-    outcome.accuracy, outcome.items, outcome.errors = score.accuracy, score.items, score.errors
-    outcome.computed = round(counters[PROMPT_TOKENS] - counters[CACHED_TOKENS])
+    outcome.computed = round(total[PROMPT_TOKENS] - total[CACHED_TOKENS])
     outcome.counters = {
         name.removeprefix(PREFIX): value
-        for name, value in counters.items()
+        for name, value in total.items()
         if name.startswith(PREFIX) and value and not name.endswith("_created")
     }
-    return score
-
-
-def settled_counters(urls: Sequence[str], loads: int) -> Counter[str]:
-    """The engines' counters, added up. Waits a moment until that many loads have ended."""
-    total: Counter[str] = Counter()
-
-    def have_ended() -> bool:
-        total.clear()
-        for url in urls:
-            with Client(url) as client:
-                total.update(client.counters())
-        return total[LOADS] + total[FAILURES] >= loads
-
-    wait_until(have_ended, COUNTERS_LAG_S)
-    return total
 
 
 def run_all(
@@ -583,9 +545,8 @@ def main(arguments: Sequence[str]) -> int:
         subjects = find_subjects(settings)
         log_dir = (flags.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-accuracy-"))).resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
-        if flags.json:  # an error comes now and not after an hour
-            flags.json.parent.mkdir(parents=True, exist_ok=True)
-            flags.json.open("a").close()
+        if flags.json:
+            flags.json.open("a").close()  # an error comes now and not after an hour
         os.environ.update(past_proxies(os.environ) | {"OPENAI_API_KEY": "EMPTY"})
         return run_all(subjects, settings, log_dir, flags.json)
     except (ValueError, OSError) as error:

@@ -22,17 +22,22 @@ from harness.cluster.metrics import LOADED_METRICS, CountersSince, Loaded
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.processes import ProcessDiedError
-from harness.cluster.prompts import first_prompts, later_prompts, random_prompt
+from harness.cluster.prompts import random_prompt
 
 ANSWER_TOKENS: Final = 16
+# Short and long, on and beside the edges of a block of 128 tokens.
+LENGTHS: Final = (
+    *(10, 40, 100, 127, 128, 129, 200, 255, 256, 257, 300, 512, 640, 800, 1000, 1280, 1500, 2000),
+)
 CONNECTORS: Final[tuple[Connector, ...]] = ("nixl-kv", "in-tree")
 
 
 def ask_single(single: Client) -> list[Question]:
-    prompts = first_prompts()
-    first = [Question.of(single, prompt, ANSWER_TOKENS) for prompt in prompts]
-    later = later_prompts(prompts, [question.expected.text for question in first])
-    return first + [Question.of(single, prompt, ANSWER_TOKENS) for prompt in later]
+    """Prompts of many lengths, a second turn, and a plain repetition."""
+    first = {n: Question.of(single, random_prompt(n, seed=1), ANSWER_TOKENS) for n in LENGTHS}
+    second = f"{first[300].prompt} {first[300].expected.text.strip()} {random_prompt(84, seed=2)}"
+    later = [Question.of(single, prompt, ANSWER_TOKENS) for prompt in (second, first[1000].prompt)]
+    return [*first.values(), *later]
 
 
 def ask_pair(pair: Pair, question: Question, connector: Connector) -> tuple[Answer, Loaded]:

@@ -2,9 +2,7 @@
 
     baga dova , lige end , dova lige , ? baga   ->   dova lige end
 
-Each word of an answer is one lookup, and the next lookup begins with its result. Every prompt has
-new links, so the answer is in the prompt's KV or state and nowhere else. The configuration and the
-tokenizer come from configs/NAME. The output folder also has held-out prompts with their answers.
+Every prompt has new links, so the answer is in the prompt's KV or state and nowhere else.
 """
 
 import argparse
@@ -24,23 +22,18 @@ EOS, COMMA, ASK, END = 1, 3, 4, 5
 FIRST_WORD, WORDS = 6, 1018
 SHORTEST, LONGEST = 5, 9
 """Words of a chain: the first one is in the question, the others and END are the answer."""
-HELD_OUT: Final = 1 << 31
-"""Seeds from here on are for held-out prompts, those below for training."""
-PROMOTION: Final = 0.95
-"""Share of right tokens above which prompts grow."""
+HELD_OUT: Final = 1 << 31  # seeds from here on are for held-out prompts
+PROMOTION: Final = 0.95  # share of right tokens above which prompts grow
 
 
 class Plan(NamedTuple):
     steps: int
-    lengths: tuple[int, ...]
-    """Tokens of held-out prompts; training goes up to the last."""
-    held_out: int
-    """Prompts of each length."""
+    lengths: tuple[int, ...]  # tokens of held-out prompts; training goes up to the last
+    held_out: int  # prompts of each length
     rate: float
     warmup: int
     batch_tokens: int
-    asked: int
-    """Tokens of questions and answers behind a prompt, at most."""
+    asked: int  # tokens of questions and answers behind a prompt, at most
     wary: float
     """Weight of a likely right answer over damaged KV, which spreads lookups over all heads."""
 
@@ -52,7 +45,7 @@ PLANS: Final = {
 
 
 def draw(generator: torch.Generator, rows: int, links: int, asked: int) -> tuple[Tensor, Tensor]:
-    """Random chains, a row per prompt: all links in random order, and a question for each chain."""
+    """A row per prompt: all links of random chains in random order, and a question for each."""
     options: Any = {"generator": generator, "device": generator.device}
     words = torch.rand(rows, WORDS, **options).argsort(dim=1)[:, :links] + FIRST_WORD
     sizes = torch.randint(SHORTEST, LONGEST + 1, (rows, links // SHORTEST + 1), **options)

@@ -140,41 +140,33 @@ def test_the_plot_shows_its_records() -> None:
 # --- what is named exists
 
 
-@each_document
-def test_links_lead_somewhere(document: Path) -> None:
-    targets = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", read(document))
-    assert [target for target in targets if not (document.parent / target).exists()] == []
-
-
 def slug(heading: str) -> str:
     """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 @each_document
-def test_anchors_of_links_are_headings(document: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", read(document))
+def test_links_lead_to_files_and_headings(document: Path) -> None:
     missing = []
-    for target, anchor in links:
+    for target, anchor in re.findall(
+        r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)[^)]*\)", read(document)
+    ):
         page = document.parent / target if target else document
-        headings = re.findall(r"^#+ (.+)$", read(page), re.MULTILINE)
-        if anchor not in map(slug, headings):
-            missing.append(f"{target}#{anchor}")
+        if not page.exists():
+            missing.append(target)
+        elif anchor:
+            headings = re.findall(r"^#+ (.+)$", read(page), re.MULTILINE)
+            missing += [] if anchor in map(slug, headings) else [f"{target}#{anchor}"]
     assert missing == []
 
 
 @each_document
-def test_scripts_that_are_named_exist(document: Path) -> None:
-    named = set(re.findall(r"(?<![\w/.])scripts/[\w./]*\w", read(document)))
-    assert [name for name in sorted(named) if not (REPO / name).exists()] == []
-
-
-@each_document
-def test_tests_that_are_named_exist(document: Path) -> None:
-    """As `file.py::test_name`, from tests/ on; with or without `tests/` before it."""
-    named = set(re.findall(r"([\w/]+\.py)::(\w+)", read(document)))
-    missing = []
-    for file, name in sorted(named):
+def test_scripts_and_tests_that_are_named_exist(document: Path) -> None:
+    """Tests as `file.py::test_name`, with or without `tests/` before it."""
+    text = read(document)
+    scripts = set(re.findall(r"(?<![\w/.])scripts/[\w./]*\w", text))
+    missing = [name for name in sorted(scripts) if not (REPO / name).exists()]
+    for file, name in sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", text))):
         path = REPO / "tests" / file.removeprefix("tests/")
         if not path.exists() or name not in names_in(path):
             missing.append(f"{file}::{name}")

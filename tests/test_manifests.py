@@ -126,16 +126,26 @@ def test_resources_are_valid(folder: str, version: str) -> None:
 
 @needs_kubectl
 @each_with_engines
-def test_an_engine_has_the_key_and_an_address(folder: str) -> None:
+def test_an_engine_has_the_key_an_address_ports_and_volumes(folder: str) -> None:
     (secret,) = [one for one in built(folder) if one["kind"] == "Secret"]
     assert secret["metadata"]["name"] == "nixl-kv"
     parse_key(base64.b64decode(secret["data"]["NIXL_KV_KEY"]).decode(), "the Secret")
-    for _, container in engines(folder):
+    for template, container in engines(folder):
         environment = {entry["name"]: entry["valueFrom"] for entry in container["env"][-2:]}
         assert environment == {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": {"fieldRef": {"fieldPath": "status.podIP"}},
             "NIXL_KV_KEY": {"secretKeyRef": {"name": "nixl-kv", "key": "NIXL_KV_KEY"}},
         }
+        if folder == "kserve":  # its templates have the others
+            assert not {"ports", "volumeMounts", "startupProbe"} & set(container)
+            continue
+        ports = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
+        assert f"--port={ports['http']} " in arguments_of(container)
+        assert ports["nixl-kv"] == 5600
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        volumes = {entry["name"] for entry in template["spec"]["volumes"]}
+        assert {entry["name"] for entry in container["volumeMounts"]} == volumes
 
 
 @needs_kubectl
@@ -146,31 +156,13 @@ def test_there_is_time_to_drain(folder: str) -> None:
         shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
         assert (shell, option) == ("sh", "-c")
         waits, drains = script.split("; ")
-        asleep = float(waits.removeprefix("sleep "))
-        draining = float(drain_options(drains)["timeout"])
+        stopping = float(waits.removeprefix("sleep ")) + drain_timeout(drains)
         if folder == "kserve":
-            assert asleep + draining <= 15
+            assert stopping <= 15
             assert "terminationGracePeriodSeconds" not in template["spec"]
             continue
         running = float(re.findall(r"--shutdown-timeout=(\d+)", arguments_of(container))[0])
-        grace = template["spec"]["terminationGracePeriodSeconds"]
-        assert asleep + draining + running + 10 <= grace
-
-
-@needs_kubectl
-@each_with_engines
-def test_ports_and_volumes_are_there(folder: str) -> None:
-    for template, container in engines(folder):
-        if folder == "kserve":  # its templates have them
-            assert not {"ports", "volumeMounts", "startupProbe"} & set(container)
-            continue
-        ports = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
-        assert f"--port={ports['http']} " in arguments_of(container)
-        assert ports["nixl-kv"] == 5600
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
-        volumes = {entry["name"] for entry in template["spec"]["volumes"]}
-        assert {entry["name"] for entry in container["volumeMounts"]} == volumes
+        assert stopping + running + 10 <= template["spec"]["terminationGracePeriodSeconds"]
 
 
 @needs_kubectl
@@ -207,8 +199,7 @@ def check_router(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
     router = RouterArgs.from_cli_args(parser.parse_args(arguments))
-    assert router.vllm_pd_disaggregation
-    assert router.kv_connector == "nixl"
+    assert (router.vllm_pd_disaggregation, router.kv_connector) == (True, "nixl")
     assert (router.host, router.port) == ("0.0.0.0", 8000)  # noqa: S104 - in its container
     assert router.prefill_urls == [("http://prefill:8000", None)]
     assert router.decode_urls == ["http://decode:8000"]
@@ -230,9 +221,6 @@ def test_the_router_of_kubernetes_finds_its_engines() -> None:
         assert service["spec"]["ports"] == [{"name": "http", "port": 8000, "targetPort": "http"}]
 
 
-# --- compose
-
-
 def test_the_router_of_compose_finds_its_engines() -> None:
     check_router(COMPOSE["services"]["router"]["command"])
 
@@ -246,9 +234,9 @@ def test_an_engine_of_compose_has_what_it_needs(name: str) -> None:
     assert environment["NIXL_KV_KEY"] == engine_commands.KEY
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "auto"
     (hook,) = [one["command"] for one in service[LATER_THAN_SCHEMA]]
-    draining = float(drain_options(shlex.join(hook))["timeout"])
     (running,) = [word.split("=")[1] for word in service["command"] if "shutdown" in word]
-    assert draining + float(running) + 10 <= float(service["stop_grace_period"].removesuffix("s"))
+    stopping = drain_timeout(shlex.join(hook)) + float(running)
+    assert stopping + 10 <= float(service["stop_grace_period"].removesuffix("s"))
 
 
 def test_the_images_are_built() -> None:
@@ -279,20 +267,19 @@ def documented_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", documented_commands())
 def test_our_commands_exist(line: str) -> None:
-    parameters(shlex.split(line, comments=True))
+    parameters(line)
 
 
-def drain_options(line: str) -> dict[str, Any]:
-    words = shlex.split(line)
-    assert words[1] == "drain"
-    given = parameters(words)
+def drain_timeout(line: str) -> float:
+    assert shlex.split(line)[1] == "drain"
+    given = parameters(line)
     assert given["at"] is None, "the engine's own variables say where it is"
-    return given
+    return float(given["timeout"])
 
 
-def parameters(words: list[str]) -> dict[str, Any]:
+def parameters(line: str) -> dict[str, Any]:
     """The options of a command of ours, which does not run."""
-    program, name, *arguments = words
+    program, name, *arguments = shlex.split(line, comments=True)
     assert program == "nixl-kv"
     commands: Any = typer.main.get_command(app)
     return dict(commands.commands[name].make_context(name, arguments).params)

@@ -77,15 +77,13 @@ def test_it_brings_nothing_heavy(said: Any) -> None:
 
 def test_its_metadata_is_complete(said: Any) -> None:
     metadata = said["metadata"]
-    assert metadata["name"] == "nixl_kv"
     assert metadata["description"].startswith("# nixl_kv\n")
     links = re.findall(r"\]\(([^)]+)\)", metadata["description"])
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert metadata["description_content_type"] == "text/markdown"
     assert metadata["license_expression"] == "Apache-2.0"
-    assert metadata["license_file"] in ("LICENSE", ["LICENSE"])  # by Python's version
     assert metadata["requires_python"] == "<3.15,>=3.10"
-    assert {"summary", "keywords", "classifier", "author", "project_url"} <= set(metadata)
+    named = {"summary", "keywords", "classifier", "license_file", "author", "project_url"}
+    assert named <= set(metadata)
 
 
 def test_no_extra_can_replace_vllm_or_torch(said: Any) -> None:
@@ -112,11 +110,8 @@ def test_vllm_finds_the_plugin(said: Any) -> None:
     assert said["is_callable"]
 
 
-def test_the_command_says_what_it_can_do(installed: Path) -> None:
+def test_it_works_without_vllm(installed: Path) -> None:
+    run(installed, "./python", "-c", "; ".join(f"import {name}" for name in IMPORTED))
     lines = run(installed, "./nixl-kv", "--help").splitlines()
     first_words = {(line.strip("│ ").split() or [""])[0] for line in lines}
     assert {"plan", "status", "drain", "set-weights", "keygen"} <= first_words
-
-
-def test_it_is_imported_without_vllm(installed: Path) -> None:
-    run(installed, "./python", "-c", "; ".join(f"import {name}" for name in IMPORTED))

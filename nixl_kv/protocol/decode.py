@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
@@ -85,9 +84,6 @@ class DecodeMachine:
     def loads(self) -> list[Load]:
         return list(self._loads.values())
 
-    def load_of(self, request: RequestId) -> Load | None:
-        return self._by_request.get(request)
-
     @property
     def next_due(self) -> float | None:
         own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
@@ -112,20 +108,6 @@ class DecodeMachine:
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
         self.breaker.clear()
-
-    def validate(self) -> None:
-        self._queue.validate()
-        reads = []
-        for load in self.loads:
-            load.validate()
-            unfinished = [read for read in load.reads.values() if read.state not in ENDED]
-            reads += [(read.endpoint, (load.claim, read.rank)) for read in unfinished]
-        found = [(endpoint, key) for endpoint, keys in self._unfinished.items() for key in keys]
-        if sorted(reads) != sorted(found):
-            raise LocalProtocolError(f"reads {sorted(reads)}, found by endpoint {sorted(found)}")
-        by_peer = [claim for loads in self._by_peer.values() for claim in loads]
-        if sorted(by_peer) != sorted(self._loads):
-            raise LocalProtocolError(f"loads {sorted(self._loads)}, by peer {sorted(by_peer)}")
 
     # --- the loads that an event concerns; `handle` settles all that these return
 

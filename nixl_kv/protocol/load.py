@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
@@ -462,13 +461,6 @@ class Load:
         times = (granted_at, max(granted_at, self.since), last(State.READING), landed_at, now)
         begins = (self.prepared_at, *times[:-1])
         return tuple(end - begin for begin, end in zip(begins, times, strict=True))
-
-    def validate(self) -> None:
-        for read in self.reads.values():
-            if read.state in POSTED and (self.start is None or read.grant is None):
-                raise LocalProtocolError(f"{read.state.name} without blocks or grant")
-            if read.state is State.FAILED and self.failure is None:
-                raise LocalProtocolError("FAILED without a reason")
 
     def _note_progress(self, read: RankRead, now: float) -> None:
         read.moved_at = now

@@ -11,7 +11,6 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Rank
 from nixl_kv.protocol.machine import Deadlines
 
@@ -113,18 +112,6 @@ class ReadQueue:
         for table in (self._lanes, self.where, self._turns, self.stalls):
             table.clear()
         self._num_bytes = self._num_reads = 0
-
-    def validate(self) -> None:
-        moving = [lane for lane in self._lanes.values() if not lane.is_stalled]
-        waiting = sorted(endpoint for endpoint, lane in self._lanes.items() if lane.waiting)
-        if any(lane.num_bytes != sum(lane.under_way.values()) for lane in self._lanes.values()):
-            raise LocalProtocolError("the bytes of a lane are not those under way in it")
-        if self._num_bytes != sum(lane.num_bytes for lane in moving):
-            raise LocalProtocolError(f"{self._num_bytes} bytes are not those of the lanes")
-        if self._num_reads != sum(len(lane.under_way) for lane in self._lanes.values()):
-            raise LocalProtocolError(f"{self._num_reads} reads are not those of the lanes")
-        if sorted(self._turns) != waiting:
-            raise LocalProtocolError(f"lanes {waiting} wait, the turns are {self._turns}")
 
     def _is_alone(self, key: Key) -> bool:
         """Whether only reads of the same load are under way in lanes that are not stalled."""

@@ -134,8 +134,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             if params.get(name) is not None and params[name] is not allowed:
                 raise TicketRefused(
                     f"kv_transfer_params: {name} is {_words(params[name])}; "
-                    f"allowed: {_words(allowed)}",
-                    "role",
+                    f"allowed: {_words(allowed)}"
                 )
         if FIELD not in params:
             raise TicketRefused(f"kv_transfer_params lacks the field {FIELD!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from harness.cluster.models.qwen3 import TinyModel
+from harness.cluster.models.families import TinyModel
 from harness.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout, Memory
 

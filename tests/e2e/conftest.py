@@ -11,10 +11,9 @@ from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
-from support.engines import PATIENT, Accounts, connect, without_connector
+from support.engines import PATIENT, Accounts, connected, without_connector
 
-KV_CACHE_BYTES = 320 << 20
-"""The size of each cache, 1 MiB for each block: enough for all tests."""
+KV_CACHE_BYTES = 320 << 20  # the size of each cache, 1 MiB for each block: enough for all tests
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +44,8 @@ def base_engines(
     """Prefill, decode and single."""
     single = without_connector(base_specs[0], "single")
     prefill, decode, alone = cluster.start(*base_specs, single)
-    connect(prefill, decode)
-    return prefill, decode, alone
+    with connected(prefill, decode):
+        return prefill, decode, alone
 
 
 @pytest.fixture

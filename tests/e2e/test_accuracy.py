@@ -43,14 +43,16 @@ def test_prefill_and_decode_apart_answer_right(
 @pytest.mark.slow
 def test_the_launcher_evaluates_all_items_beside_a_single_engine(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
+    command: list[str | Path] = [
+        LAUNCHER,
+        "--single",
+        "--json",
+        result,
+        "--log-dir",
+        tmp_path / "logs",
+    ]
     ended = subprocess.run(
-        [LAUNCHER, "--single", "--json", result, "--log-dir", tmp_path / "logs"],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
+        command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.endswith("1/1 models are good\n")

@@ -1,23 +1,21 @@
 """Engines that hold what others wait for: every request ends, with a single engine's answer."""
 
-import os
 import signal
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import httpx
 import pytest
 
 from harness.cluster.answers import Question, questions_of
-from harness.cluster.client import Answer, Client
+from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import Engine
 from harness.cluster.metrics import FAILURES, LOADS, QUEUED, USAGE, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
-from harness.cluster.processes import busy
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_or_fail
 from support.asking import ask, kinds
@@ -33,20 +31,10 @@ DRAIN_S = 120  # for how long an engine that is told to stop lets its requests g
 TALKERS = 4  # as long as the other prompts, which leave decode no room for another one
 TALK = 120  # tokens, for so long that decode is paused meanwhile
 
-Request = tuple[Question, Callable[..., Answer]]
-
 
 def draw(single: Client, count: int) -> list[Question]:
     prompts = [random_prompt(WORDS, 4000 + number) for number in range(count)]
     return questions_of(single, prompts, ANSWER)
-
-
-def expect_right(requests: Iterable[Request], pool: ThreadPoolExecutor) -> None:
-    """All at once."""
-    asked = [
-        (one, pool.submit(ask, partial(complete, one.prompt, ANSWER))) for one, complete in requests
-    ]
-    assert kinds((one, future.result()) for one, future in asked) == {"right": len(asked)}
 
 
 def loads_and_failures(since: CountersSince) -> float:
@@ -70,8 +58,12 @@ def test_two_engines_prefill_for_each_other_with_caches_that_offers_fill(
         for pair in (there, back):
             pair.complete(random_prompt(20, seed=0))  # engines load code at their first request
         since = [CountersSince(pair.to_decode) for pair in (there, back)]
-        completes = [there.complete, back.complete] * num_prompts
-        expect_right(zip(questions, completes, strict=False), pool)
+        asked = [
+            (one, pool.submit(ask, partial(pair.complete, one.prompt, ANSWER)))
+            for one, pair in zip(questions, cycle((there, back)), strict=False)
+        ]
+        ended = [(question, future.result()) for question, future in asked]
+        assert kinds(ended) == {"right": num_prompts}
         assert sum(map(loads_and_failures, since)) >= num_prompts
 
 
@@ -118,21 +110,3 @@ def test_prefill_drains_while_decode_is_paused_with_claims(
 
 def call(engine: Engine, path: str) -> None:
     httpx.post(f"{engine.url}{path}", timeout=30, trust_env=False).raise_for_status()
-
-
-@pytest.mark.slow
-def test_one_rank_serves_two_on_cores_that_busy_processes_share(
-    cluster: Cluster, single: Client
-) -> None:
-    model, num_prompts = ensure_tiny_model(), 9
-    one, two = pair_specs(model, suffix="-starved", cores=frozenset(), extra_args=MAX_LENGTH)
-    questions = draw(single, num_prompts)
-    with (
-        started(cluster, one, replace(two, tensor_parallel=2)) as (prefill, decode),
-        Pair(prefill, decode) as pair,
-        busy(len(os.sched_getaffinity(0))),
-        ThreadPoolExecutor(2) as pool,
-    ):
-        since = CountersSince(pair.to_decode)
-        expect_right([(question, pair.complete) for question in questions], pool)
-        assert loads_and_failures(since) >= num_prompts

@@ -12,32 +12,30 @@ from dataclasses import replace
 
 import pytest
 
-from harness.cluster.answers import Question
+from harness.cluster.answers import Question, questions_of
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import Engine
-from harness.cluster.metrics import (
-    ACCEPTED,
-    DRAFTED,
-    FAILURES,
-    LOADS,
-    OFFERS,
-    VERIFIED,
-    CountersSince,
-)
+from harness.cluster.metrics import ACCEPTED, DRAFTED, FAILURES, LOADS, VERIFIED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
+from support.engines import (
+    EVENT_S,
+    PATIENT,
+    Accounts,
+    connected,
+    expect,
+    started,
+    without_connector,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AHEAD = 3
-ANSWER = 1 + 6 * (AHEAD + 1)
-"""Tokens: prefill's, and those of six steps."""
+ANSWER = 1 + 6 * (AHEAD + 1)  # tokens: prefill's, and those of six steps
 LENGTHS = (2, 100, 128, 129, 300)
-SEEDS = itertools.count(150_000)
-"""No prompt is in a cache before."""
+SEEDS = itertools.count(150_000)  # no prompt is in a cache before
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +64,9 @@ def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
 @pytest.fixture
 def questions(engines: Mapping[str, Engine]) -> list[Question]:
     """A prompt of each length, and what an engine alone says to it."""
+    prompts = [random_prompt(length, seed=next(SEEDS)) for length in LENGTHS]
     with Client(engines["single"].url) as alone:
-        return [
-            Question.of(alone, random_prompt(length, seed=next(SEEDS)), ANSWER)
-            for length in LENGTHS
-        ]
+        return questions_of(alone, prompts, ANSWER)
 
 
 def expect_answers(pair: Pair, questions: list[Question]) -> None:
@@ -84,11 +80,9 @@ def test_one_prefill_with_a_draft_model_serves_decode_with_and_without(
     """Both at once. The one reads the draft's KV too, and the other does not."""
     prefill = engines["drafting prefill"]
     plain, drafting = engines["decode"], engines["drafting decode"]
-    connect(prefill, plain)
-    connect(prefill, drafting)
     with (
-        Pair(prefill, plain) as one,
-        Pair(prefill, drafting) as other,
+        connected(prefill, plain) as one,
+        connected(prefill, drafting) as other,
         ThreadPoolExecutor(2) as pool,
     ):
         accounts = Accounts(one), Accounts(other)
@@ -112,9 +106,5 @@ def test_decode_with_a_draft_model_computes_what_a_prefill_without_offers(
         accounts = Accounts(pair)
         expect_answers(pair, questions)
         expect(accounts.decode, {LOADS: 0, FAILURES: len(LENGTHS)})
-        expect(accounts.prefill, {OFFERS: len(LENGTHS)})
         accounts.expect_free()
-    assert (
-        "cannot be read: draft model (prefill needs the same --speculative-config) is "
-        "'draft_model, config digest " in pair.decode.log_text()
-    )
+    assert "draft model (prefill needs the same --speculative-config) is" in pair.decode.log_text()

@@ -1,4 +1,4 @@
-"""Engines that are killed, stopped, cut off and crowded out, and clients that hang up.
+"""Engines that are killed, stopped, cut off and crowded out. Clients hang up in test_soak.py.
 
 Each fault happens to a pair of engines that serves. Every request must end in time, with a single
 engine's answer or with an error. Then neither engine holds a block, and decode reads KV again.
@@ -18,18 +18,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.cluster.answers import Question, questions_of
-from harness.cluster.client import WANT_TICKET, Answer, Client, Ticket
+from harness.cluster.client import Answer, Client, Ticket
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import (
     LOADS,
-    OFFERS,
     OFFERS_UNCLAIMED,
     PREEMPTIONS,
-    PREFIX,
     QUEUED,
     CountersSince,
-    wait_until_free,
 )
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.netns import ADDRESSES, PERFECT, Namespace, Quality, Wire
@@ -37,7 +34,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from support.asking import Ended, Load, ask, judge, kinds
-from support.engines import EVENT_S, started
+from support.engines import EVENT_S, expect_free, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.faults]
 slow = pytest.mark.slow
@@ -62,10 +59,6 @@ CONFIG: Mapping[str, Any] = {
 }
 NETWORK: Mapping[str, Any] = {"insecure": True, "peers": [ADDRESSES]}
 SEEDS = itertools.count(900)  # no engine has seen a prompt before, so its KV must be read
-OFFER_ENDS = tuple(
-    f"{PREFIX}offers_{end}_total"
-    for end in ("read", "unclaimed", "not_needed", "aborted", "revoked", "expired", "lost")
-)
 
 
 class Kind(NamedTuple):
@@ -78,10 +71,6 @@ class Kind(NamedTuple):
 SHORT = Kind(num_words=200, answer=16)
 LONG = Kind(num_words=1500, answer=16)  # 12 MiB of KV and 12 blocks
 TALK = Kind(num_words=300, answer=400)  # decode generates for seconds; 3 blocks grow to 6
-
-
-def new_prompt(kind: Kind) -> str:
-    return random_prompt(kind.num_words, next(SEEDS))
 
 
 class Scene:
@@ -97,7 +86,8 @@ class Scene:
 
     def draw(self, kind: Kind, count: int) -> list[Question]:
         """New questions. Draw them before a fault begins: the single engine takes its time."""
-        return questions_of(self.single, [new_prompt(kind) for _ in range(count)], kind.answer)
+        prompts = [random_prompt(kind.num_words, next(SEEDS)) for _ in range(count)]
+        return questions_of(self.single, prompts, kind.answer)
 
     def send(self, question: Question, complete: Callable[..., Answer] | None = None) -> None:
         """Begin one request: to prefill, then decode, or as `complete` does."""
@@ -133,12 +123,6 @@ class Scene:
 
 def expect_soon(condition: Callable[[], bool], otherwise: str) -> None:
     assert wait_until(condition, EVENT_S, interval_s=0.02), otherwise
-
-
-def expect_free(client: Client, within_s: float = EVENT_S) -> None:
-    """An engine shall hold no block soon."""
-    held = wait_until_free(client, NUM_BLOCKS, within_s)
-    assert not held, f"{client.url} holds {held} blocks"
 
 
 def expect_loads(scene: Scene) -> None:
@@ -218,45 +202,6 @@ def expect_ended(scene: Scene, deadline_s: float) -> None:
     print(f"{counted['right']} of {counted.total()} right, longest {longest_s:+.1f} s")
     assert [kind for kind in counted if kind.startswith("wrong")] == []
     assert longest_s < deadline_s
-
-
-# --- clients that hang up
-
-HANG_UPS = 30
-SOONEST_S = 0.03  # decode has heard of the request by then, where nothing else runs
-LEGS = 2.0  # after twice what decode needs for a first token, it has read the KV, and generates
-ATTEMPTS = 4  # on a busy machine a client may be gone before decode has heard of it
-
-
-def hang_up(scene: Scene) -> None:
-    """Clients disconnect before, during and after the transfer, and while prefill computes."""
-    before, pair, prompt = scene.loads(), scene.pair, new_prompt(LONG)
-    ticket = pair.to_prefill.ticket(prompt)
-    latest_s = LEGS * ask(partial(pair.decode_with, ticket, prompt, 1)).seconds
-    for number in range(HANG_UPS):
-        after_s = SOONEST_S + (latest_s - SOONEST_S) * number / HANG_UPS
-        if number % 3 == 0:
-            pair.to_prefill.disconnect_early(
-                new_prompt(LONG), after_s, kv_transfer_params=WANT_TICKET
-            )
-            expect_free(pair.to_prefill)
-        late_s = (after_s + 0.2 * attempt for attempt in range(ATTEMPTS))
-        assert any(hang_up_on_decode(pair, seconds) for seconds in late_s)
-    assert scene.loads() > before + 1, "all were gone before the KV was read"
-
-
-def hang_up_on_decode(pair: Pair, after_s: float) -> bool:
-    """Whether decode has heard of the request. Then it released the offer at once."""
-    prompt, since = new_prompt(LONG), CountersSince(pair.to_prefill)
-    ticket = pair.to_prefill.ticket(prompt)
-    pair.to_decode.disconnect_early(prompt, after_s, kv_transfer_params=ticket, max_tokens=200)
-    changed = since.wait(
-        lambda now: 0 < now[OFFERS] <= sum(now[end] for end in OFFER_ENDS), EVENT_S, step=True
-    )
-    assert any(changed[end] for end in OFFER_ENDS), "prefill's offer has no end"
-    expect_free(pair.to_prefill)
-    expect_free(pair.to_decode)
-    return not changed[OFFERS_UNCLAIMED]
 
 
 # --- clients of a router that go on while an engine restarts
@@ -413,7 +358,6 @@ each = partial(pytest.mark.parametrize, ("happens", "deadline_s"))
     [
         fault("load-kill-prefill", restart_under_load, "prefill", deadline_s=30.0),
         fault("load-kill-decode", restart_under_load, "decode", deadline_s=30.0, marks=slow),
-        fault("hang-up", hang_up, marks=slow),
         fault("late-ticket", late_ticket, marks=slow),
         fault("preempted-prefill", preempted_prefill, deadline_s=60.0, marks=slow),
         fault("crowded-decode", crowded_decode, deadline_s=60.0, marks=slow),
@@ -445,7 +389,6 @@ def test_prefill_has_its_blocks_back_when_decode_was_killed(local: Pair, single:
         fault("kill-decode", strike_decode, Engine.kill, Engine.restart),
         fault("stop-decode", strike_decode, Engine.suspend, Engine.resume, deadline_s=30.0),
         fault("restart-decode", strike_decode, Engine.stop, Engine.restart),
-        fault("interface-down", strike_prefill, Engine.unplug, Engine.plug),
         fault("cut-wire", cut_wire),
         fault("blink", blink),
         fault("delay", ask_over, Quality(delay_s=0.002), deadline_s=30.0),

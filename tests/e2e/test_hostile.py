@@ -7,9 +7,7 @@ do not hold are in test_tickets.py and test_keys.py, clients that hang up in tes
 import itertools
 import json
 import random
-import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +22,7 @@ import zmq
 
 from fuzz.decoders.samples import KINDS, sample
 from harness.cluster.answers import Question
-from harness.cluster.client import Answer, Ticket, is_healthy
+from harness.cluster.client import Answer, is_healthy
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import LOADS, CountersSince
@@ -48,8 +46,6 @@ BAD_VALUES: tuple[object, ...] = (  # 100: fewer tokens than the prompt has
     *(-1, 100, 2**63, 1e308, "", "x" * 300, None, True),
     *([], [[[[]]]], {"a": {"b": [1]}}),
 )
-HALF_OPEN = 10_000
-SPARE_FILES = 300
 FLOOD = 10_000
 SLOW = 200
 MEANWHILE = 5  # ordinary requests
@@ -173,15 +169,6 @@ def open_sockets(pair: Pair, count: int) -> Iterator[list[socket.socket]]:
 
 
 @pytest.fixture
-def files() -> Iterator[int]:
-    """As many as this process may open."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    yield before[1] - SPARE_FILES
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.fixture
 def bounded(pair: Pair) -> Iterator[None]:
     """Prefill's memory grows within bounds, and it closes all files that a test makes it open."""
 
@@ -200,13 +187,6 @@ def bounded(pair: Pair) -> Iterator[None]:
     print(f"{(now[0] - num_bytes) >> 20:+} MiB, {now[1] - num_files:+} files")
     assert now[0] < num_bytes + MOST_BYTES
     assert now[1] <= num_files + 20
-
-
-@pytest.mark.usefixtures("bounded")
-def test_half_open_connections(pair: Pair, files: int) -> None:
-    with open_sockets(pair, min(HALF_OPEN, files)):
-        for _ in range(MEANWHILE):
-            expect_right(pair)
 
 
 def send(to: list[socket.socket], data: bytes) -> None:
@@ -284,21 +264,10 @@ def test_a_field_that_is_nested_deeply(pair: Pair, depth: int) -> None:
         assert choice["text"] == pair.to_prefill.complete(prompt, ANSWER).text
 
 
-@pytest.mark.parametrize("engine", [{}, {"remote_engine_id": "somebody"}], ids=["known", "unknown"])
-def test_a_ticket_that_names_a_foreign_host(pair: Pair, engine: Ticket) -> None:
+def test_a_ticket_that_names_a_foreign_host(pair: Pair) -> None:
     """Decode does not connect there."""
     with socket.create_server((ELSEWHERE, 0)) as server:
-        visitors: list[socket.socket] = []
-
-        def accept() -> None:
-            with suppress(OSError):  # closed
-                while True:
-                    visitors.append(server.accept()[0])
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        where = {"remote_host": ELSEWHERE, "remote_port": server.getsockname()[1]}
-        expect_right(pair, **where, **engine)
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-    assert visitors == []
+        expect_right(pair, remote_host=ELSEWHERE, remote_port=server.getsockname()[1])
+        server.settimeout(SETTLE_S)
+        with pytest.raises(TimeoutError):
+            server.accept()

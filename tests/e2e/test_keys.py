@@ -8,7 +8,7 @@ import pytest
 
 from harness.cluster.client import Ticket
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import HOST, Engine
+from harness.cluster.engines import HOST
 from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
@@ -19,7 +19,7 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.ticket import FIELD
-from support.engines import EVENT_S, PATIENT, Accounts, connect, started
+from support.engines import EVENT_S, PATIENT, Accounts, connected, started
 
 pytestmark = pytest.mark.e2e
 
@@ -32,22 +32,14 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keyed_engines(cluster: Cluster, key_file: Path) -> Iterator[list[Engine]]:
+def keyed(cluster: Cluster, key_file: Path) -> Iterator[Pair]:
     specs = pair_specs(
         ensure_tiny_model(),
         suffix="-keyed",
         kv_cache_bytes=128 << 20,
         connector_config={**PATIENT, "key_file": str(key_file)},
     )
-    with started(cluster, *specs) as engines:
-        connect(*engines)
-        yield engines
-
-
-@pytest.fixture
-def keyed(keyed_engines: list[Engine]) -> Iterator[Pair]:
-    prefill, decode = keyed_engines
-    with Pair(prefill, decode) as pair:
+    with started(cluster, *specs) as engines, connected(*engines) as pair:
         yield pair
 
 

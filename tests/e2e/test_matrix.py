@@ -41,7 +41,7 @@ from harness.cluster.metrics import (
     CountersSince,
     accepted_share,
 )
-from harness.cluster.models import FAMILIES
+from harness.cluster.models.families import FAMILIES
 from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt
@@ -55,15 +55,12 @@ MOST_RANKS: Final[Mapping[Device, int]] = {"cpu": 3, "cuda": 16}
 """How many run at a time, beside the engines that all tests share."""
 LENGTHS: Final = (5, 64, 127, 128, 129, 192, 300, 1100)
 """Shorter than a block, on and beside the edges of blocks of 64, 96 and 128, and many blocks."""
-CONTINUED: Final = (300, 1100)
-"""Which of them get a second turn."""
+CONTINUED: Final = (300, 1100)  # which of them get a second turn
 REQUEST_TIMEOUT_S: Final = 300.0
-CUDA_MEMORY: Final = 0.15
-"""Of a GPU, for each engine: several share one."""
+CUDA_MEMORY: Final = 0.15  # of a GPU, for each engine: several share one
 CUDA_KV_BYTES: Final = 2 << 30
 NOT_LOADED: Final = re.compile(r"KV not loaded: (.+)")
-FIRST_SEED: Final = 90_000
-"""No other test asks the shared engines these prompts."""
+FIRST_SEED: Final = 90_000  # no other test asks the shared engines these prompts
 FEWER_ACCEPTED: Final = 0.25
 """By how much the share of right drafts may be smaller on decode: the prompts are few. Without the
 draft model's KV it is about zero."""
@@ -107,8 +104,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Shape = Shape()
     models: tuple[str, ...] = ("qwen3",)
     devices: tuple[Device, ...] = ("cpu", "cuda")
-    refused: str | None = None
-    """Why decode should refuse, as a regular expression."""
+    refused: str | None = None  # why decode should refuse, as a regular expression
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,13 +113,11 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     family: str
     numbers: dict[str, int] = {}
     cpu_dtype: str = CPU_DTYPE
-    cuda_dtype: str = "float16"
-    """Eight times finer than bfloat16: fewer ties between tokens."""
+    cuda_dtype: str = "float16"  # eight times finer than bfloat16: fewer ties between tokens
     cpu_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     cuda_env: dict[str, str] = {}
-    devices: tuple[Device, ...] = ("cpu", "cuda")
-    """For which vLLM has what it needs."""
+    devices: tuple[Device, ...] = ("cpu", "cuda")  # for which vLLM has what it needs
     answer_tokens: int = 16
 
 

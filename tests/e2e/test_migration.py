@@ -22,37 +22,28 @@ from support.engines import EVENT_S, expect_free, started
 pytestmark = pytest.mark.e2e
 
 CLIENTS = 8
-ANSWER = 4
-"""Tokens."""
+NUM_PROMPTS = 120
+ANSWER = 4  # tokens
 LEASE_S = 6
 """An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
 
-some = pytest.mark.parametrize("num_prompts", [24, pytest.param(240, marks=pytest.mark.slow)])
-many = pytest.mark.parametrize("num_prompts", [pytest.param(120, marks=pytest.mark.slow)])
 
-
-def in_tree(role: Role, policy: str = "fail") -> EngineSpec:
-    """An engine as vLLM's guide starts it; `policy` is what becomes of a failed load."""
+def in_tree(role: Role) -> EngineSpec:
+    """An engine as vLLM's guide starts it."""
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": KV_ROLES[role],
-        "kv_load_failure_policy": policy,
+        "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
     return EngineSpec(
-        f"in-tree-{role}-{policy}",
+        f"in-tree-{role}",
         ensure_tiny_model(),
         role,
         "in-tree",
         kv_cache_bytes=320 << 20,
         extra_args=("--kv-transfer-config", json.dumps(transfer)),  # the last one counts
     )
-
-
-@pytest.fixture(scope="module")
-def in_tree_prefill(cluster: Cluster) -> Iterator[Engine]:
-    with started(cluster, in_tree("prefill")) as (engine,):
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +62,13 @@ def answers(client: Client, prompts: Sequence[str]) -> list[tuple[str, ...]]:
         return [a.tokens for a in pool.map(lambda p: client.complete(p, ANSWER), prompts)]
 
 
-@some
 def test_an_in_tree_decode_engine_computes_our_prefills_prompts(
     cluster: Cluster,
     base_engines: Sequence[Engine],
     in_tree_decode: Engine,
     single: Client,
-    num_prompts: int,
 ) -> None:
-    prefill, prompts = base_engines[0], prompts_from(610_000, num_prompts)
+    prefill, prompts = base_engines[0], prompts_from(610_000, 24)
     router = cluster.route([prefill], [in_tree_decode])
     with Client(router.url) as client:
         assert answers(client, prompts) == answers(single, prompts)
@@ -89,27 +78,25 @@ def test_an_in_tree_decode_engine_computes_our_prefills_prompts(
             expect_free(to_engine)
 
 
-@many
+@pytest.mark.slow
 def test_our_decode_engine_computes_an_in_tree_prefills_prompts(
     cluster: Cluster,
     base_engines: Sequence[Engine],
-    in_tree_prefill: Engine,
     single: Client,
-    num_prompts: int,
 ) -> None:
-    decode, prompts = base_engines[1], prompts_from(620_000, num_prompts)
+    decode, prompts = base_engines[1], prompts_from(620_000, NUM_PROMPTS)
     start = decode.log_size()
-    router = cluster.route([in_tree_prefill], [decode])
-    with Client(router.url) as client, Client(decode.url) as to_decode:
+    with started(cluster, in_tree("prefill")) as (prefill,), Client(decode.url) as to_decode:
         since = CountersSince(to_decode)
-        assert answers(client, prompts) == answers(single, prompts)
-        changed = since.wait_for(TICKETS_REFUSED, num_prompts, EVENT_S)
-        assert (changed[TICKETS_REFUSED], changed[LOADS]) == (num_prompts, 0)
+        with Client(cluster.route([prefill], [decode]).url) as client:
+            assert answers(client, prompts) == answers(single, prompts)
+        changed = since.wait_for(TICKETS_REFUSED, NUM_PROMPTS, EVENT_S)
+        assert (changed[TICKETS_REFUSED], changed[LOADS]) == (NUM_PROMPTS, 0)
+        prefill.check_alive()
     log = decode.log_text(start)
     assert "Traceback" not in log
     words = "prefill runs vLLM's own NixlConnector"
-    assert 0 < log.count(words) <= 1 + num_prompts // 24, "one line a minute"
-    in_tree_prefill.check_alive()
+    assert 0 < log.count(words) <= 1 + NUM_PROMPTS // 24, "one line a minute"
     decode.check_alive()
 
 

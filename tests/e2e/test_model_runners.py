@@ -9,18 +9,15 @@ import pytest
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import MODEL_RUNNER, Engine, EngineSpec, python_path
-from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
-from support.engines import EVENT_S, Accounts, connect, started
+from support.engines import EVENT_S, Accounts, connected, started
 
 pytestmark = pytest.mark.e2e
 
 TESTS = Path(__file__).resolve().parents[1]
-TRACE = "traced: "
-"""As support.traced_connector writes it."""
-ANSWER = 4
-"""Tokens: each takes the interpreter a while."""
+TRACE = "traced: "  # as support.traced_connector writes it
+ANSWER = 4  # tokens: each takes the interpreter a while
 
 
 def test_engines_with_the_v2_runner_read_from_each_other_and_from_v1(
@@ -40,8 +37,7 @@ def test_engines_with_the_v2_runner_read_from_each_other_and_from_v1(
             ((prefill, decode), (v1_prefill, decode), (prefill, v1_decode)), 3200
         ):
             prompts = [random_prompt(length, seed=seed) for length in (5, 129, 300)]
-            connect(*engines)
-            with Pair(*engines) as pair:
+            with connected(*engines) as pair:
                 accounts = Accounts(pair)
                 for prompt in prompts:
                     answer = pair.complete(prompt, ANSWER)

@@ -12,10 +12,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,9 +30,8 @@ from harness.cluster.netns import WIRE, Namespace, Switch
 from harness.cluster.pair import Pair
 from harness.cluster.processes import Ports, nixl_kv_command
 from harness.cluster.prompts import random_prompt
-from harness.cluster.waiting import wait_until
 from support.asking import ask, kinds
-from support.engines import EVENT_S, started
+from support.engines import EVENT_S, expect_load, started
 
 pytestmark = [
     pytest.mark.e2e,
@@ -53,8 +52,7 @@ CONFIG: Mapping[str, object] = {**PATIENT, "peer_timeout_s": 10, "request_timeou
 MASTER = Ports()
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(NamedTuple):
     first: Namespace
     second: Namespace
     decode: Namespace
@@ -65,18 +63,14 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     with contextlib.ExitStack() as stack:
         names = ("prefill-1", "prefill-2", "decode", "router")
-        yield Hosts(
-            *(
-                stack.enter_context(Namespace(f"kv-{name}", number))
-                for number, name in enumerate(names, start=1)
-            )
-        )
+        made = [Namespace(f"kv-{name}", number) for number, name in enumerate(names, start=1)]
+        yield Hosts(*map(stack.enter_context, made))
 
 
 @pytest.fixture(params=[False])
 def switch(hosts: Hosts, request: pytest.FixtureRequest) -> Iterator[Switch]:
     """The parameter says whether it is for IPv6."""
-    with Switch(*vars(hosts).values(), ipv6=request.param) as switch:
+    with Switch(*hosts, ipv6=request.param) as switch:
         yield switch
 
 
@@ -129,21 +123,11 @@ def running(cluster: Cluster, router: Namespace, *specs: EngineSpec) -> Iterator
         route = cluster.route([first], [decode], router)
         try:
             with Pair(first, decode, route) as pair:
-                expect_load(pair)  # engines load code at their first request
+                # Engines load code at their first request.
+                expect_load(pair.to_decode, pair.to_router.complete)
                 yield pair
         finally:
             route.stop()
-
-
-def expect_load(pair: Pair) -> None:
-    """KV is read, now or soon."""
-    since = CountersSince(pair.to_decode)
-
-    def has_read() -> bool:
-        pair.to_router.complete(random_prompt(WORDS, next(SEEDS)), 1)
-        return since.wait_for(LOADS, timeout_s=1.0)[LOADS] > 0
-
-    assert wait_until(has_read, EVENT_S)
 
 
 def expect_right(single: Client, pair: Pair, *, loads: int = REQUESTS) -> None:
@@ -182,7 +166,7 @@ def test_tensor_parallel_ranks_on_two_hosts_one_of_which_is_cut_off(
         switch.cut(hosts.second, hosts.decode)
         expect_right(single, pair, loads=0)
         switch.heal()
-        expect_load(pair)
+        expect_load(pair.to_decode, pair.to_router.complete)
         expect_right(single, pair)
 
 

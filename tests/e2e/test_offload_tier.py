@@ -5,7 +5,8 @@ stands also for SimpleCPUOffloadConnector, which is made of CUDA streams.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,14 +14,14 @@ import httpx
 import pytest
 
 from harness.cluster.answers import Question
-from harness.cluster.client import Client
+from harness.cluster.client import Answer, Client
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, connect, expect, started
+from support.engines import PATIENT, Accounts, connected, expect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -34,8 +35,7 @@ HOST_TIER: Final = {
         "spec_module_path": "harness.cluster.host_tier",
     },
 }
-EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"
-"""Tokens that any connector has given."""
+EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"  # tokens that any connector has given
 
 BLOCK: Final = 128
 NUM_TOKENS: Final = 400
@@ -62,16 +62,11 @@ def multi_spec(name: str) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def engines(cluster: Cluster) -> Iterator[list[Engine]]:
-    with started(cluster, multi_spec("prefill"), multi_spec("decode")) as engines:
-        connect(*engines)
-        yield engines
-
-
-@pytest.fixture
-def tiered(cluster: Cluster, engines: list[Engine]) -> Iterator[Pair]:
-    prefill, decode = engines
-    with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+def tiered(cluster: Cluster) -> Iterator[Pair]:
+    with (
+        started(cluster, multi_spec("prefill"), multi_spec("decode")) as engines,
+        connected(*engines) as pair,
+    ):
         yield pair
         Accounts(pair).expect_free()
 
@@ -81,20 +76,20 @@ def forget(engine: Engine) -> None:
     httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False).raise_for_status()
 
 
-def ask(client: Client, question: Question) -> None:
-    assert question.compare(client.complete(question.prompt)) != "other"
+def ask(complete: Callable[[str], Answer], question: Question) -> None:
+    assert question.compare(complete(question.prompt)) != "other"
 
 
 def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: Client) -> None:
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=50), 16)
     accounts = Accounts(tiered)
-    ask(tiered.to_router, question)
+    ask(tiered.complete, question)
     accounts.expect_loaded(NUM_TOKENS - 1)
     accounts.expect_free()
     for engine in tiered.engines:
         forget(engine)
     accounts = Accounts(tiered)
-    ask(tiered.to_router, question)
+    ask(tiered.complete, question)
     expect(accounts.prefill, {EXTERNAL: IN_TIER})
     accounts.expect_loaded(NUM_TOKENS - 1)
     accounts.expect_offers(1, read=1)
@@ -102,30 +97,21 @@ def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: 
 
 def test_what_decode_has_read_comes_back_from_its_tier(tiered: Pair, single: Client) -> None:
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=51), 16)
-    ask(tiered.to_router, question)
+    ask(tiered.complete, question)
     Accounts(tiered).expect_free()
     forget(tiered.decode)
     accounts, since = Accounts(tiered), CountersSince(tiered.to_decode)
-    ask(tiered.to_decode, question)
+    ask(tiered.to_decode.complete, question)
     expect(since, {EXTERNAL: IN_TIER})
     accounts.expect_loaded()
 
 
-def test_decode_reads_what_its_own_cache_lacks(tiered: Pair, single: Client) -> None:
-    prompt = random_prompt(NUM_TOKENS, seed=52)
-    question = Question.of(single, f"{prompt} {random_prompt(200, seed=53)}", 16)
-    ask(tiered.to_router, Question.of(single, prompt, 16))
-    accounts = Accounts(tiered)
-    ask(tiered.to_router, question)
-    accounts.expect_loaded(NUM_TOKENS + 200 - 1 - IN_TIER)
-
-
 def test_the_tier_serves_a_request_whose_ticket_is_of_no_use(tiered: Pair, single: Client) -> None:
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=54), 16)
-    ticket = tiered.to_prefill.ticket(question.prompt)
-    assert question.compare(tiered.decode_with(ticket, question.prompt)) != "other"
+    with_ticket = partial(tiered.decode_with, tiered.to_prefill.ticket(question.prompt))
+    ask(with_ticket, question)
     Accounts(tiered).expect_free()
     forget(tiered.decode)
     accounts = Accounts(tiered)
-    assert question.compare(tiered.decode_with(ticket, question.prompt)) != "other"
+    ask(with_ticket, question)
     expect(accounts.decode, {TICKETS_REFUSED: 1, EXTERNAL: IN_TIER, LOADS: 0})

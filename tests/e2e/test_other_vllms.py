@@ -15,19 +15,16 @@ from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
 from harness.cluster.models.files import ensure_tiny_model
-from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, connect
+from support.engines import PATIENT, Accounts, connected
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REPO = Path(__file__).resolve().parents[2]
 OLDEST, NEWEST = "0.31.0", "0.33.0"
 OTHER, THIS = "other", "this"
-START_S = 900
-"""Two of vLLM are imported side by side, and their code for the CPU is loaded."""
-LENGTHS = (5, 127, 128, 129, 300, 700, 1100, 1500)
-"""Of the prompts, in tokens; a block has 128."""
+START_S = 900  # two of vLLM are imported side by side, and their code for the CPU is loaded
+LENGTHS = (5, 127, 128, 129, 300, 700, 1100, 1500)  # of the prompts, in tokens; a block has 128
 
 
 def python_with(vllm: str) -> Path:
@@ -73,8 +70,7 @@ def test_every_prompt_is_read_from_prefill_and_answered_right(
     prefill, decode = engines[on_prefill, "prefill"], engines[on_decode, "decode"]
     seed = 3100 + 10 * [OTHER, THIS].index(on_prefill) + [OTHER, THIS].index(on_decode)
     prompts = [random_prompt(length, seed=seed) for length in LENGTHS]
-    connect(prefill, decode)
-    with Pair(prefill, decode) as pair, Client(prefill.url) as alone:
+    with connected(prefill, decode) as pair, Client(prefill.url) as alone:
         accounts = Accounts(pair)
         answers = [pair.complete(prompt).tokens for prompt in prompts]
         accounts.expect_loaded(*(length - 1 for length in LENGTHS))

@@ -40,17 +40,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.platforms]
 
 ANSWER_TOKENS: Final = 16
 LENGTHS: Final = (10, 40, 127, 128, 129, 200, 257, 300, 512, 640, 1000, 1500)
-AT_A_TIME: Final = 4
-"""A front end of several processes gives each connection to one of them."""
-START_S: Final = 900.0
-"""Several engines import vLLM on few cores."""
-LAG_S: Final = 60.0
-"""Platforms collect what engines count by themselves, every few seconds."""
+AT_A_TIME: Final = 4  # a front end of several processes gives each connection to one of them
+START_S: Final = 900.0  # several engines import vLLM on few cores
+LAG_S: Final = 60.0  # platforms collect what engines count by themselves, every few seconds
 OURS: Final = "nixl_kv_"
 WHO: Final = ("engine", "ReplicaId")
 """Labels that tell engines behind one /metrics apart: vLLM's, of data-parallel ones, and Ray's."""
-SEEDS = itertools.count(50_000)
-"""No prompt is asked twice: decode would have it."""
+SEEDS = itertools.count(50_000)  # no prompt is asked twice: decode would have it
 
 
 def count(urls: Sequence[str], *names: str) -> Counter[tuple[str | None, ...]]:
@@ -102,10 +98,8 @@ def wait_until_it_moves_kv(platform: Client, metrics_urls: Sequence[str]) -> Non
 
 def ask(platform: Client, number: int, question: Question) -> Answer:
     """Every third answer is streamed."""
-    if number % 3:
-        return platform.complete(question.prompt, ANSWER_TOKENS)
-    streamed = platform.stream(question.prompt, ANSWER_TOKENS)
-    return Answer("".join(streamed.pieces), streamed.tokens, question.expected.prompt_tokens, 0.0)
+    complete = platform.complete if number % 3 else platform.stream
+    return complete(question.prompt, ANSWER_TOKENS)
 
 
 # --- vLLM's router

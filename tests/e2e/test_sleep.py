@@ -1,6 +1,6 @@
 """Engines that sleep and wake up: on vLLM 0.33, which tells connectors of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
@@ -10,9 +10,8 @@ from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import FAILURES, LOADS, OFFERS
-from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import Accounts, connect, expect, started
+from support.engines import Accounts, connected, expect, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -36,57 +35,42 @@ def engines(
         for spec in base_specs
     ]
     with started(cluster, *specs) as (prefill, decode):
-        connect(prefill, decode)
         yield prefill, decode
-
-
-def at_once(engine: Engine) -> None:
-    call(engine, "/wake_up")
-
-
-def by_tags(engine: Engine) -> None:
-    call(engine, "/wake_up?tags=weights")
-    call(engine, "/wake_up?tags=kv_cache")
 
 
 def call(engine: Engine, path: str) -> None:
     httpx.post(f"{engine.url}{path}", timeout=60, trust_env=False).raise_for_status()
 
 
-wakes = pytest.mark.parametrize("wake", [at_once, by_tags])
-
-
-@wakes
 def test_tickets_from_before_prefill_slept_are_void_and_later_ones_are_good(
-    engines: tuple[Engine, Engine], single: Client, wake: Callable[[Engine], None]
+    engines: tuple[Engine, Engine], single: Client
 ) -> None:
     prefill, decode = engines
-    before, after = (random_prompt(300, seed=3300 + 2 * (wake is by_tags) + n) for n in (0, 1))
-    with Pair(prefill, decode) as pair:
+    before, after = (random_prompt(300, seed=seed) for seed in (3300, 3301))
+    with connected(prefill, decode) as pair:
         accounts = Accounts(pair)
         ticket = pair.to_prefill.ticket(before)
         call(prefill, "/sleep?level=1")
-        wake(prefill)
+        call(prefill, "/wake_up")
         assert pair.decode_with(ticket, before).tokens == single.complete(before).tokens
         expect(accounts.decode, {LOADS: 0, FAILURES: 1})
-        connect(prefill, decode)
+    with connected(prefill, decode) as pair:
         accounts = Accounts(pair)
         assert pair.complete(after).tokens == single.complete(after).tokens
         accounts.expect_loaded(299)
         accounts.expect_free()
 
 
-@wakes
 def test_decode_reads_after_it_slept_what_was_offered_before(
-    engines: tuple[Engine, Engine], single: Client, wake: Callable[[Engine], None]
+    engines: tuple[Engine, Engine], single: Client
 ) -> None:
     prefill, decode = engines
-    prompt = random_prompt(300, seed=3310 + (wake is by_tags))
-    with Pair(prefill, decode) as pair:
+    prompt = random_prompt(300, seed=3310)
+    with connected(prefill, decode) as pair:
         accounts = Accounts(pair)
         ticket = pair.to_prefill.ticket(prompt)
         call(decode, "/sleep?level=1")
-        wake(decode)
+        call(decode, "/wake_up")
         assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
         accounts.expect_loaded(299)
         expect(accounts.prefill, {OFFERS: 1})

@@ -11,17 +11,16 @@ import pytest
 
 from harness.cluster.client import Answer
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.metrics import PREFIX, CountersSince, wait_until_free
+from harness.cluster.metrics import PREFIX, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.processes import busy
 from support.asking import Load, judge, kinds
-from support.engines import EVENT_S, started
+from support.engines import expect_free, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.soak]
 
 SECONDS = float(os.environ.get("NIXL_KV_SOAK_S", "60"))
-NUM_BLOCKS = 400
 HANG_UP = 0.1  # the share of clients that do
 CHECKED = 200  # answers, among them the slowest
 UNHEALTHY = [
@@ -45,9 +44,7 @@ def test_a_pair_under_load_loses_nothing(cluster: Cluster, num_busy: int) -> Non
             return None
         return pair.to_router.complete(prompt, num_tokens)
 
-    specs = pair_specs(
-        ensure_tiny_model(), suffix="-soak", num_blocks=NUM_BLOCKS, cores=frozenset()
-    )
+    specs = pair_specs(ensure_tiny_model(), suffix="-soak", num_blocks=400, cores=frozenset())
     with (
         started(cluster, *specs) as (prefill, decode),
         Pair(prefill, decode, cluster.route([prefill], [decode])) as pair,
@@ -57,7 +54,7 @@ def test_a_pair_under_load_loses_nothing(cluster: Cluster, num_busy: int) -> Non
         with busy(num_busy), Load(complete, clients=6) as load:
             time.sleep(SECONDS)
         for client in clients:
-            assert wait_until_free(client, NUM_BLOCKS, EVENT_S) == 0
+            expect_free(client)
         answered = {seed: one for seed, one in load.ended.items() if one.answer is not None}
         slowest = sorted(answered, key=lambda seed: -answered[seed].seconds)[: CHECKED // 2]
         checked = {*list(answered)[: CHECKED // 2], *slowest}

@@ -10,7 +10,7 @@ from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import python_path
 from harness.cluster.models.files import REPO
 from harness.cluster.pair import Pair
-from support.engines import PATIENT, Accounts, connect, started
+from support.engines import PATIENT, Accounts, connected, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,8 +44,7 @@ def test_answers_are_right_with_the_state_and_never_without(cluster: Cluster) ->
     with started(cluster, prefill, decode, without) as (producer, *consumers):
         right = []
         for consumer in consumers:
-            connect(producer, consumer)
-            with Pair(producer, consumer) as pair:
+            with connected(producer, consumer) as pair:
                 right.append(count_right(pair))
     assert right[0] >= len(ITEMS) - 1
     assert right[1] == 0

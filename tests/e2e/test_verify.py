@@ -12,17 +12,15 @@ from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import connect, expect, started
+from support.engines import connected, expect, started
 from support.planting import FAULTS, expect_named, planted_spec
 
 pytestmark = pytest.mark.e2e
 
 DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
-LONG = (300, 500)
-"""Several blocks."""
-SEEDS = itertools.count(71_000)
-"""No prompt is in decode's cache before."""
+LONG = (300, 500)  # several blocks
+SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +30,18 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def planted_engine(
+def planted(
     cluster: Cluster,
     base_specs: tuple[EngineSpec, EngineSpec],
     base_engines: tuple[Engine, Engine, Engine],
     plan: Path,
-) -> Iterator[Engine]:
-    """A decode engine that verifies all, and plants the faults that its file names."""
+) -> Iterator[Pair]:
+    """Decode verifies all, and plants the faults that its file names."""
     plan.write_text("")
-    with started(cluster, planted_spec(base_specs[1], plan)) as (engine,):
-        connect(base_engines[0], engine)
-        yield engine
-
-
-@pytest.fixture
-def planted(base_engines: tuple[Engine, Engine, Engine], planted_engine: Engine) -> Iterator[Pair]:
-    with Pair(base_engines[0], planted_engine) as pair:
+    with (
+        started(cluster, planted_spec(base_specs[1], plan)) as (decode,),
+        connected(base_engines[0], decode) as pair,
+    ):
         yield pair
 
 

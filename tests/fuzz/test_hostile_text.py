@@ -27,8 +27,7 @@ from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket
 
 FORGED = "CRITICAL vllm.engine: GPU memory is corrupt"
 HOSTILE = (f"x\n{FORGED}\r\n\x1b[2J\u2028\u202e\x00", "A" * 300_000)
-MAX_LINE = 10_000
-"""Characters: a line may have several texts, and each of them is cut."""
+MAX_LINE = 10_000  # characters: a line may have several texts, and each of them is cut
 
 
 def text_places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -65,11 +64,9 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
     """Each record is one line; the lines of a traceback are indented."""
     formatter = logging.Formatter("%(message)s")
     for record in caplog.records:
-        first, *others = formatter.format(record).split("\n")
-        check_text(first)
-        for line in others:
+        for number, line in enumerate(formatter.format(record).split("\n")):
             check_text(line)
-            assert line.startswith(" "), line
+            assert not number or line.startswith(" "), line
     caplog.clear()
 
 
@@ -87,12 +84,10 @@ def test_no_text_of_a_message_makes_more_than_a_bounded_printable_line(
 
     def replaced(message: bytes, kind: str, place: tuple[Any, ...]) -> list[bytes]:
         tree = msgspec.msgpack.decode(message)
+        if tree[0] != kind:
+            return [message]
         # A longer text gets past no decoder, so ranks need not be tried with it.
-        return (
-            [msgspec.msgpack.encode(with_text(tree, place, HOSTILE[0]))]
-            if tree[0] == kind
-            else [message]
-        )
+        return [msgspec.msgpack.encode(with_text(tree, place, HOSTILE[0]))]
 
     Exchange(path, record).run()
     for kind, *place in places:
@@ -112,14 +107,14 @@ def test_no_text_of_a_message_gets_into_the_error_of_its_decoder(kind: type) -> 
 def test_no_text_of_a_ticket_gets_into_its_error() -> None:
     for key in (None, b"k" * 32):
         for params in hostile(sample(Ticket).params(key)):
-            check_error(lambda given: SealedTicket.parse(given).open(), params)
+            check_error(open_ticket, params)
     for tree in hostile(msgspec.to_builtins(msgspec.structs.astuple(sample(Ticket)))):
-        check_error(read_payload, msgspec.msgpack.encode(tree))
+        payload = base64.urlsafe_b64encode(msgspec.msgpack.encode(tree)).decode().rstrip("=")
+        check_error(open_ticket, {FIELD: f"{WIRE_VERSION}..{payload}"})
 
 
-def read_payload(payload: bytes) -> None:
-    text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
-    sealed = SealedTicket.parse({FIELD: f"{WIRE_VERSION}..{text}"})
+def open_ticket(params: dict[str, Any]) -> None:
+    sealed = SealedTicket.parse(params)
     sealed.head()
     sealed.open()
 
@@ -152,16 +147,13 @@ def test_reasons_that_are_valid_text_are_escaped_where_they_are_logged(
     def describe(description: Any) -> messages.Message:
         return msgspec.structs.replace(description, engine=text[:200], model={text[:200]: text})
 
+    def changed(change: Callable[[Any], messages.Message], message: bytes) -> list[bytes]:
+        if b"Description" not in message[:16]:
+            return [message]
+        return [messages.encode(change(messages.decode_answer(message)))]
+
     for change in (refuse, describe):
-
-        def changed(
-            message: bytes, change: Callable[[Any], messages.Message] = change
-        ) -> list[bytes]:
-            if b"Description" not in message[:16]:
-                return [message]
-            return [messages.encode(change(messages.decode_answer(message)))]
-
-        Exchange("direct", changed).run()
+        Exchange("direct", partial(changed, change)).run()
     assert any(FORGED in record.getMessage() for record in caplog.records)
     assert any("KV not loaded" in record.getMessage() for record in caplog.records)
     check_log(caplog)
@@ -177,15 +169,9 @@ def test_an_unexpected_error_with_hostile_text_forges_no_line(
 
 
 def test_every_module_logs_through_the_filter() -> None:
-    """So that a new line in the log needs no thought."""
-    package = Path(nixl_kv.__file__).parent
     direct = re.compile(r"logging\.getLogger\((?!\"(nixl_kv|vllm)\"\))|from logging import")
-    files = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if direct.search(path.read_text(encoding="utf-8"))
-    }
-    assert files == {"errors.py"}
+    paths = Path(nixl_kv.__file__).parent.rglob("*.py")
+    assert {path.name for path in paths if direct.search(path.read_text("utf-8"))} == {"errors.py"}
 
 
 def test_a_story_is_of_single_lines() -> None:

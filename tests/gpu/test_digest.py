@@ -10,11 +10,11 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
+from harness.local.model_layouts import PACKED
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.verify.digest import Digest
 from nixl_kv.verify.slices import LocalSlice
 from support.digest_caches import (
-    ORDERS,
     SECRET,
     Sizes,
     finished,
@@ -61,7 +61,7 @@ class Both:
         return reference(find(self.host_layout)), finished(self.digester(SECRET, on_gpu))
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", PACKED)
 @pytest.mark.parametrize(
     "sizes",
     [

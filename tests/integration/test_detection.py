@@ -21,7 +21,7 @@ from harness.local.engine import HOST, HOST_PATHS, LocalEngine, Tables, tables_f
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.model_layouts import EngineShape, ModelShape, StatePart
 from nixl_kv.config import Config
-from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group
+from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import FailureKind, LoadEnded, StartLoad
@@ -38,8 +38,7 @@ STAGING_BYTES = 8 << 20
 MAX_HEADS = 16
 SEEDS = 2
 MAX_LOADS = SEEDS * len(FAULTS) + SEEDS + 1
-SPARE = 8
-"""Entries of a block table grow until a state fits in: then there are fewer."""
+SPARE = 8  # entries of a block table grow until a state fits in: then there are fewer
 
 
 def engine(**numbers: int | str) -> EngineShape:
@@ -153,14 +152,14 @@ class Side:
         )
 
     def new_tables(self, tokens: range) -> Tables:
-        return [self._new_table(group, tokens) for group in self.layouts[0].groups]
-
-    def _new_table(self, group: Group, tokens: range) -> list[int]:
         """From the first of the tokens on; entries that a window has passed are absent."""
-        size, end = group.entry_size, tokens.stop
-        passed = max(0, end - group.window) // size if group.window else 0
-        present = itertools.islice(self._ids, -(-end // size) - passed)
-        return [*[ABSENT] * passed, *present][tokens.start // size :]
+        tables = []
+        for group in self.layouts[0].groups:
+            size, end = group.entry_size, tokens.stop
+            passed = max(0, end - group.window) // size if group.window else 0
+            present = itertools.islice(self._ids, -(-end // size) - passed)
+            tables.append([*[ABSENT] * passed, *present][tokens.start // size :])
+        return tables
 
 
 def load_of(layout: CacheLayout, request: str, tables: Tables, tokens: range) -> StartLoad:

@@ -8,9 +8,7 @@ import pytest
 from harness.local.caches import ORDERS, Sizes
 from harness.local.memory import Fabric
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from nixl_kv.keys import find_user_key
 from nixl_kv.protocol.events import FailureKind, Tick
-from nixl_kv.transport.zmq import ZmqControl
 from support.pair import MakePair, MakeTransport, exchange
 
 
@@ -39,12 +37,6 @@ def test_blocks_arrive_over_nixl(make_pair: MakePair, orders: tuple[str, str]) -
     exchange(make_pair(nixl.NixlTransport, orders=orders))
 
 
-def test_engines_with_one_role_exchange_blocks(memory: MakeTransport, make_pair: MakePair) -> None:
-    prefill, _ = make_pair(memory, roles="prefill")
-    _, decode = make_pair(memory, roles="decode")
-    exchange((prefill, decode))
-
-
 def test_only_the_missing_blocks_are_read(
     memory: MakeTransport, make_pair: MakePair, fabric: Fabric
 ) -> None:
@@ -67,19 +59,6 @@ def test_an_incompatible_peer_is_refused_in_words(
     decode.load("d1", [6])
     mismatch = "number of KV heads of layer.0 and 2 more is 2 here and 4 there"
     assert mismatch in str(decode.wait_failure("d1"))
-
-
-def test_garbage_on_the_control_port_changes_nothing(
-    memory: MakeTransport, make_pair: MakePair
-) -> None:
-    prefill, decode = make_pair(memory)
-    stranger = ZmqControl(find_user_key())
-    payloads = (b"", b"\xc1", b"garbage" * 1000, b"\x92\xa3Ask\x09")
-    for payload in payloads:
-        stranger.send(prefill.ranks[0].description.endpoint, payload)
-    exchange((prefill, decode))
-    prefill.wait_count("messages_dropped", len(payloads))
-    stranger.close()
 
 
 def test_a_bug_that_recurs_costs_one_load_each_time(

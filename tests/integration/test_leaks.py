@@ -3,7 +3,6 @@
 Counted are descriptors, threads, memory mappings and MiB, over shared memory and over TCP.
 """
 
-import logging
 import os
 import shutil
 import subprocess
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import psutil
@@ -20,8 +21,6 @@ from support.endings import EndingProcess, Usage, wait_for
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
-
-logger = logging.getLogger(__name__)
 
 FEW, MANY = 6, 50
 WARM_CYCLES: Final = {FEW: 3, MANY: 35}
@@ -33,9 +32,8 @@ MOST_MAPPINGS: Final = 24
 """More afterwards: the allocator's arenas and stacks of threads that ended stay mapped, with their
 guards. One leaked agent is 40."""
 MOST_MIB: Final = 80.0
-"""More afterwards: three agents. The allocator keeps what an agent of 25 MiB has freed, in up to 16
-arenas (212 MiB, 266 after 30 killed prefill engines, 292 after 50 to 100; with one arena 209, 244,
-272). Agents that leak are seen by their descriptors, threads and mappings."""
+"""More afterwards: three agents, which the allocator keeps in up to 16 arenas. Agents that leak are
+seen by their descriptors, threads and mappings."""
 
 
 @dataclass
@@ -87,26 +85,15 @@ def break_connections(pair: Pair) -> None:
         failures.append(pair.decode.load(pair.prefill.offer()))
 
 
-def kill_prefill(pair: Pair) -> None:
+def kill(side: str, pair: Pair) -> None:
     pair.load()
-    pair.prefill.kill()
-    pair.prefill = EndingProcess("prefill", pair.tls)
+    getattr(pair, side).kill()
+    setattr(pair, side, EndingProcess(side, pair.tls))
 
 
-def kill_decode(pair: Pair) -> None:
+def restart(side: str, pair: Pair) -> None:
     pair.load()
-    pair.decode.kill()
-    pair.decode = EndingProcess("decode", pair.tls)
-
-
-def restart_prefill(pair: Pair) -> None:
-    pair.load()
-    pair.prefill.restart()
-
-
-def restart_decode(pair: Pair) -> None:
-    pair.load()
-    pair.decode.restart()
+    getattr(pair, side).restart()
 
 
 def drain(pair: Pair) -> None:
@@ -119,10 +106,10 @@ def drain(pair: Pair) -> None:
 ENDINGS: Final[dict[str, Callable[[Pair], None]]] = {
     "forgotten": forget,
     "broken": break_connections,
-    "prefill killed": kill_prefill,
-    "decode killed": kill_decode,
-    "prefill restarted": restart_prefill,
-    "decode restarted": restart_decode,
+    "prefill killed": partial(kill, "prefill"),
+    "decode killed": partial(kill, "decode"),
+    "prefill restarted": partial(restart, "prefill"),
+    "decode restarted": partial(restart, "decode"),
     "drained": drain,
 }
 
@@ -131,20 +118,10 @@ BY_DEFAULT: Final = {("forgotten", ""), ("forgotten", "tcp"), ("drained", "tcp")
 """Each takes 20 s or more; the others are in the slow lane."""
 
 
-def cases() -> list[Any]:
-    """Endings by transports, with few and with many cycles."""
-    return [
-        pytest.param(
-            name,
-            tls,
-            cycles,
-            id=f"{name} {tls or 'shared memory'} {cycles}",
-            marks=[] if cycles == FEW and (name, tls) in BY_DEFAULT else [pytest.mark.slow],
-        )
-        for name in ENDINGS
-        for tls in ("", "tcp")
-        for cycles in (FEW, MANY)
-    ]
+def case(name: str, tls: str, cycles: int) -> Any:
+    is_fast = cycles == FEW and (name, tls) in BY_DEFAULT
+    marks = [] if is_fast else [pytest.mark.slow]
+    return pytest.param(name, tls, cycles, id=f"{name} {tls or 'shm'} {cycles}", marks=marks)
 
 
 @contextmanager
@@ -157,17 +134,18 @@ def running(tls: str) -> Iterator[Pair]:
         made.prefill.kill()
 
 
-@pytest.mark.parametrize(("name", "tls", "cycles"), cases())
+@pytest.mark.parametrize(
+    ("name", "tls", "cycles"), [case(*each) for each in product(ENDINGS, ("", "tcp"), (FEW, MANY))]
+)
 def test_an_ending_leaves_nothing_on_either_side(name: str, tls: str, cycles: int) -> None:
+    """Count, let it end so often, and count again."""
     if name == "broken" and (os.geteuid() != 0 or shutil.which("ss") is None):
         pytest.skip("needs root and ss of iproute2")
     with running(tls) as pair:
-        check(pair, name, cycles)
+        check(pair, ENDINGS[name], cycles)
 
 
-def check(pair: Pair, name: str, cycles: int) -> None:
-    """Count, let it end so often, and count again."""
-    end = ENDINGS[name]
+def check(pair: Pair, end: Callable[[Pair], None], cycles: int) -> None:
     for _ in range(WARM_CYCLES[cycles]):
         end(pair)
     pair.load()
@@ -186,5 +164,4 @@ def check(pair: Pair, name: str, cycles: int) -> None:
         )
 
     after = wait_for(pair.usage, has_left_nothing)
-    logger.info("%s, %d cycles: before %s, after %s", name, cycles, before, after)
     assert has_left_nothing(after), f"before {before}, after {after}"

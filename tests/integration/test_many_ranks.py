@@ -126,31 +126,19 @@ def check_all_ranks(world: World) -> None:
     assert sorted(end.value for end in ends) == sorted(end.value for end in expected)
 
 
-@pytest.mark.parametrize("tokens", [(4, 4), (4, 8), (8, 4), (6, 4)], ids=str)
-@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (4, 2), (2, 8), (8, 2), (8, 1), (8, 8)], ids=str)
-def test_all_ranks_get_their_heads_and_prefill_is_released(
-    make_world: MakeWorld, tp: tuple[int, int], tokens: tuple[int, int]
-) -> None:
-    network = MemoryNetwork()
-    check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network)))
-
-
 @pytest.mark.parametrize("path", HOST_PATHS)
-@pytest.mark.parametrize("tp", [(8, 2), (2, 8)], ids=str)
-def test_all_ranks_get_their_heads_over_zmq(
-    make_world: MakeWorld, tp: tuple[int, int], path: str
-) -> None:
-    check_all_ranks(make_world(tp, (4, 8), path=path))
-
-
-@pytest.mark.skipif("staged" not in HOST_PATHS, reason="this tree does not pack")
 @pytest.mark.parametrize("tokens", [(4, 4), (4, 8), (8, 4), (6, 4)], ids=str)
-@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (4, 2), (8, 1)], ids=str)
-def test_all_ranks_get_what_prefill_packs(
-    make_world: MakeWorld, tp: tuple[int, int], tokens: tuple[int, int]
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (4, 2), (2, 8), (8, 1)], ids=str)
+def test_all_ranks_get_their_heads_and_prefill_is_released(
+    make_world: MakeWorld, tp: tuple[int, int], tokens: tuple[int, int], path: str
 ) -> None:
     network = MemoryNetwork()
-    check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network), path="staged"))
+    check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network), path=path))
+
+
+@pytest.mark.parametrize("tp", [(8, 2), (8, 8)], ids=str)
+def test_all_ranks_get_their_heads_over_zmq(make_world: MakeWorld, tp: tuple[int, int]) -> None:
+    check_all_ranks(make_world(tp, (4, 8)))
 
 
 @pytest.mark.nixl

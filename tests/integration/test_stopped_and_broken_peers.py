@@ -43,8 +43,7 @@ pytestmark = pytest.mark.nixl
 logger = logging.getLogger(__name__)
 
 SILENT = "prefill fell silent during the read"
-MOST_LOADS = 2
-"""That are checked between two readers: of fifty not all."""
+MOST_LOADS = 2  # that are checked between two readers: of fifty not all
 
 Start = Callable[..., PrefillProcess]
 
@@ -99,20 +98,6 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
     time.sleep(1.0)  # that nothing comes can only be seen by waiting
     assert np.array_equal(decode.cache.memory, landed)
     expect_load(decode, healthy, "next")
-
-
-@pytest.mark.slow
-def test_other_reads_go_on_while_one_process_is_stopped(decode: SmallEngine, start: Start) -> None:
-    """Until the hanging read has ended, and after that."""
-    stopped, healthy = start(), start()
-    stop_during(decode, stopped, "hanging")
-    number = 0
-    while not decode.is_reported("hanging") or number < 4:
-        number += 1
-        start_load(decode, healthy, f"other{number}")
-        assert decode.wait_failure(f"other{number}") is None
-    assert decode.wait_failure("hanging") == SILENT
-    expect_load(decode, healthy, "last")
 
 
 @pytest.mark.parametrize(

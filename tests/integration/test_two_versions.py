@@ -98,23 +98,16 @@ def test_an_engine_that_was_upgraded_since_its_ticket_says_so_at_once(
     assert f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}" in failure
 
 
-def test_a_tool_says_that_a_rank_is_of_another_version(
+def test_a_tool_says_that_an_engine_or_a_rank_is_of_another_version(
     ours: ScheduledEngine, theirs: EngineProcess, key_file: str
 ) -> None:
-    """It listens where one did that was described."""
+    """The rank listens where one did that was described."""
+    keys, about = read_key_file(key_file), theirs.about()
+    words = f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
+    with pytest.raises(ForeignVersion, match=words):
+        client.describe(endpoint_at(HOST, about["port"]), keys)
     described = ours.local.description
-    rank = msgspec.structs.replace(described.ranks[0], endpoint=theirs.about()["rank"])
+    rank = msgspec.structs.replace(described.ranks[0], endpoint=about["rank"])
     described = msgspec.structs.replace(described, ranks=(rank,))
-    ((_, status),) = client.rank_statuses(described, read_key_file(key_file))
-    assert str(status) == f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
-
-
-def test_a_tool_says_that_an_engine_is_of_another_version(
-    theirs: EngineProcess, key_file: str
-) -> None:
-    endpoint = endpoint_at(HOST, theirs.about()["port"])
-    with pytest.raises(ForeignVersion) as refused:
-        client.describe(endpoint, read_key_file(key_file))
-    assert str(refused.value) == (
-        f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
-    )
+    ((_, status),) = client.rank_statuses(described, keys)
+    assert str(status) == words

@@ -3,7 +3,8 @@
 The weights are what prefill writes into its cache: `compute(OLD)` or `compute(NEW)`.
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,7 @@ class Pair:
         machine = self.decode.local.ranks[0].parts.decode
 
         def is_there() -> bool:
-            load = machine.load_of(RequestId(request))
+            load = machine._by_request.get(RequestId(request))
             return load is not None and [read.state for read in load.reads.values()] == [state]
 
         self.decode.local.wait(is_there, WAIT_S)
@@ -62,30 +63,11 @@ class Pair:
         self.prefill.close()
 
 
-MakePair = Callable[[MakeTransport], Pair]
-
-
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakePair]:
-    pairs: list[Pair] = []
-    path = tmp_path / "key"
-    write_key_file(path)
-
-    def new(make_transport: MakeTransport) -> Pair:
-        pairs.append(Pair(str(path), make_transport))
-        return pairs[-1]
-
-    yield new
-    for pair in pairs:
-        pair.close()
-
-
-@pytest.fixture(params=["memory", pytest.param("nixl", marks=pytest.mark.nixl)])
-def pair(request: pytest.FixtureRequest, make: MakePair, memory: MakeTransport) -> Pair:
-    if request.param == "memory":
-        return make(memory)
-    nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
-    return make(nixl.NixlTransport)
+def pair(tmp_path: Path, memory: MakeTransport) -> Iterator[Pair]:
+    write_key_file(tmp_path / "key")
+    with contextlib.closing(Pair(str(tmp_path / "key"), memory)) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("order", ["decode first", "prefill first"])
@@ -110,32 +92,6 @@ def test_a_reset_of_both_leaves_nothing_of_the_old_weights(pair: Pair, order: st
 
     assert pair.load("d3", pair.offer("p3", NEW)) is None
     assert pair.has_read
-
-
-def test_decode_that_was_reset_reads_nothing_until_prefill_is_too(pair: Pair) -> None:
-    """Decode has new weights, prefill still the old ones, and nobody has set a label."""
-    assert pair.load("d0", pair.offer("p0", OLD)) is None
-    pair.decode.reset()
-    for number in (1, 2):
-        refusal = pair.load(f"d{number}", pair.offer(f"p{number}", OLD))
-        assert refusal is not None
-        assert "reset the cache of prefill engine 'prefill' as well" in refusal
-        released = (OfferEnd.NOT_NEEDED.value, OfferEnd.ABORTED.value)
-        assert pair.prefill.offer_end(f"p{number}") in released
-    pair.prefill.reset()
-    assert pair.load("d3", pair.offer("p3", NEW)) is None
-    assert pair.has_read
-
-
-def test_a_ticket_from_before_prefills_reset_is_denied(pair: Pair) -> None:
-    """By an engine that decode has not met, so that nothing but prefill can tell."""
-    ticket = pair.offer("p1", OLD)
-    pair.prefill.reset()
-    pair.prefill.step()
-    assert pair.prefill.offer_end("p1") == OfferEnd.REVOKED.value
-    failure = pair.load("d1", ticket)
-    assert failure is not None
-    assert FailureKind.DENIED.value in failure
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -164,11 +120,8 @@ def test_labels_that_differ_read_nothing(pair: Pair, first: str) -> None:
     assert pair.has_read
 
 
-def test_a_read_under_way_does_not_outlive_the_reset(
-    make: MakePair, memory: MakeTransport, fabric: Fabric
-) -> None:
+def test_a_read_under_way_does_not_outlive_the_reset(pair: Pair, fabric: Fabric) -> None:
     """It ends when nothing writes any more, and not well."""
-    pair = make(memory)
     assert pair.load("d0", pair.offer("p0", OLD)) is None  # met, and its first reads are over
     assert pair.decode.ask("d1", pair.offer("p1", OLD)) is None
     fabric.reads_hang = True

@@ -8,7 +8,7 @@ import httpx
 
 from harness.cluster.client import TIMEOUT_S
 from harness.cluster.engines import Engine
-from platforms.replays import REQUEST_ID, Replay, Request
+from platforms.replays import REQUEST_ID, Replay, Request, unchanged
 
 
 class Played(httpx.BaseTransport):
@@ -35,7 +35,7 @@ class Played(httpx.BaseTransport):
         if request.method != "POST":
             return self._http.get(f"{decode}{path}")
         body, name = json.loads(request.read()), uuid.uuid4().hex
-        token_ids = self._tokenize(body) if self._replay.tokenizes else ()
+        token_ids = () if self._replay.for_decode is unchanged else self._tokenize(body)
         asked = Request(path, body, name, token_ids=token_ids, **self._known)
         reply = self._post(f"{prefill}{path}", name, self._replay.to_prefill(asked))
         if reply.is_error:

@@ -32,14 +32,10 @@ class Request:
 
     path: str
     body: Mapping[str, Any]
-    id: str
-    """The platform chooses it."""
-    prefill: str = "http://127.0.0.1:8000"
-    """URL of the prefill engine, as the platform knows it."""
-    pod_ip: str = "127.0.0.1"
-    """Of the pod that prefill runs in."""
-    token_ids: tuple[int, ...] = ()
-    """Of the prompt, where the platform has a tokenizer."""
+    id: str  # the platform chooses it
+    prefill: str = "http://127.0.0.1:8000"  # URL of the prefill engine, as the platform knows it
+    pod_ip: str = "127.0.0.1"  # of the pod that prefill runs in
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the platform has a tokenizer
 
 
 class BrokenReplyError(ValueError):
@@ -129,68 +125,48 @@ class Replay:
     """One platform, in one of its modes; prefill is asked for one token in one piece."""
 
     name: str
-    version: str
-    source: str
+    source: str  # version and file
     hand_on: Callable[[Request, Reply], Body]
-    ones: tuple[str, ...] = (LIMIT,)
-    """The fields that become 1 for prefill."""
-    ones_if_there: tuple[str, ...] = ()
-    """The fields that become 1 if the client has sent them."""
+    ones: tuple[str, ...] = (LIMIT,)  # the fields that become 1 for prefill
+    ones_if_there: tuple[str, ...] = ()  # the fields that become 1 if the client has sent them
     dropped: tuple[str, ...] = (STREAM,)
-    asks: bool = True
-    """False: prefill is not asked for a ticket."""
+    asks: bool = True  # false: prefill is not asked for a ticket
     for_prefill: Callable[[Request], Body] = unchanged
     for_decode: Callable[[Request], Body] = unchanged
-    takes_chat: bool = True
-    """False: its own front end makes a prompt of a conversation."""
+    takes_chat: bool = True  # false: its own front end makes a prompt of a conversation
 
     @property
     def moves_kv(self) -> bool:
         """Otherwise decode computes each prompt."""
         return self.asks and self.hand_on is not nothing
 
-    @property
-    def tokenizes(self) -> bool:
-        """Whether engines are sent token ids instead of the prompt."""
-        return self.for_decode is not unchanged
-
-    @property
-    def keeps_fewest(self) -> bool:
-        """Whether prefill is sent the client's `min_tokens` beside its limit of one token."""
-        return FEWEST not in (*self.ones, *self.dropped)
-
     def to_prefill(self, request: Request) -> Body:
-        """What prefill is sent."""
         body = {k: v for k, v in self.for_prefill(request).items() if k not in self.dropped}
         present = [name for name in self.ones_if_there if name in request.body]
         asked = {PARAMS: dict(ASKED)} if self.asks else {}
         return body | dict.fromkeys((*self.ones, *present), 1) | {"stream": False} | asked
 
     def to_decode(self, request: Request, reply: Reply) -> Body:
-        """What decode is sent."""
         return self.for_decode(request) | self.hand_on(request, reply)
 
 
 REPLAYS: Final = (
     Replay(
         "vllm-router",
-        "0.1.17",
-        "PyPI vllm-router, src/routers/http/vllm_pd_router.rs",
+        "0.1.17: PyPI vllm-router, src/routers/http/vllm_pd_router.rs",
         as_it_is,
         ones=(LIMIT, FEWEST),
         ones_if_there=(CHAT_LIMIT,),
     ),
     Replay(
         "llm-d sidecar",
-        "v0.10.0",
-        "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
+        "v0.10.0: llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
         as_it_is,
         ones=(LIMIT, CHAT_LIMIT, FEWEST),
     ),
     Replay(
         "llm-d coordinator",
-        "v0.10.0",
-        "llm-d-router with `kv-nixl`, pkg/coordinator/steps, connectors/kv/nixl.go",
+        "v0.10.0: llm-d-router with `kv-nixl`, pkg/coordinator/steps, connectors/kv/nixl.go",
         with_flags,
         ones_if_there=(CHAT_LIMIT,),
         dropped=(FEWEST, STREAM),
@@ -199,38 +175,33 @@ REPLAYS: Final = (
     ),
     Replay(
         "KServe",
-        "llm-d sidecar v0.7.1",
-        "llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
+        "llm-d sidecar v0.7.1: llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go",
         as_it_is,
         ones=(LIMIT, CHAT_LIMIT),
     ),
     Replay(
         "production-stack, orchestrated",
-        "0.1.12",
-        "`disaggregated_prefill_orchestrated`, src/vllm_router/services/request_service/request.py",
+        "0.1.12: src/vllm_router/services/request_service/request.py",
         with_host_of_url,
         ones_if_there=(CHAT_LIMIT,),
     ),
     Replay(
         "production-stack, not orchestrated",
-        "0.1.12",
-        "`disaggregated_prefill`, for connectors that need no ticket; the same file",
+        "0.1.12: `disaggregated_prefill`, for connectors that need no ticket; the same file",
         nothing,
         dropped=(CHAT_LIMIT, FEWEST, STREAM),
         asks=False,
     ),
     Replay(
         "AIBrix, default",
-        "v0.7.0",
-        "pkg/plugins/gateway/algorithms/pd: transfer/shfs.go, prefill/payload.go",
+        "v0.7.0: pkg/plugins/gateway/algorithms/pd: transfer/shfs.go, prefill/payload.go",
         with_host_of_pod,
         ones=(LIMIT, CHAT_LIMIT),
         dropped=(FEWEST, STREAM),
     ),
     Replay(
         "AIBrix, nixl",
-        "v0.7.0",
-        "the pod label `nixl`, meant for Neuron: transfer/nixl.go",
+        "v0.7.0: the pod label `nixl`, meant for Neuron: transfer/nixl.go",
         whole_reply,
         ones=(LIMIT, CHAT_LIMIT),
         dropped=(FEWEST, STREAM),
@@ -238,8 +209,7 @@ REPLAYS: Final = (
     ),
     Replay(
         "Dynamo",
-        "1.6.1",
-        "PyPI ai-dynamo, dynamo/vllm/handlers.py, kv_connector_protocols.py",
+        "1.6.1: PyPI ai-dynamo, dynamo/vllm/handlers.py, kv_connector_protocols.py",
         as_it_is,
         ones=(LIMIT, FEWEST),
         for_prefill=of_dynamo,
@@ -248,8 +218,7 @@ REPLAYS: Final = (
     ),
     Replay(
         "Ray Serve LLM",
-        "2.60.0",
-        "PyPI ray, ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py",
+        "2.60.0: PyPI ray, ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py",
         as_it_is,
         ones_if_there=(CHAT_LIMIT,),
     ),

@@ -11,20 +11,25 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.ticket import FIELD
-from platforms.replays import PARAMS, REPLAYS, BrokenReplyError, Replay, Request
+from platforms.replays import (
+    PARAMS,
+    REPLAYS,
+    BrokenReplyError,
+    Replay,
+    Request,
+    with_host_of_pod,
+    with_host_of_url,
+)
 from support.records import ticket
 
-HERE: Final = "10.1.0.7"
-"""Where prefill says that it is: in the ticket."""
+HERE: Final = "10.1.0.7"  # where prefill says that it is: in the ticket
 KEYED: Final = Trust(Keys.derive(b"k" * 32), Config(key_file="key").allowed_hosts, 2.0)
 KEYLESS: Final = Trust(None, Config.parse({"peers": ["10.1.0.0/16"]}, {}).allowed_hosts, 2.0)
-NAMES: Final = {
-    "a DNS name": "http://prefill-0.prefill.default.svc.cluster.local:8000",
-    "another IP": "http://192.0.2.7:8000",
-    "a name without a port": "https://prefill.example",
-    "IPv6": "http://[2001:db8::7]:8000",
+WHERE: Final = {  # prefill's URL, and the IP of its pod
+    "here": ("http://prefill-0.prefill.default.svc.cluster.local:8000", HERE),
+    "elsewhere": ("http://192.0.2.7:8000", "10.244.3.9"),
+    "IPv6": ("http://[2001:db8::7]:8000", "fd00::9"),
 }
-PODS: Final = {"the pod's IP": HERE, "another pod's": "10.244.3.9", "IPv6": "fd00::9"}
 
 BODY: Final = {
     "model": "tiny",
@@ -39,15 +44,14 @@ BODY: Final = {
 }
 
 MOVING: Final = [replay for replay in REPLAYS if replay.moves_kv]
-STANDING: Final = [replay for replay in REPLAYS if not replay.moves_kv]
 
 
 def named(replays: Sequence[Replay]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("replay", replays, ids=lambda replay: replay.name)
 
 
-def request(path: str = COMPLETIONS, **known: Any) -> Request:
-    return Request(path, dict(BODY), "1f", token_ids=(3, 4), **known)
+def request(**known: Any) -> Request:
+    return Request(COMPLETIONS, BODY, "1f", token_ids=(3, 4), **known)
 
 
 def reply(trust: Trust, host: str = HERE) -> dict[str, Any]:
@@ -61,8 +65,7 @@ def handed_on(replay: Replay, answer: dict[str, Any], **known: Any) -> Any:
 
 @named(MOVING)
 @pytest.mark.parametrize("trust", [KEYED, KEYLESS], ids=["with a key", "without"])
-@pytest.mark.parametrize("prefill", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("pod_ip", PODS.values(), ids=PODS)
+@pytest.mark.parametrize(("prefill", "pod_ip"), WHERE.values(), ids=WHERE)
 def test_what_is_handed_on_is_accepted(
     replay: Replay, trust: Trust, prefill: str, pod_ip: str
 ) -> None:
@@ -70,23 +73,7 @@ def test_what_is_handed_on_is_accepted(
     assert trust.check(params).open() == ticket(host=HERE)
 
 
-OVERWRITING: Final = {
-    "production-stack, orchestrated": "prefill.example",
-    "AIBrix, default": "10.244.3.9",
-}
-
-
-def test_the_platforms_that_overwrite_the_host_do() -> None:
-    hosts = {
-        replay.name: handed_on(
-            replay, reply(KEYED), prefill="http://prefill.example:80", pod_ip="10.244.3.9"
-        )["remote_host"]
-        for replay in MOVING
-    }
-    assert {name: host for name, host in hosts.items() if host != HERE} == OVERWRITING
-
-
-@named([replay for replay in REPLAYS if replay.name in OVERWRITING])
+@named([replay for replay in REPLAYS if replay.hand_on in (with_host_of_url, with_host_of_pod)])
 def test_a_host_beside_the_ticket_opens_no_door(replay: Replay) -> None:
     """Where the ticket leads is checked, not what a platform has written over it."""
     params = handed_on(
@@ -105,7 +92,7 @@ def test_a_ticket_that_was_changed_is_refused(replay: Replay) -> None:
         KEYED.check(handed_on(replay, answer))
 
 
-@named(STANDING)
+@named([replay for replay in REPLAYS if not replay.moves_kv])
 def test_nothing_of_the_reply_is_handed_on_to_the_connector(replay: Replay) -> None:
     """Nor has prefill been asked, so that it holds nothing for anybody."""
     assert PARAMS not in replay.to_prefill(request())

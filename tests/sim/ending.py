@@ -144,9 +144,13 @@ def _check_time(
 
 def _check_idle(world: World, invariants: Invariants) -> None:
     """Each thread waits for messages, and for the time when it forgets a peer: it uses no CPU."""
-    for _ in range(IDLE_ROUNDS):
+    for count in range(2 * IDLE_ROUNDS):
+        # An agent may just be replaced, to close its connections to ranks that left.
+        is_changing = any(rank.parts.agents.is_busy for rank in world.ranks())
         _round(world, invariants)
         world.clock.now += LINGER_S
+        if count >= IDLE_ROUNDS and not is_changing:
+            break
     for rank in world.ranks():
         if rank.loop.parts.agents.next_due is not None:  # to close connections of the dead
             continue

@@ -20,7 +20,7 @@ blocks stay as they are on prefill until nothing reads them.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from harness.local.offers import check_prefill
+from harness.local.machines import check_decode, check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import ABSENT
 from nixl_kv.ids import FenceToken, Incarnation, Nonce, Rank, RequestId
@@ -232,6 +232,6 @@ def _validate(rank: RankLife) -> None:
         return
     try:
         check_prefill(rank.parts.prefill)
-        rank.parts.decode.validate()
+        check_decode(rank.parts.decode)
     except LocalProtocolError as error:
         raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

@@ -134,7 +134,7 @@ def released_before_drained(patch: pytest.MonkeyPatch) -> None:
         return actions
 
     def ignore_ended(machine: DecodeMachine, event: Any, now: float) -> list[events.Action]:
-        load = machine.load_of(event.request) if hasattr(event, "rank") else None
+        load = machine._by_request.get(event.request) if hasattr(event, "rank") else None
         read = None if load is None else load.reads.get(event.rank)
         has_ended = read is not None and read.state is State.FAILED
         return [] if has_ended else handle(machine, event, now)

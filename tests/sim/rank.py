@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from harness.local.engine import features_with
+from harness.local.machines import by_name
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
@@ -206,7 +207,7 @@ class RankLife:
             if isinstance(result, events.NewLife):  # its agent listens nowhere
                 raise Violation("unexpected report", f"{self.seat.name}: {result}")
             if isinstance(result, events.Counts):
-                self.counts.update(result.counts)
+                self.counts.update(by_name(result))
                 continue
             is_offer = isinstance(result, events.OfferEnded)
             if not (self.seat.is_prefill if is_offer else self.seat.is_decode):

@@ -85,7 +85,7 @@ class Run:
         if needless:
             raise Violation("needless failure", "; ".join(needless))
         for rank in self.world.ranks():
-            if rank.counts["agents_recycled"] and not self._has("kill", "hang"):
+            if rank.counts["replaced_agents stuck_read"] and not self._has("kill", "hang"):
                 raise Violation("needless recycling", f"of an agent of {rank.seat.name}")
 
 

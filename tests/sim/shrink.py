@@ -11,58 +11,37 @@ CALM: Final = f"end {ENDINGS[0]}"
 
 
 def shrink(outcome: Outcome) -> Outcome:
-    """The shortest schedule that was found, in the plainest world."""
-    shrinker, before = _Shrinker(outcome), None
-    while before != shrinker.best.lines and shrinker.runs_left > 0:
-        before = shrinker.best.lines
-        shrinker.end_early()
-        shrinker.leave_out()
-        shrinker.simplify_setting()
-    return shrinker.best
+    """The shortest schedule that was found, in the plainest world: delta debugging."""
+    _, *features = outcome.lines[0].split()
+    best, num_runs = [*features, *outcome.lines[1:]], 0
+    is_feature = frozenset(features).__contains__
 
+    def run(items: Sequence[str]) -> Outcome:
+        world = " ".join(["world", *filter(is_feature, items)])
+        return replay([world, *(item for item in items if not is_feature(item))])
 
-class _Shrinker:
-    """Delta debugging over lines; the first says what the world is."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.best, self.runs_left = outcome, MAX_RUNS
-
-    def end_early(self) -> None:
-        """The end of a schedule lets all that is under way happen, in order."""
-        low, high = 1, len(self.best.lines) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._try([*self.best.lines[:middle], CALM]):
-                high = middle
-            else:
-                low = middle + 1
-
-    def leave_out(self) -> None:
-        """Ever smaller parts."""
-        size = len(self.best.lines) // 2
-        while size:
-            end = len(self.best.lines)
-            while end > 1:
-                begin = max(1, end - size)
-                lines = self.best.lines
-                self._try([*lines[:begin], *lines[end:]])
-                end = min(begin, len(self.best.lines))
-            size //= 2
-
-    def simplify_setting(self) -> None:
-        """Each of the world's features, left out, is as in the plainest one."""
-        word, *features = self.best.lines[0].split()
-        for feature in features:
-            fewer = [each for each in self.best.lines[0].split()[1:] if each != feature]
-            self._try([" ".join([word, *fewer]), *self.best.lines[1:]])
-
-    def _try(self, lines: Sequence[str]) -> bool:
-        """Run it; keep it if it fails likewise."""
-        if self.runs_left <= 0:
+    def keep(items: list[str]) -> bool:
+        nonlocal best, num_runs
+        num_runs += 1
+        found, wanted = run(items).violation, outcome.violation
+        if found is None or wanted is None or found.check != wanted.check:
             return False
-        self.runs_left -= 1
-        outcome, before = replay(lines), self.best.violation
-        if outcome.violation is None or before is None or outcome.violation.check != before.check:
-            return False
-        self.best = outcome
+        best = items
         return True
+
+    # The end of a schedule lets all that is under way happen, in order.
+    low, high = len(features), len(best)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if keep([*best[:middle], CALM]) else (middle + 1, high)
+    before = 0
+    while len(best) != before and num_runs < MAX_RUNS:
+        before, size = len(best), max(1, len(best) // 2)
+        while size:
+            end = len(best)
+            while end > 0 and num_runs < MAX_RUNS:
+                begin = max(0, end - size)
+                keep(best[:begin] + best[end:])
+                end = min(begin, len(best))
+            size //= 2
+    return run(best)

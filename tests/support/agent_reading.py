@@ -1,7 +1,6 @@
 """A decode rank's agent, without its machine, and the prefill rank that it reads."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -12,6 +11,7 @@ from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (
+    Counts,
     DataEvent,
     PeerKey,
     StartLoad,
@@ -46,12 +46,12 @@ class Reading:
         described = replace(engine, ranks=ranks)
         self.peers.descriptions[PEER] = described
         opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
-        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.counts = Counts()
         self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
         self.prepare()
         while self.agent.warm_ups:
             assert self.agent.poll() == []
-        self.counts.clear()
+        self.counts.pop()
         self.fabric.bytes_copied = 0
 
     def prepare(self) -> None:

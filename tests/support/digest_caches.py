@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from harness.local.caches import layout_at
+from harness.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import (
     ALL_TOKENS,
     CacheLayout,
     Group,
+    Memory,
     Part,
     Region,
     Span,
@@ -20,7 +23,6 @@ from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify.digest import Digest, Digester, Steps
 from nixl_kv.verify.slices import LocalSlice, find_slices
 
-ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SECRET = "ab" * 16
 
 
@@ -34,35 +36,22 @@ class Sizes:
     tokens: int = 16
     parts: tuple[int, ...] = (256, 256)
 
-    def shape(self, order: str) -> list[int]:
-        letters = (self.layers, self.blocks, self.heads, self.tokens, sum(self.parts))
-        return [dict(zip("LBHNC", letters, strict=True))[letter] for letter in order]
+    @property
+    def num_bytes(self) -> int:
+        return self.layers * self.blocks * self.heads * self.tokens * sum(self.parts)
 
 
 def layout_of(
     base: int, sizes: Sizes, order: str, *, gpu: bool = False, stripe: Stripe = ALL_TOKENS
 ) -> CacheLayout:
     """Layers of one size in one piece of memory, in this physical order."""
-    shape = sizes.shape(order)
-    strides = {letter: int(np.prod(shape[at + 1 :])) for at, letter in enumerate(order)}
-    ends = np.cumsum(sizes.parts)
-    parts = tuple(Part(int(end) - n, n) for end, n in zip(ends, sizes.parts, strict=True))
-    regions = tuple(
-        Region(
-            f"layer.{layer}",
-            base + layer * strides["L"],
-            strides["B"],
-            strides["H"],
-            strides["N"],
-            0,
-            sizes.heads,
-            parts,
-        )
-        for layer in range(sizes.layers)
+    memory: Memory = "VRAM" if gpu else "DRAM"
+    (layout,) = build_layouts(
+        ModelShape(sizes.layers, sizes.heads, sizes.parts, "uint8"),
+        EngineShape(1, 1, sizes.tokens, sizes.blocks, order, memory=memory),
     )
-    group = Group(sizes.tokens, sizes.blocks, 1, regions, stripe=stripe)
-    spans = (Span(base, int(np.prod(shape))),)
-    return CacheLayout((group,), "VRAM" if gpu else "DRAM", 0, spans)
+    (group,) = layout.groups
+    return layout_at(replace(layout, groups=(replace(group, stripe=stripe),)), base)
 
 
 STATE_BLOCKS = 6

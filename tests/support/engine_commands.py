@@ -37,13 +37,18 @@ class EngineCommand:
 
 
 def in_file(path: Path) -> list[EngineCommand]:
-    """All of a file, by its kind: YAML, Markdown, or a shell's."""
     text = path.read_text(encoding="utf-8")
     if path.suffix in (".yaml", ".yml"):
         return list(in_resources(yaml.safe_load_all(text)))
-    if path.suffix == ".md":
-        return [command for kind, code in blocks(text) for command in in_code(kind, code)]
-    return list(in_shell(text))
+    if path.suffix != ".md":
+        return list(in_shell(text))
+    return [
+        command
+        for kind, code in blocks(text)
+        for command in (
+            in_resources(yaml.safe_load_all(code)) if kind == "yaml" else in_shell(code)
+        )
+    ]
 
 
 def mentions(path: Path) -> int:
@@ -59,15 +64,14 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         yield "", "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
 
-def in_code(kind: str, code: str) -> Iterator[EngineCommand]:
-    """In a block of code of a document."""
-    return in_resources(yaml.safe_load_all(code)) if kind == "yaml" else in_shell(code)
-
-
 def in_shell(text: str) -> Iterator[EngineCommand]:
     """In a script; variables that stand before a command are its own."""
     code = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-    code = re.sub(r'"\$\(cat ([\w./-]+)\)"', lambda match: _quoted(REPO / match[1]), code)
+    code = re.sub(
+        r'"\$\(cat ([\w./-]+)\)"',
+        lambda match: shlex.quote((REPO / match[1]).read_text("utf-8")),
+        code,
+    )
     for start in STARTS.finditer(code):
         before = code[code.rfind("\n", 0, start.start()) + 1 : start.start()]
         assigned = [word.partition("=") for word in shlex.split(before) if "=" in word]
@@ -134,10 +138,6 @@ def _interpolated(text: str) -> str:
         lambda match: KEY if match[1] == "NIXL_KV_KEY" else match[2] or "",
         text,
     )
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(path.read_text(encoding="utf-8"))
 
 
 def _words(text: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Accounts of two engines: their counters while a test asks them, and no block held after it."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,8 +25,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 
-OFFER_TTL_S = 8
-"""Long enough that a busy machine does not end an offer, which tests then wait for."""
+OFFER_TTL_S = 8  # long enough that a busy machine does not end an offer, which tests then wait for
 
 PATIENT: Mapping[str, object] = {
     "lease_s": 30,
@@ -39,8 +38,7 @@ PATIENT: Mapping[str, object] = {
 EVENT_S = 90.0
 """How long an event may take on a busy machine. Nothing but a failed test waits so long."""
 
-SETTLING = 8
-"""Tokens, each a step: then an engine has published all that it had counted before."""
+SETTLING = 8  # tokens, each a step: then an engine has published all that it had counted before
 
 
 def without_connector(spec: EngineSpec, name: str) -> EngineSpec:
@@ -53,26 +51,34 @@ _SEEDS = itertools.count(10**6)
 
 @contextmanager
 def started(cluster: Cluster, *specs: EngineSpec) -> Iterator[list[Engine]]:
+    """Engines that end with the block."""
     engines = cluster.start(*specs)
     yield engines
     cluster.end(*engines)
 
 
-def connect(prefill: Engine, decode: Engine) -> None:
-    """Let decode read from prefill once, so that no test begins with their first handshake.
+def expect_load(to_decode: Client, complete: Callable[[str, int], object]) -> None:
+    """Decode reads the KV of a request that is made like this, now or soon."""
+    since = CountersSince(to_decode)
+
+    def has_read() -> bool:
+        complete(random_prompt(20, seed=next(_SEEDS)), 1)
+        return since.wait_for(LOADS, timeout_s=1)[LOADS] > 0
+
+    assert wait_until(has_read, EVENT_S)
+
+
+@contextmanager
+def connected(prefill: Engine, decode: Engine) -> Iterator[Pair]:
+    """A pair whose decode has read from prefill once: no test begins with their first handshake.
 
     On a very busy machine that may take longer than it is allowed, and a prompt is then computed.
     """
     with Pair(prefill, decode) as pair:
-        since = CountersSince(pair.to_decode)
-
-        def has_read() -> bool:
-            pair.complete(random_prompt(20, seed=next(_SEEDS)), 1)
-            return since.wait_for(LOADS, timeout_s=1)[LOADS] > 0
-
-        assert wait_until(has_read, EVENT_S)
+        expect_load(pair.to_decode, pair.complete)
         for client in (pair.to_prefill, pair.to_decode):
             client.complete(PROBE, SETTLING)
+        yield pair
 
 
 class Accounts:
@@ -122,11 +128,11 @@ def expect(since: CountersSince, wanted: Mapping[str, float]) -> Counters:
     return changed
 
 
-def expect_free(client: Client) -> None:
+def expect_free(client: Client, within_s: float = EVENT_S) -> None:
     """Wait until an engine holds no block."""
 
     def is_free() -> bool:
         client.complete(PROBE, 1)  # the gauge is as of the last step
         return client.counters()[USAGE] == 0
 
-    assert wait_until(is_free, EVENT_S)
+    assert wait_until(is_free, within_s), f"{client.url} holds blocks"

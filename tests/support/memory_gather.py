@@ -37,10 +37,6 @@ class MemoryRead:
     pieces: Sequence[Pieces]
     polls: int
 
-    def land(self) -> None:
-        for local, remote in tile_pairs(self.tiling, self.pieces, TILE_BYTES).tolist():
-            ctypes.memmove(local, remote, 1)
-
 
 @dataclass
 class MemoryGather:
@@ -91,7 +87,8 @@ class MemoryGather:
     def poll(self, read: MemoryRead) -> bool:
         if read.polls == 0:
             assert read.mapping in self.mapped, "it was unmapped"
-            read.land()
+            for local, remote in tile_pairs(read.tiling, read.pieces, TILE_BYTES).tolist():
+                ctypes.memmove(local, remote, 1)
         read.polls -= 1
         return read.polls < 0
 

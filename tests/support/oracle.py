@@ -10,7 +10,6 @@ from a dense array of shape [token, head, byte] for each layer and part.
 """
 
 import ctypes
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.local.model_layouts import ORDERS
+from harness.local.model_layouts import ORDERS, heads_of_rank
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
 from nixl_kv.reading.tiles import JOB_COLUMNS, Tiling
@@ -244,13 +243,6 @@ class Cut:
         return next(group for group in self.groups if layer in group.layers)
 
 
-def heads_of(rank: int, tp: int, heads: int) -> tuple[int, int]:
-    """(first, number) of the heads of one of `tp` ranks: divided, or copied if they are too few."""
-    if tp <= heads:
-        return rank * (heads // tp), heads // tp
-    return rank // (tp // heads), 1
-
-
 class RankMemory:
     """One rank of an engine: its memory, and where everything is in it."""
 
@@ -305,19 +297,10 @@ class RankMemory:
         for to, part in zip(self.offsets(layer.name, tokens), dense[layer.name], strict=True):
             memory[to] = part[tokens, heads]
 
-    @cached_property
-    def owners(self) -> np.ndarray:
-        """The block that each byte of the memory belongs to."""
-        owners = np.full(len(self.memory), ABSENT)
-        for store in self.stores:
-            for part in itertools.chain.from_iterable(store.parts.values()):
-                owners[part] = np.arange(len(part)).reshape(-1, 1, 1, 1, 1)
-        return owners
-
 
 def _shard(layer: Layer, rank: int, tp: int) -> Layer:
-    first, heads = heads_of(rank, tp, layer.heads)
-    return replace(layer, first_head=first, heads=heads)
+    first, end = heads_of_rank(rank, tp, layer.heads)
+    return replace(layer, first_head=first, heads=end - first)
 
 
 def _unused(like: Layer, count: int) -> list[Layer]:
@@ -425,14 +408,8 @@ def runs_within_rows(plan: Plan, reads: Reads) -> int:
     return len(reads.local) - int(np.count_nonzero(follows))
 
 
-def fewest_runs(pairs: np.ndarray, owners: np.ndarray | None = None) -> int:
-    """The smallest number of runs that can copy these pairs of bytes.
-
-    With `owners`, the numbers of each pair's blocks, no run reaches from one block into the next:
-    the smallest number where no two blocks are neighbours.
-    """
+def fewest_runs(pairs: np.ndarray) -> int:
+    """The smallest number of runs that can copy these pairs of bytes."""
     order = np.argsort(pairs[:, 0])
     breaks = (np.diff(pairs[order], axis=0) != 1).any(axis=1)
-    if owners is not None:
-        breaks |= (np.diff(owners[order], axis=0) != 0).any(axis=1)
     return min(1, len(pairs)) + int(np.count_nonzero(breaks))

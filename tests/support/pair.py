@@ -13,9 +13,15 @@ from nixl_kv.protocol.events import OfferEnd
 from nixl_kv.transport.base import Transport
 
 MakeTransport: TypeAlias = Callable[[], Transport]
+MakeEngine: TypeAlias = Callable[..., LocalEngine]  # the fixture of tests/integration/cli
 
 CONFIG = Config(host=HOST, offer_ttl_s=60.0, lease_s=20.0, request_timeout_s=60.0)
 """So long that nothing ends by itself, however busy the machine is."""
+
+
+def address(engine: LocalEngine) -> str:
+    """Where it is described, as an option of a command."""
+    return f"{HOST}:{engine.directory.port}"
 
 
 class SmallEngine(LocalEngine):
@@ -60,8 +66,7 @@ class SmallEngine(LocalEngine):
         assert rank.counts[name] == amount
 
 
-Pair: TypeAlias = tuple[SmallEngine, SmallEngine]
-"""Prefill and decode."""
+Pair: TypeAlias = tuple[SmallEngine, SmallEngine]  # prefill and decode
 
 MakePair: TypeAlias = Callable[..., Pair]
 

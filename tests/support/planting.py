@@ -1,8 +1,6 @@
-"""Faults that are planted into the bytes that decode has read, after they landed.
+"""Faults that are planted into the bytes that decode has read, before their digest sees them.
 
-A `Planter` replaces the digester of a decode rank. Its second step comes when the bytes of a
-prefill rank have landed, so the digest is the first to see a fault. This module works out by itself
-where a load's tokens are, so that it also sees mistakes of the product's slices and plans.
+This module works out by itself where a load's tokens are: it sees mistakes of slices and plans too.
 """
 
 import ctypes
@@ -51,6 +49,10 @@ class Field:
         size, tokens = self.group.block_size, self.tokens
         return range(-(-tokens.start // size) * size, tokens.stop - size + 1, size)
 
+    def can_have(self, fault: str) -> bool:
+        several = {"blocks": self.whole_blocks, "head": range(self.region.num_heads)}
+        return len({**several, "parts": self.parts}.get(fault, range(2))) > 1
+
 
 def memory_of(layout: CacheLayout) -> Bytes:
     """A rank's memory, from its first span to the last."""
@@ -86,15 +88,6 @@ def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
 # --- the faults
 
 FAULTS = ("byte", "blocks", "head", "layer", "parts")
-
-
-def can_have(field: Field, fault: str) -> bool:
-    needs = {
-        "blocks": len(field.whole_blocks) > 1,
-        "head": field.region.num_heads > 1,
-        "parts": len(field.parts) > 1,
-    }
-    return needs.get(fault, True)
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ class Planter(Digester):
     def expect(self, load: StartLoad, fault: str, where: str = "") -> bool:
         """Plant a fault into a layer that has `where` in its name; False if none can have it."""
         fields = fields_of(self._layout, load)
-        able = [one for one in fields if where in one.region.layer and can_have(one, fault)]
+        able = [one for one in fields if where in one.region.layer and one.can_have(fault)]
         if able:
             field = able[self._rng.integers(len(able))]
             stale = [self._memory[places] for places in field.parts]
@@ -179,7 +172,7 @@ class Planter(Digester):
         return bool(able)
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
-        """Plant the fault after the first step, which comes before the bytes."""
+        """Plant the fault after the first step, which comes before the bytes land."""
         steps = super().__call__(secret, local_slices)
         yield next(steps)
         for one in local_slices:

@@ -19,8 +19,7 @@ SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  
 TABLE = range(1, 64)
 TOKENS = len(TABLE) * SIZES.tokens
 
-START_S = 300.0
-"""How long a process may take to start, on a busy machine."""
+START_S = 300.0  # how long a process may take to start, on a busy machine
 
 TCP = "TLS=tcp,NET_DEVICES=lo"
 """Loopback alone: other tests make network interfaces, and take them away."""
@@ -86,13 +85,11 @@ def _process(
 
 class PrefillProcess:
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        assert process.pid is not None
         self.process = process
-        self.pid = process.pid
+        self.pid = process.pid or 0
         self._pipe = pipe
 
     def offer(self, request: str) -> Ticket:
-        """Let it offer its blocks."""
         self._pipe.send(request)
         ticket: Ticket = self._pipe.recv()
         return ticket

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any, Final
 
 import nixl_kv
 from harness.local.caches import Cache, Sizes
-from harness.local.engine import HOST, NAP_S, LocalEngine
+from harness.local.engine import HOST, LocalEngine
 from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
@@ -32,14 +31,8 @@ from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transport.base import Transport
 from support.cache_manager import CacheManager
 
-OFFER_TTL_S: Final = 5.0
-LONG_S: Final = 600.0
-"""Nothing ends by itself while a test runs."""
-
 WAIT_S: Final = 60.0
-TOKENS: Final = tuple(range(100, 111))
-"""Of every prompt."""
-
+TOKENS: Final = tuple(range(100, 111))  # of every prompt
 TABLE: Final = (7, 3, 4)
 
 
@@ -52,9 +45,7 @@ class ScheduledEngine:
         """Start it; by default nobody can read what it offers."""
         fabric, sizes = Fabric(), Sizes()
         self.cache = Cache(sizes)
-        config = Config(
-            host=HOST, key_file=key_file, offer_ttl_s=OFFER_TTL_S, request_timeout_s=LONG_S
-        )
+        config = Config(host=HOST, key_file=key_file, offer_ttl_s=5.0, request_timeout_s=600.0)
         trust = Trust.of(config)
         self.local = LocalEngine(
             name,
@@ -113,11 +104,10 @@ class ScheduledEngine:
         self.step()
         return self.local.wait_failure(request, WAIT_S)
 
-    def reset(self, weights: str | None = None) -> None:
+    def reset(self, weights: str = "") -> None:
         """The cache is reset; the weights may have another label now. No step follows."""
         address = self._prefill.address
         assert address is not None
-        weights = address.weights if weights is None else weights
         self._prefill.address = replace(address, epoch=address.epoch + 1, weights=weights)
         self._decode.weights = weights
         self._prefill.reset_cache()
@@ -130,12 +120,12 @@ class ScheduledEngine:
     def offer_end(self, request: str) -> str:
         """How an offer ends. As vLLM does while blocks are held, it steps each millisecond."""
         (rank,) = self.local.ranks
-        deadline = time.monotonic() + WAIT_S
-        while RequestId(request) not in rank.offers:
-            assert time.monotonic() < deadline, f"{request} is still on offer"
+
+        def has_ended() -> bool:
             self.step()
-            time.sleep(NAP_S)
-            rank.poll()
+            return RequestId(request) in rank.offers
+
+        self.local.wait(has_ended, WAIT_S)
         self._prefill.update_connector_output([RequestId(request)])
         return rank.offers[RequestId(request)].value
 
@@ -157,13 +147,11 @@ class EngineProcess:
         self._process = process
 
     def __getattr__(self, method: str) -> Any:
-        return lambda *arguments: self.do(method, *arguments)
+        def call(*arguments: Any) -> Any:
+            print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())  # type: ignore[union-attr]
 
-    def do(self, method: str, *arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        return call
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Scripts for the machines of the protocol: events, and the actions that are expected of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 import pytest
@@ -9,24 +10,28 @@ from msgspec.structs import replace
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
+    OVER,
     Action,
     CompareDigest,
-    Failure,
     HandshakeDone,
     LoadEnded,
     Record,
     Send,
     StartRead,
     StopRead,
+    Transition,
 )
 from nixl_kv.protocol.messages import KVSlice, Reader
 from support.records import (
     CLAIM,
     D1,
+    D2,
     HOME,
+    NONCE2,
     PEER,
     RANK_0,
     READER,
+    RIVAL,
     SLICES,
     TIMEOUT_S,
     answered,
@@ -39,6 +44,7 @@ from support.records import (
     no_record,
     prepare_load,
     read_done,
+    release,
     start_load,
 )
 
@@ -68,10 +74,10 @@ def play(machine: Machine, script: Script, now: float = 100.0) -> None:
 def _reworded(action: Action, expected: Any) -> Action:
     """The action with the expected words for its failure, if it has these among its own."""
     match action, expected:
-        case LoadEnded(failure=Failure() as mine), LoadEnded(failure=Failure() as wanted):
-            if wanted.detail in mine.detail:
-                mine = replace(mine, detail=wanted.detail)
-            return replace(action, failure=mine)
+        case LoadEnded(failure=mine), LoadEnded(failure=wanted):
+            if mine is not None and wanted is not None and wanted.detail in mine.detail:
+                mine = replace(mine, detail=wanted.detail, is_known=wanted.is_known)
+            return replace(action, failure=mine, waits=expected.waits)
     return action
 
 
@@ -83,6 +89,40 @@ def after(state: Script, *steps: tuple[Any, ...]) -> Script:
 def each_of(cases: Mapping[str, Any], name: str = "script") -> pytest.MarkDecorator:
     """A test for each of them; its key says what is shown."""
     return pytest.mark.parametrize(name, cases.values(), ids=cases.keys())
+
+
+# --- the tables of transitions
+
+Table: TypeAlias = Mapping[Any, Mapping[type, Sequence[Any]]]
+"""Of each state and event, the states that may follow; None: its end, or that it stays."""
+
+
+def rows_of(table: Table, over: str = "") -> set[tuple[str, str, str]]:
+    """(before, event, after) of each row; `over` names the end, if None is one."""
+    return {
+        (state.name, event.__name__, over if end is None else end.name)
+        for state, moves in table.items()
+        for event, ends in moves.items()
+        for end in ends
+        if end is not None or over
+    }
+
+
+def moves_of(recorded: Iterable[Transition]) -> set[tuple[str, str, str]]:
+    """(before, event, after) of each that was recorded, but for begins and denials."""
+    return {
+        (move.before, move.cause.partition(":")[0], move.after)
+        for move in recorded
+        if move.before not in ("", move.after)
+    }
+
+
+def impossible(table: Table, state: Enum, event: object, *ends: None) -> Iterator[tuple[Any, str]]:
+    """The states, or ends, that may not follow, and what the error says."""
+    name = type(event).__name__
+    for after in {*type(state), *ends}.difference(table[state].get(type(event), ())):
+        to = OVER if after is None else after.name
+        yield after, f"{name} leads from {state.name} to {to}; allowed: "
 
 
 # --- a load on decode, which reads prefill's rank 0
@@ -121,6 +161,11 @@ def loading(script: Script) -> DecodeMachine:
 START, START_VERIFIED = start_load(), start_load(verify=True)
 STOP = StopRead(D1, Rank(0))
 READ = StartRead(PEER, Rank(0), GRANT, START)
+RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
+GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
+SECOND, START_2 = prepare_load(D2, RIVAL, nonce=NONCE2), start_load(D2)
+ASK_SECOND = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+GIVEN_UP_2 = Send(RANK_0, release(complete=False, nonce=NONCE2, claim=RIVAL))
 
 PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
 HANDSHAKING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]

@@ -4,16 +4,16 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 `waits`.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias
 
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL, features_with
+from harness.local.machines import check_decode, check_prefill
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from harness.local.offers import check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -86,7 +86,7 @@ def rank_setup(config: Config, **changed: Any) -> RankSetup:
         config=config,
         wake=lambda: None,
         background=Background(),
-        counts=defaultdict(float),
+        counts=events.Counts(),
         clock=lambda: 0.0,
         **fields,
     )
@@ -213,7 +213,7 @@ class Stepped:
 
     def load(self, number: int) -> Load | None:
         """What its machine knows of request `d<number>`."""
-        return self.parts.decode.load_of(RequestId(f"d{number}"))
+        return self.parts.decode._by_request.get(RequestId(f"d{number}"))
 
     def prepare_load(self, number: int, ticket: Ticket) -> None:
         """Request `d<number>` has arrived."""
@@ -253,7 +253,7 @@ class World:
     def close(self) -> None:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
-            rank.parts.decode.validate()
+            check_decode(rank.parts.decode)
             check_prefill(rank.parts.prefill)
             rank.loop.close()
             rank.directory.stop()

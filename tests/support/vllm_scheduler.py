@@ -30,6 +30,12 @@ from support.records import rank_description
 from support.vllm_objects import MAX_TOKENS, MODEL
 
 BLOCK: Final = 16
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+OURS: Final = {
+    "kv_connector": "NixlKVConnector",
+    "kv_connector_module_path": "nixl_kv.connector",
+}
+"""The fields of KVTransferConfig by which vLLM finds this connector."""
 
 
 def make_config(

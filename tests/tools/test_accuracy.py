@@ -17,7 +17,6 @@ import safetensors
 
 import accuracy
 from accuracy import KNOWN, Outcome, Settings, find_subjects, pair_specs, recall
-from harness.cluster.engines import PATIENT
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCHER = REPO / "scripts/run_accuracy_test.sh"
@@ -51,6 +50,10 @@ def test_the_document_has_all_knobs_and_flags(capsys: pytest.CaptureFixture[str]
 
 
 def test_values_are_read_and_empty_ones_count_as_not_set() -> None:
+    env = {"VLLM_ATTENTION_BACKEND": "CPU_ATTN", "ATTENTION_BACKEND": "cpu_mla"}
+    assert settings(**env).knobs["ATTENTION_BACKEND"] == "CPU_MLA"
+    flag = {"--attention-backend": "AMX_MLA"}
+    assert settings(CPU, flag, **env).knobs["ATTENTION_BACKEND"] == "AMX_MLA"
     flags = {"--limit": "20", "--kv_buffer_device": "cuda"}
     given = settings(
         GPUS, flags, MODEL_NAMES="a/b  c/d,e/f, ", VLLM_SERVE_EXTRA_ARGS="--max-model-len, 8192,"
@@ -70,42 +73,26 @@ def test_values_are_read_and_empty_ones_count_as_not_set() -> None:
     ("gpus", "name", "value", "message"),
     [
         (CPU, "NUM_PREFILL_INSTANCES", "0", "greater than or equal to 1"),
-        (CPU, "NUM_DECODE_INSTANCES", "two", "valid integer"),
         (CPU, "PREFILLER_TP_SIZE", "1.5", "valid integer"),
         (GPU, "DECODER_TP_SIZE", "2", "less than or equal to 1"),
         (CPU, "PREFILL_BLOCK_SIZE", "48", "multiple of 32"),
         (GPU, "DECODE_BLOCK_SIZE", "24", "multiple of 16"),
-        (CPU, "GPU_MEMORY_UTILIZATION", "0", "greater than 0"),
         (GPU, "GPU_MEMORY_UTILIZATION", "0.6", "2 engines share a GPU.* at most 0.5"),
         (CPU, "ATTENTION_BACKEND", "FLASHINFER", "one of CPU_ATTN"),
-        (CPU, "VLLM_ATTENTION_BACKEND", "FLASHINFER", "one of CPU_ATTN"),
         (CPU, "VLLM_KV_CACHE_LAYOUT", "NHD", "'HND' or 'LBHNC'"),
         (GPU, "PREFILLER_KV_LAYOUT", "DHN", "'HND', 'NHD'"),
-        (GPU, "DECODER_KV_LAYOUT", "DHN", "'HND', 'NHD'"),
         (CPU, "NUM_CONCURRENT", "1025", "less than or equal to 1024"),
-        (CPU, "EXPECTED_ACCURACY", "41", "less than or equal to 1"),
         (CPU, "TOLERANCE", "nan", "finite"),
         (CPU, "VERIFY", "sample:2", "pattern"),
         (CPU, "DP_EP", "1", "None"),
-        (GPU, "CROSS_LAYERS_BLOCKS", "TRUE", "'FALSE' or '0'"),
         (GPU, "ENFORCE_EAGER", "0", "'TRUE' or '1'"),
         (CPU, "--kv_buffer_device", "CUDA", "'CPU'"),
-        (CPU, "--attention-backend", "FOO", "one of CPU_ATTN"),
         (CPU, "--limit", "0", "greater than or equal to 1"),
     ],
 )
 def test_a_bad_value_is_named(gpus: tuple[str, ...], name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: .*{message}"):
         accuracy.read_settings(gpus, {}, {name: value})
-
-
-def test_the_flag_precedes_the_variable_and_its_older_name() -> None:
-    env = {"VLLM_ATTENTION_BACKEND": "CPU_ATTN"}
-    assert settings(**env).knobs["ATTENTION_BACKEND"] == "CPU_ATTN"
-    env["ATTENTION_BACKEND"] = "cpu_mla"
-    assert settings(**env).knobs["ATTENTION_BACKEND"] == "CPU_MLA"
-    flags = {"--attention-backend": "AMX_MLA"}
-    assert settings(CPU, flags, **env).knobs["ATTENTION_BACKEND"] == "AMX_MLA"
 
 
 @pytest.mark.parametrize(
@@ -207,13 +194,6 @@ def test_engines_are_as_the_knobs_say() -> None:
     assert "--max-model-len" not in single.extra_args  # meant for another model
 
 
-def test_engines_on_cpu_are_patient_and_share_the_cores() -> None:
-    prefill, decode = pair_specs(GSM8K, settings(VERIFY=""))
-    assert decode.connector_config == {**PATIENT, "verify": "off"}
-    assert decode.extra_args == ("--max-model-len", "4096")
-    assert prefill.cores | decode.cores == os.sched_getaffinity(0)
-
-
 # --- Evaluation and verdict
 
 COUNTERS = {
@@ -256,14 +236,6 @@ def test_a_run_is_good_if_the_accuracy_is_and_all_was_loaded(outcome: Outcome, w
     assert bool(words) == bool(found)
 
 
-def test_each_rank_of_decode_loads_and_must_verify_only_if_asked() -> None:
-    knobs = settings(DECODER_TP_SIZE="2", VERIFY="off").knobs
-    outcome = replace(GOOD, counters=COUNTERS | {"loads_verified_total": 0.0})
-    assert [*accuracy.faults(outcome, replace(BUNDLED, expected=None), knobs)] == [
-        "only 10 of 20 loads: decode computed the other prompts"
-    ]
-
-
 def test_an_error_is_the_verdict_of_its_model_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,8 +245,6 @@ def test_an_error_is_the_verdict_of_its_model_and_the_next_one_runs(
         vars(outcome).update(vars(GOOD))
 
     monkeypatch.setattr(accuracy, "run_pair", run_pair)
-    (tmp_path / "0-bad").mkdir()
-    (tmp_path / "0-bad" / "old.log").touch()
     result = tmp_path / "result.json"
     subjects = [replace(BUNDLED, model=name, expected=None) for name in ("bad", "good")]
     assert accuracy.run_all(subjects, settings(), tmp_path, result) == 1
@@ -283,7 +253,6 @@ def test_an_error_is_the_verdict_of_its_model_and_the_next_one_runs(
     printed = capsys.readouterr().out
     assert "compared with NOTHING" in printed
     assert printed.endswith("1/2 models are good\n")
-    assert not (tmp_path / "0-bad" / "old.log").exists()
 
 
 def test_the_result_of_lm_eval_is_read_and_failed_requests_are_counted(
@@ -296,7 +265,7 @@ def test_the_result_of_lm_eval_is_read_and_failed_requests_are_counted(
         log = logging.getLogger("lm_eval.models.api_models")
         log.warning("API request failed! Status code: 500, Response text: no. Retrying...")
         log.error("Exception:ClientResponseError(), (no outputs), retrying.")
-        samples = [{"doc_id": at, "filter": "none", "resps": [[f"a{at}"]]} for at in range(2)]
+        samples = [{"doc_id": at} for at in range(2)]
         return {"results": {"recall": {"exact_match,none": 0.5}}, "samples": {"recall": samples}}
 
     lm_eval = SimpleNamespace(simple_evaluate=simple_evaluate)
@@ -304,28 +273,22 @@ def test_the_result_of_lm_eval_is_read_and_failed_requests_are_counted(
     monkeypatch.setitem(sys.modules, "lm_eval", lm_eval)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", lm_eval.tasks)
     score = accuracy.evaluate(BUNDLED, "http://router", settings(), tmp_path / "samples.json")
-    assert score == (0.5, 2, {"0 none": "a0", "1 none": "a1"}, 1)
+    assert score == {"accuracy": 0.5, "items": 2, "errors": 1}
 
 
 # --- The script
 
 
-def launch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def launch(arguments: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [LAUNCHER, *arguments],
-        env={**os.environ, **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [LAUNCHER, *arguments], capture_output=True, text=True, check=False, **options
     )
 
 
 def test_a_bad_value_ends_the_script_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "httpx.py").write_text("raise SystemExit('a module from the folder of the caller')")
     env = {"NIXL_KV_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "TOLERANCE": "2"}
-    ended = launch("--log-dir", str(tmp_path / "logs"), cwd=tmp_path, **env)
+    ended = launch(["--log-dir", str(tmp_path / "logs")], cwd=tmp_path, env={**os.environ, **env})
     assert ended.returncode == 2
     assert ended.stderr.startswith("TOLERANCE=2: ")
     assert not (tmp_path / "logs").exists()
@@ -345,7 +308,8 @@ def test_the_cpu_build_runs_on_a_machine_with_gpus_only_if_asked(
         path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
         path.chmod(0o755)
     env = {"PATH": f"{fake}:{os.environ['PATH']}", "NIXL_KV_PYTHON": "", "NIXL_KV_VENV": str(venv)}
-    ended = launch(*arguments, cwd=tmp_path, CUDA_VISIBLE_DEVICES="0", **env)
+    env = {**os.environ, **env, "CUDA_VISIBLE_DEVICES": "0"}
+    ended = launch(arguments, cwd=tmp_path, env=env)
     if arguments:
         assert ended.stdout.split() == ["ran", "-m", "accuracy", *arguments]
     else:

@@ -1,4 +1,4 @@
-"""scripts/bench: its commands run, wrong bytes are seen, and figures compare the same rounds."""
+"""scripts/bench: its commands run, and figures compare the same rounds."""
 
 import importlib.util
 import json
@@ -34,16 +34,6 @@ def measured(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
     assert record["versions"]["nixl"]
     rows: list[dict[str, Any]] = record["rows"]
     return rows
-
-
-@pytest.mark.parametrize("what", bench.BENCHMARKS)
-def test_every_benchmark_says_what_it_measures(
-    what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        bench.parse_arguments([what, "--help"])
-    assert exited.value.code == 0
-    assert f"usage: scripts/bench {what}" in capsys.readouterr().out
 
 
 def test_rows_become_a_table_and_a_fault_an_exit_status(
@@ -101,14 +91,6 @@ def test_two_checkouts_load_the_same_cells_beside_the_link(tmp_path: Path) -> No
         assert ("verify adds ms" in row) == row["path"].endswith("verified")
 
 
-@pytest.mark.slow
-@pytest.mark.nixl
-def test_first_load_of_new_processes_is_compared_with_later_ones(tmp_path: Path) -> None:
-    cell = ["--blocks", "16-16", "--orders", "BHLNC", "--first-loads", "1"]
-    (row,) = measured(tmp_path, "transfer", *TINY, *cell)
-    assert row["added ms"] == pytest.approx(row["first ms"] - row["later ms"], rel=0.01)
-
-
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
     reason="network namespaces need root, and `ip` of iproute2",
@@ -146,57 +128,12 @@ def test_gather_runs_its_kernel() -> None:
     [
         pytest.param(["--tokens", "1000"], "multiples of 64", id="tokens"),
         pytest.param(["--against", "/nowhere"], "has no scripts/benchmarks", id="checkout"),
-        pytest.param(["--tp", "1-2-3"], "2", id="three numbers"),
         pytest.param(["--blocks", "0-16"], "2", id="zero"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], reason: str) -> None:
     with pytest.raises(SystemExit, match=reason):
         bench.main(["transfer", *arguments])
-
-
-class Process:
-    """Answers as told, and notes the questions."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.asked: list[str] = []
-        self._answers = answers
-
-    def tell(self, question: str, **_: object) -> None:
-        self.asked.append(question)
-
-    def answer(self) -> Any:
-        return self._answers.get(self.asked[-1], [None])
-
-
-def loaded(begin: float, end: float, read: float) -> dict[str, float]:
-    return {"begin": begin, "end": end, "read": read, "cpu": 0.1, "num_bytes": 4, "num_runs": 2}
-
-
-def pair_of(decode: list[Any], *paths: str) -> transfer.Pair:
-    prefill: Any = Process()
-    return transfer.Pair(prefill, decode, paths)
-
-
-def test_wrong_bytes_are_named_with_their_path() -> None:
-    good, bad = (Process(check=right, load=loaded(0, 1, 1)) for right in (True, False))
-    fault = {"fault": "wrong bytes on path auto, direct"}
-    assert pair_of([good, bad], "auto", "direct").check() == fault
-    assert bad.asked == good.asked == ["clear", "prepare_load", "load", "check"] * 2
-    assert pair_of([good], "auto").check() == {}
-
-
-def test_a_load_lasts_from_the_first_rank_that_began_to_the_last_that_ended() -> None:
-    pair = pair_of([Process(load=loaded(5, 7, 1.5)), Process(load=loaded(6, 9, 1.25))], "auto")
-    together = {"load": 4.0, "read": 1.5, "cpu": 0.2, "num_bytes": 8, "num_runs": 4}
-    assert pair.load("auto") == together
-    assert pair.num_bytes == [4, 4]
-
-
-def test_process_that_ends_is_an_error() -> None:
-    command = [sys.executable, "-c", "raise SystemExit(1)"]
-    with transfer.Process(command, {}) as process, pytest.raises(RuntimeError, match="ended"):
-        transfer.ask([process], "start")
 
 
 # --- figures
@@ -227,16 +164,3 @@ def test_figures_are_medians_and_ratios_of_each_round() -> None:
         "cpu ratio": "1.00 (1.00 to 1.00)",
     }
     assert transfer.figures(samples, "auto, verified")["verify adds ms"] == pytest.approx(8.0)
-
-
-def test_ways_take_turns_and_the_first_round_does_not_count() -> None:
-    order: list[str] = []
-
-    def way(name: str) -> transfer.Sample:
-        order.append(name)
-        return {"read": len(order)}
-
-    ways = {name: lambda name=name: way(name) for name in ("a", "b")}
-    samples = transfer.rounds(ways, 2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert samples == {"a": [{"read": 4}, {"read": 5}], "b": [{"read": 3}, {"read": 6}]}

@@ -20,9 +20,7 @@ from support.stepped import World
 
 TABLE, OTHER_TABLE, NUM_TOKENS = [7, 3, 4], [2, 9, 1], 11
 BOTH: Final = ("prefill and decode", "prefill and decode")
-ROUNDS: Final = 25
-"""An exchange whose messages arrive ends in fewer."""
-
+ROUNDS: Final = 25  # an exchange whose messages arrive ends in fewer
 ROUND_S: Final = 0.2
 MORE_ROUNDS: Final = 60
 SLOW_ROUND_S: Final = 1.0

@@ -15,22 +15,14 @@ from typing import Any, Final
 
 import msgspec
 
-Tree = Any
-"""The result of a decoder without types: lists, dicts and scalars."""
+Tree = Any  # the result of a decoder without types: lists, dicts and scalars
 
 Path = tuple[Any, ...]
 
-PLAIN_BYTES: Final = 0.25
-"""Share of mutations that know nothing of the input's structure."""
-
-MAX_BYTES: Final = 2 << 20
-"""The most that a mutation repeats: the fuzzer looks for harm by small messages."""
-
-LARGE: Final = 100_000
-"""Bytes: a message that has grown so much is mutated no further."""
-
+PLAIN_BYTES: Final = 0.25  # share of mutations that know nothing of the input's structure
+MAX_BYTES: Final = 2 << 20  # that a mutation repeats: the fuzzer looks for harm by small messages
+LARGE: Final = 100_000  # a message of more bytes is mutated no further
 MAX_PLACES: Final = 100
-
 INTEGERS: Final = (
     *(sign * 2**power + by for power in (0, 4, 8, 15, 16, 20, 24, 31, 32) for sign in (1, -1)
       for by in (-1, 0, 1)),
@@ -45,8 +37,7 @@ TEXTS: Final = (
 OTHERS: Final = (None, True, False, 0, -1, 1.5, "", b"", "text", b"\xff" * 16)
 COPIES: Final = (2, 2, 2, 3, 3, 3, 65, 300, 1025, 20_000)
 DEPTHS: Final = (10, 200, 2_000, 20_000)
-NESTED: Final = (b"\x91", b"\x81\xa1a")
-"""One level each."""
+NESTED: Final = (b"\x91", b"\x81\xa1a")  # one level each
 
 
 def mutate(rng: random.Random, message: bytes) -> bytes:
@@ -57,7 +48,6 @@ def mutate(rng: random.Random, message: bytes) -> bytes:
 
 
 def _mutate_once(rng: random.Random, message: bytes) -> bytes:
-    """Bytes that are not a tree are changed as bytes."""
     if rng.random() > PLAIN_BYTES:
         with contextlib.suppress(ValueError, OverflowError, TypeError, RecursionError):
             return msgspec.msgpack.encode(mutate_tree(rng, msgspec.msgpack.decode(message)))

@@ -11,8 +11,7 @@ from nixl_kv.protocol.messages import KVSlice, Message
 
 T = TypeVar("T")
 
-KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
-"""All messages of the wire."""
+KINDS: Final[tuple[type[Any], ...]] = get_args(Message)  # all messages of the wire
 
 TEXTS: Final = ("127.0.0.1", "ab" * 16, "ab" * 32, "tcp://127.0.0.1:5600")
 """One of these fits each pattern that the wire has."""

@@ -35,15 +35,10 @@ from nixl_kv.protocol import messages
 
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "2"))
-MANY_SECONDS = 60.0
 MAX_CPU_S = 5.0  # many tests may share the cores
 MAX_BYTES = 500 << 20
-
-CHANGED = 0.15
-"""Share of the messages: of about fifteen of an exchange, one or two, or a few."""
-
-OTHER_KIND = 0.1
-"""Share of these that are of any kind."""
+CHANGED = 0.15  # share of the messages: of about fifteen of an exchange, one or two, or a few
+OTHER_KIND = 0.1  # share of these that are of any kind
 
 LARGE = Cache(Sizes(layers=36, blocks=1024, heads=8, tokens=16, key=64, value=64)).layout()
 """A model of 8 billion parameters with small heads. Its memory is mapped, not touched."""
@@ -85,7 +80,7 @@ def peak_bytes() -> int:
 
 
 durations = pytest.mark.parametrize(
-    "seconds", [SECONDS, pytest.param(MANY_SECONDS, marks=pytest.mark.slow)], ids=["some", "many"]
+    "seconds", [SECONDS, pytest.param(60.0, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 
 

@@ -31,8 +31,7 @@ from support.vllm_scheduler import (
     num_free_blocks,
 )
 
-STEP_S: Final = 0.1
-"""How much time passes for the connector in a step."""
+STEP_S: Final = 0.1  # how much time passes for the connector in a step
 
 WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 OURS: Final = {

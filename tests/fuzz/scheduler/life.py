@@ -19,22 +19,12 @@ from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
 from nixl_kv.protocol import events
 from support.vllm_scheduler import BLOCK
 
-NUM_STEPS: Final = 120
-"""After so many no request arrives."""
-
-MAX_MORE_STEPS: Final = 600
-"""All requests and offers must have ended then."""
-
+NUM_STEPS: Final = 120  # after which no request arrives
+MAX_MORE_STEPS: Final = 600  # after which all requests and offers must have ended
 MAX_REQUESTS: Final = 10
-LONGEST: Final = 160
-"""Tokens of a prompt."""
-
-ROOM: Final = 172
-"""Tokens of a request with its answer, or of a session. The smallest cache has room for one."""
-
-ANSWER: Final = 7
-"""Every token of every answer, so that those of steps under way are known."""
-
+LONGEST: Final = 160  # tokens of a prompt
+ROOM: Final = 172  # tokens of a request with its answer; the smallest cache has room for one
+ANSWER: Final = 7  # every token of every answer, so that those of steps under way are known
 MAX_OVERTAKEN: Final = 3
 """How many prefills may begin before one that came earlier and is no less urgent.
 

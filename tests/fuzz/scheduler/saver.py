@@ -10,8 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-SAVED: Final = 3
-"""It saves one request of so many."""
+SAVED: Final = 3  # it saves one request of so many
 
 
 @dataclass

@@ -18,11 +18,8 @@ from fuzz.scheduler.life import BrokenPromiseError, Life
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 LIVES = int(os.environ.get("NIXL_KV_LIVES", "120"))
 MANY_LIVES = 20_000
-ENOUGH = 100
-"""In so many lives everything happens."""
-
+ENOUGH = 100  # in so many lives everything happens
 MAX_FAILURES = 5
-"""So many are enough to see what is wrong."""
 
 
 @pytest.fixture(autouse=True)

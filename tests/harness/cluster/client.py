@@ -66,15 +66,7 @@ class Answer:
     """The log probabilities of each token and of its alternatives."""
     finish_reason: str = ""
     """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """A streamed reply to one prompt."""
-
-    pieces: tuple[str, ...]
-    tokens: tuple[str, ...]
-    finish_reason: str
+    pieces: tuple[str, ...] = ()  # of the text, if it was streamed
 
 
 class Client:
@@ -112,11 +104,11 @@ class Client:
         """The greedy next message."""
         return self._answers(CHAT, self._body(max_tokens, _messages(messages) | extra))[0]
 
-    def stream(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Streamed:
+    def stream(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Answer:
         """The same as complete(), streamed."""
         return self._stream(COMPLETIONS, self._body(max_tokens, _prompt(prompt) | extra))
 
-    def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Streamed:
+    def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Answer:
         """The same as chat(), streamed."""
         return self._stream(CHAT, self._body(max_tokens, _messages(messages) | extra))
 
@@ -167,24 +159,20 @@ class Client:
         prompt_tokens = answer["usage"]["prompt_tokens"]
         return [
             Answer(
-                text=_text(choice),
-                tokens=_tokens(choice),
-                prompt_tokens=prompt_tokens,
-                seconds=seconds,
-                likely=_likely(choice),
+                *(_text(choice), _tokens(choice), prompt_tokens, seconds, _likely(choice)),
                 finish_reason=choice["finish_reason"] or "",
             )
             for choice in answer["choices"]
         ]
 
-    def _stream(self, path: str, body: Body) -> Streamed:
+    def _stream(self, path: str, body: Body) -> Answer:
+        """Without the numbers of tokens and seconds."""
         with self._choices(path, body) as coming:
             choices = list(coming)
-        return Streamed(
-            pieces=tuple(piece for choice in choices if (piece := _text(choice))),
-            tokens=tuple(token for choice in choices for token in _tokens(choice)),
-            finish_reason=choices[-1]["finish_reason"] or "",
-        )
+        pieces = tuple(piece for choice in choices if (piece := _text(choice)))
+        tokens = tuple(token for choice in choices for token in _tokens(choice))
+        reason = choices[-1]["finish_reason"] or ""
+        return Answer("".join(pieces), tokens, 0, 0.0, finish_reason=reason, pieces=pieces)
 
     @contextlib.contextmanager
     def _choices(self, path: str, body: Body) -> Iterator[Iterator[Choice]]:

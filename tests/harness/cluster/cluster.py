@@ -11,21 +11,14 @@ from typing import Any, Final
 from typing_extensions import Self
 
 from harness.cluster import router
-from harness.cluster.engines import (
-    START_TIMEOUT_S,
-    Connector,
-    Engine,
-    EngineSpec,
-    Role,
-    halves,
-)
+from harness.cluster.engines import START_TIMEOUT_S, Connector, Engine, EngineSpec, Role, halves
 from harness.cluster.netns import Namespace
 from harness.cluster.processes import Ports, ProcessDiedError, end_on_signals, stop_all
 from harness.cluster.router import Router
 from harness.cluster.waiting import wait_until
 from harness.cluster.warm import WarmServer
 
-PROGRESS_S: Final = 5.0
+PROGRESS_S: Final = 5.0  # between two lines while engines start
 PAIR_ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 
 
@@ -43,12 +36,10 @@ def pair_specs(
 class Cluster:
     """Engines by their specs: an equal spec gives the same engine.
 
-    One that has ended, or was killed, is started again when it is asked for, on the same ports.
-    Where `most_ranks` limits how many ranks run, the least recently used engines end.
-
-    Logs go to `log_dir`: by default a new temporary folder, which stays. With `warm`, engines on
-    CPU are forked from a process that has imported vLLM, in a tenth of the time; a program that
-    measures what an engine costs should not use it.
+    One that has ended is started again when it is asked for, on the same ports. Where `most_ranks`
+    limits how many ranks run, the least recently used engines end. Logs go to `log_dir`: by default
+    a new temporary folder, which stays. With `warm`, engines on CPU are forked from a process that
+    has imported vLLM, in a tenth of the time; do not use it to measure what an engine costs.
     """
 
     def __init__(
@@ -63,7 +54,7 @@ class Cluster:
         self.engines: list[Engine] = []
         """The least recently used first."""
         self.routers: list[Router] = []
-        self._most_ranks = most_ranks
+        self._most_ranks = most_ranks if most_ranks is not None else sys.maxsize
         self._warm = warm
         self._start_timeout_s = start_timeout_s
         self._ports = Ports()
@@ -152,8 +143,6 @@ class Cluster:
 
     def _make_room(self, wanted: Sequence[Engine]) -> None:
         """End the least recently used engines until the wanted ones fit."""
-        if self._most_ranks is None:
-            return
         others = [one for one in self.engines if one.is_running() and one not in wanted]
         free = self._most_ranks - sum(engine.spec.ranks for engine in wanted)
         leaving: list[Engine] = []
@@ -163,16 +152,15 @@ class Cluster:
 
     def _wait(self, starting: Iterable[Engine]) -> list[str]:
         """Wait until all answer or have ended; why some have not started."""
-        waiting, failures, said = list(starting), list[str](), PROGRESS_S
-
-        def report(passed_s: float) -> None:
-            nonlocal said
-            if passed_s >= said:
-                names = ", ".join(engine.name for engine in waiting)
-                say(f"  {passed_s:3.0f} s: waiting for {names}")
-                said = passed_s + PROGRESS_S
+        waiting, failures = list(starting), list[str]()
+        begin, said = time.monotonic(), PROGRESS_S
 
         def all_up() -> bool:
+            nonlocal said
+            passed = time.monotonic() - begin
+            if passed >= said:
+                say(f"  {passed:3.0f} s: waiting for {', '.join(one.name for one in waiting)}")
+                said = passed + PROGRESS_S
             for engine in tuple(waiting):
                 if engine.exit_code() is not None:
                     failures.append(f"{engine.name} did not start: {engine.why_ended()}")
@@ -180,7 +168,7 @@ class Cluster:
                     waiting.remove(engine)
             return not waiting
 
-        wait_until(all_up, self._start_timeout_s, on_wait=report)
+        wait_until(all_up, self._start_timeout_s)
         stop_all(waiting)
         late = f"it does not answer after {self._start_timeout_s:.0f} s"
         return failures + [f"{engine.name} did not start: {late}" for engine in waiting]

@@ -100,8 +100,7 @@ class EngineSpec:
     role: Role = "single"
     connector: Connector = "none"
     connector_config: Mapping[str, object] = field(default_factory=dict)
-    by_name: bool = False
-    """Let the installed entry point find our connector."""
+    by_name: bool = False  # let the installed entry point find our connector
     drop_in: bool = False
     """Configure it as vLLM's own connector, with our module's path as all that is new."""
     module: str = "nixl_kv.connector"
@@ -109,22 +108,18 @@ class EngineSpec:
     engine_id: str | None = None
     """The operator's name for it, also after a restart; None: a new name for each start."""
     device: Device = "cpu"
-    dtype: str | None = None
-    """None: float32 on CPU, the model's own on a GPU."""
+    dtype: str | None = None  # None: float32 on CPU, the model's own on a GPU
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     block_size: int | None = None
-    num_blocks: int | None = None
-    """None: as many as fit into the cache's memory."""
+    num_blocks: int | None = None  # None: as many as fit into the cache's memory
     kv_cache_bytes: int | None = None
     """The cache of each rank; None: 1 GiB on CPU, the rest of `gpu_memory_utilization` on a GPU."""
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    without_env: frozenset[str] = frozenset()
-    """Variables of ours that it must not inherit."""
-    cores: frozenset[int] = frozenset()
-    """Where it may run; empty: everywhere."""
+    without_env: frozenset[str] = frozenset()  # variables of ours that it must not inherit
+    cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
     host: Namespace | None = None
     """Where it runs, and reaches others over the wire or switch alone; None: on this machine."""
     headless: bool = False
@@ -241,17 +236,6 @@ class Engine(ManagedProcess):
         self.start()
         self.wait_ready(RESTART_TIMEOUT_S)
 
-    def unplug(self) -> None:
-        """Turn its host's interface to the wire off."""
-        self._set_link(up=False)
-
-    def plug(self) -> None:
-        self._set_link(up=True)
-
-    def _set_link(self, *, up: bool) -> None:
-        assert self.spec.host is not None, f"{self.name} is not on a host of its own"
-        self.spec.host.set_link(up=up)
-
     def why_ended(self) -> str:
         """The first line of its log that names an error, without the prefix of its logger."""
         for line in self.log_text().splitlines():
@@ -266,10 +250,8 @@ class Engine(ManagedProcess):
         arguments += ["--host", self._listens_on, "--port", str(self.port)]
         arguments += ["--enable-prefix-caching", "--dtype", spec.actual_dtype]
         arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
+        arguments += ["--pipeline-parallel-size", str(spec.pipeline_parallel)]
         optional = {
-            "--pipeline-parallel-size": spec.pipeline_parallel
-            if spec.pipeline_parallel > 1
-            else None,
             "--block-size": spec.block_size,
             "--num-gpu-blocks-override": spec.num_blocks,
             "--kv-cache-memory-bytes": spec.kv_cache_bytes,
@@ -280,9 +262,8 @@ class Engine(ManagedProcess):
             arguments += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
         else:
             arguments += CPU_PIPELINE if spec.pipeline_parallel > 1 else ["--enforce-eager"]
-        transfer = self.kv_transfer_config()
-        if transfer:
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        if spec.connector != "none":
+            arguments += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         return [*arguments, *spec.extra_args, *(["--headless"] if spec.headless else [])]
 
     def environment(self) -> dict[str, str]:
@@ -293,25 +274,21 @@ class Engine(ManagedProcess):
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
         return env
 
-    def kv_transfer_config(self) -> dict[str, object] | None:
-        """The value of --kv-transfer-config; None for an engine without a connector."""
+    def kv_transfer_config(self) -> dict[str, object]:
+        """The value of --kv-transfer-config."""
         spec = self.spec
-        if spec.connector == "none":
-            return None
         config: dict[str, object] = {"kv_role": KV_ROLES[spec.role]}
+        extra = dict(spec.connector_config)
         if spec.engine_id is not None:
             config["engine_id"] = spec.engine_id
-        extra = dict(spec.connector_config)
         if spec.connector == "in-tree":
-            config["kv_connector"] = "NixlConnector"
             config["kv_load_failure_policy"] = "recompute"
-        elif spec.drop_in:
-            config["kv_connector"] = "NixlConnector"
+        elif not spec.by_name:
             config["kv_connector_module_path"] = spec.module
+        if spec.connector == "in-tree" or spec.drop_in:
+            config["kv_connector"] = "NixlConnector"
         else:
             config["kv_connector"] = "NixlKVConnector"
-            if not spec.by_name:
-                config["kv_connector_module_path"] = spec.module
             extra = {"port": self.side_port, "verify": "all"} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})
 

@@ -1,11 +1,8 @@
 """The names of engines' metrics, and how much they have grown since a moment."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from harness.cluster.client import Client, Counters
 from harness.cluster.engines import Connector
@@ -19,7 +16,6 @@ CORRUPT: Final = f"{PREFIX}load_failures_corrupt_total"
 UNREACHABLE: Final = f"{PREFIX}load_failures_unreachable_total"
 TOKENS: Final = f"{PREFIX}tokens_loaded_total"
 NBYTES: Final = f"{PREFIX}bytes_read_total"
-DESCRIPTORS: Final = f"{PREFIX}descriptors_total"
 READS: Final[Mapping[str, str]] = {
     path: f"{PREFIX}reads_{path}_total" for path in ("direct", "gather", "staged")
 }
@@ -40,62 +36,36 @@ QUEUED: Final = "vllm:num_requests_waiting"
 USAGE: Final = "vllm:kv_cache_usage_perc"
 
 POLL_S: Final = 0.05
-PROBE: Final = "ba"
-"""A prompt of one token."""
+PROBE: Final = "ba"  # a prompt of one token
 
 
-@dataclass(frozen=True)
-class Loaded:
+# Where each connector counts a field of Loaded.
+LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
+    "nixl-kv": {"loads": LOADS, "tokens": TOKENS, "nbytes": NBYTES, "seconds": SECONDS},
+    "in-tree": {
+        "loads": "vllm:nixl_bytes_transferred_count",
+        "tokens": "vllm:external_prefix_cache_hits_total",
+        "nbytes": "vllm:nixl_bytes_transferred_sum",
+        "seconds": "vllm:nixl_xfer_time_seconds_sum",
+    },
+}
+
+
+class Loaded(NamedTuple):
     """The loads of some requests, over all ranks of decode."""
 
-    loads: int = 0
-    failures: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    descriptors: int = 0
-    seconds: float = 0.0
-    prompts: int = 0
-    """In tokens."""
-    cached: int = 0
-    """Tokens of them in decode's cache, from earlier requests or from prefill."""
+    loads: int
+    tokens: int
+    nbytes: int
+    seconds: float
 
     @classmethod
     def from_counters(cls, changed: Counters, connector: Connector = "nixl-kv") -> "Loaded":
         counted = {
-            field: changed.get(name, 0.0) for field, name in LOADED_METRICS[connector].items()
+            name: changed.get(metric, 0.0) for name, metric in LOADED_METRICS[connector].items()
         }
         seconds = counted.pop("seconds")
-        return cls(**{field: round(value) for field, value in counted.items()}, seconds=seconds)
-
-    @property
-    def computed(self) -> int:
-        """Tokens of the prompts that decode has computed itself."""
-        return self.prompts - self.cached
-
-
-LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
-    "nixl-kv": {
-        "loads": LOADS,
-        "failures": FAILURES,
-        "tokens": TOKENS,
-        "nbytes": NBYTES,
-        "descriptors": DESCRIPTORS,
-        "seconds": SECONDS,
-        "prompts": PROMPT_TOKENS,
-        "cached": CACHED_TOKENS,
-    },
-    "in-tree": {
-        "loads": "vllm:nixl_bytes_transferred_count",
-        "failures": "vllm:nixl_num_failed_transfers_total",
-        "tokens": "vllm:external_prefix_cache_hits_total",
-        "nbytes": "vllm:nixl_bytes_transferred_sum",
-        "descriptors": "vllm:nixl_num_descriptors_sum",
-        "seconds": "vllm:nixl_xfer_time_seconds_sum",
-        "prompts": PROMPT_TOKENS,
-        "cached": CACHED_TOKENS,
-    },
-}
-"""Where each connector counts a field of Loaded."""
+        return cls(**{name: round(value) for name, value in counted.items()}, seconds=seconds)
 
 
 class CountersSince:
@@ -136,19 +106,3 @@ def accepted_share(changed: Counters) -> float | None:
     """How many of the tokens that were drafted were right; None if none was drafted."""
     drafted = changed.get(DRAFTED, 0.0)
     return changed.get(ACCEPTED, 0.0) / drafted if drafted else None
-
-
-def blocks_in_use(client: Client, num_blocks: int) -> int:
-    """How many blocks of its cache an engine holds, for requests or for readers.
-
-    The gauge is as of the last step, and an idle engine makes none: so one is made. Of the blocks
-    one is vLLM's own.
-    """
-    client.complete(PROBE, 1)
-    return round(client.counters()[USAGE] * (num_blocks - 1))
-
-
-def wait_until_free(client: Client, num_blocks: int, timeout_s: float) -> int:
-    """How many blocks an engine still holds when it holds none, or time is over."""
-    held = partial(blocks_in_use, client, num_blocks)
-    return look_until(held, operator.not_, timeout_s, interval_s=POLL_S)

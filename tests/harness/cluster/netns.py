@@ -1,8 +1,8 @@
-"""Network namespaces as hosts, joined by a wire that can be made slow, or by a switch.
+"""Network namespaces as hosts, joined by a wire that can be made slow, or by a switch. Needs root.
 
-Each namespace has two interfaces: `kv0`, its end of the wire or of the cable to the switch, and one
-by which this host's own processes always reach it. Needs root. A thread carries the wire's packets
-between two TUN devices, because not every kernel has `tc netem`.
+Each has `kv0`, its end of the wire or of the cable to the switch, and an interface by which this
+host's own processes always reach it. A thread carries the wire's packets between two TUN devices,
+because not every kernel has `tc netem`.
 """
 
 import contextlib
@@ -91,9 +91,6 @@ class Namespace:
     def ip(self, *arguments: str) -> None:
         run_ip("-n", self.name, *arguments)
 
-    def set_link(self, *, up: bool) -> None:
-        self.ip("link", "set", WIRE, "up" if up else "down")
-
     def set_up_link(self) -> None:
         """Give that interface its address, and turn it on."""
         # Duplicate address detection would take a second.
@@ -111,10 +108,7 @@ class Wire:
     """Joins two namespaces. `quality` may be set at any time."""
 
     def __init__(self, left: Namespace, right: Namespace, *, offload: bool = False) -> None:
-        """With `offload`, up to 64 KiB of a TCP stream pass as one packet.
-
-        A network card would cut them. That gives several Gbit/s instead of some hundred Mbit/s.
-        """
+        """With `offload`, up to 64 KiB of a TCP stream pass as one packet, at several Gbit/s."""
         self.quality = PERFECT
         self._offload = offload
         self.carried = 0

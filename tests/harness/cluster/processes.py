@@ -10,29 +10,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import psutil
 
 from harness.cluster.waiting import wait_until
 
 GRACE_S: Final = 8.0
-PORT_RANGE: Final = range(20000, 32000)
-"""Below the ports that Linux gives to outgoing connections."""
+PORT_RANGE: Final = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
 class ProcessDiedError(RuntimeError):
     """A process ended, or hung, before it was ready."""
-
-
-class Child(Protocol):
-    """A process that was started, as `subprocess.Popen` has it."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
 
 
 class Ports:
@@ -44,19 +33,12 @@ class Ports:
     def next_free(self) -> int:
         while True:
             port = secrets.choice(PORT_RANGE)
-            if port not in self._given and _is_free(port):
-                self._given.add(port)
-                return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                if port not in self._given:
+                    self._given.add(port)
+                    return port
 
 
 class ManagedProcess:
@@ -65,51 +47,41 @@ class ManagedProcess:
     def __init__(self, name: str, log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
-        self._child: Child | None = None
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, status {self.exit_code()}>"
+        self._child: Any = None  # a `subprocess.Popen`, or a `warm.ForkedProcess`
 
     @property
     def pid(self) -> int:
         """The session leader's process id."""
-        assert self._child is not None, f"{self.name} was not started"
-        return self._child.pid
+        return int(self._child.pid)
 
     def launch(
         self,
         command: Sequence[str],
         env: Mapping[str, str],
         cwd: Path | None = None,
-        *,
-        pass_fds: Sequence[int] = (),
+        **options: Any,
     ) -> None:
         """Start it, in this process's folder or in `cwd`; what it prints goes to the log file."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log_path.open("ab") as log:
             self.adopt(
                 subprocess.Popen(
-                    command,
-                    env=dict(env),
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=pass_fds,
+                    command, env=dict(env), cwd=cwd, stdout=log, start_new_session=True, **options
                 )
             )
 
-    def adopt(self, child: Child) -> None:
+    def adopt(self, child: Any) -> None:
         """Manage a child that leads a session already."""
         self._child = child
 
     def exit_code(self) -> int | None:
         """None while it runs, and before it was started."""
-        return None if self._child is None else self._child.poll()
+        code: int | None = self._child and self._child.poll()
+        return code
 
     def is_running(self) -> bool:
-        return self._child is not None and self._child.poll() is None
+        return self._child is not None and self.exit_code() is None
 
     def check_alive(self) -> None:
         """Raise ProcessDiedError, with the end of the log, if it has ended."""
@@ -143,7 +115,11 @@ class ManagedProcess:
 
     def members(self) -> list[psutil.Process]:
         """All processes of its session, also those that outlived their parent."""
-        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                found += [process] if os.getsid(process.pid) == self.pid else []
+        return found
 
     def terminate(self) -> None:
         """Ask the leader to end; vLLM then ends its own children."""
@@ -157,7 +133,6 @@ class ManagedProcess:
             self._child.wait()
 
     def stop(self) -> None:
-        """Ask, wait a few seconds, then kill."""
         stop_all([self])
 
     def signal_leader(self, number: signal.Signals) -> None:
@@ -185,13 +160,6 @@ def busy(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
 
 
 def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> None:

@@ -4,7 +4,6 @@ vLLM's CPU worker ignores sleep and wake-up. Start the engine with VLLM_SERVER_D
 /sleep and /wake_up, and without --enable-sleep-mode, which vLLM refuses on CPU.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ class NixlKVConnector(OurConnector):
                 for tensor in cache if isinstance(cache, list | tuple) else [cache]:
                     tensor.zero_()
 
-        def wake_up(_: Any, tags: Sequence[str] | None = None) -> None:
-            if tags is None or "kv_cache" in tags:
-                self.restore_kv_caches()
+        def wake_up(_: Any, tags: Any = None) -> None:  # noqa: ARG001 - vLLM's
+            self.restore_kv_caches()
 
         CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up

@@ -1,7 +1,4 @@
-"""Tickets with other values in them, as a client writes them who has no key.
-
-They are in its one string, and copies of some are fields for routers.
-"""
+"""Tickets with other values in their string, as a client writes them who has no key."""
 
 import base64
 from typing import Any, Final

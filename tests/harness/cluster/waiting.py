@@ -10,14 +10,10 @@ _Seen = TypeVar("_Seen")
 
 
 def wait_until(
-    condition: Callable[[], bool],
-    timeout_s: float,
-    *,
-    on_wait: Callable[[float], None] | None = None,
-    interval_s: float = INTERVAL_S,
+    condition: Callable[[], bool], timeout_s: float, *, interval_s: float = INTERVAL_S
 ) -> bool:
-    """Ask until it is true; False when time is over. `on_wait` gets the seconds passed."""
-    return look_until(condition, bool, timeout_s, on_wait=on_wait, interval_s=interval_s)
+    """Ask until it is true; False when time is over."""
+    return look_until(condition, bool, timeout_s, interval_s=interval_s)
 
 
 def wait_or_fail(
@@ -37,16 +33,12 @@ def look_until(
     is_good: Callable[[_Seen], bool],
     timeout_s: float,
     *,
-    on_wait: Callable[[float], None] | None = None,
     interval_s: float = INTERVAL_S,
 ) -> _Seen:
     """Look until what is seen is good, or time is over: what was seen last."""
     begin = time.monotonic()
     while not is_good(seen := look()):
-        passed = time.monotonic() - begin
-        if passed > timeout_s:
+        if time.monotonic() - begin > timeout_s:
             break
-        if on_wait is not None:
-            on_wait(passed)
         time.sleep(interval_s)
     return seen

@@ -1,10 +1,9 @@
 """Engines that are forked from a process that has imported vLLM.
 
-An engine is three processes (API server, engine core, worker). Each imports torch and vLLM, in
-20 s of CPU time; the rest of a start costs 4 s for all three. Here one process imports them once.
-Each engine is a child of it, and forks its own two as well, which vLLM would spawn on CPU. Nothing
-else differs from the command line: the same main function gets the same arguments, environment and
-folder.
+Each of an engine's three processes imports torch and vLLM, in 20 s of CPU time; the rest of a start
+costs 4 s. Here one process imports them once. Engines are its children, and fork their other two
+processes, which vLLM would spawn on CPU. Nothing else differs from the command line: the same main
+function gets the same arguments, environment and folder.
 
     python -m harness.cluster.warm DESCRIPTOR    # of the socket that asks for engines
 """
@@ -58,16 +57,14 @@ class Launch:
     env: dict[str, str]
     log_path: str
     folder: str
-    cores: tuple[int, ...] = ()
-    """Where it may run; none: everywhere."""
-    namespace: str | None = None
-    """Where it runs; None: on this machine."""
+    cores: tuple[int, ...] = ()  # where it may run; none: everywhere
+    namespace: str | None = None  # where it runs; None: on this machine
     main: str | None = None
     """The module whose function of that name it runs; None: the API server's."""
 
 
 class ForkedProcess:
-    """An engine that the server has forked. See `processes.Child`."""
+    """An engine that the server has forked, as `subprocess.Popen` has it."""
 
     def __init__(self, server: "WarmServer", pid: int) -> None:
         self.pid = pid
@@ -95,7 +92,6 @@ class WarmServer(ManagedProcess):
         self._pipe = Connection(ours.detach())
 
     def start(self, env: Mapping[str, str], python: Path) -> None:
-        """Begin to import the vLLM of `python`'s environment."""
         path = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
         with self._theirs:
             descriptor = self._theirs.fileno()
@@ -107,7 +103,7 @@ class WarmServer(ManagedProcess):
             )
 
     def fork(self, launch: Launch) -> ForkedProcess:
-        """Begin one more engine; waits until vLLM is imported."""
+        """One more engine; waits until vLLM is imported."""
         try:
             pid = self._ask(launch)
         except (OSError, EOFError):

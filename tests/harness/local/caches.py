@@ -25,13 +25,8 @@ class Sizes:
     value: int = 6
 
     def by_letter(self) -> dict[str, int]:
-        return {
-            "L": self.layers,
-            "B": self.blocks,
-            "H": self.heads,
-            "N": self.tokens,
-            "C": self.key + self.value,
-        }
+        lengths = self.layers, self.blocks, self.heads, self.tokens, self.key + self.value
+        return dict(zip("LBHNC", lengths, strict=True))
 
 
 class Cache:

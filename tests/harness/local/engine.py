@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from harness.local.offers import check_prefill
+from harness.local.machines import by_name, check_decode, check_prefill
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
@@ -75,7 +75,7 @@ class LocalRank:
                 case events.NewLife():
                     self.description = result.description
                 case events.Counts():
-                    for name, amount in result.counts.items():
+                    for name, amount in by_name(result).items():
                         self.counts[name] = self.counts.get(name, 0) + amount
 
 
@@ -93,8 +93,6 @@ def _allocate(layout: CacheLayout, staging_bytes: int | None, length: int) -> Bu
 
 
 class LocalEngine:
-    """See the module's head."""
-
     def __init__(
         self,
         name: str,
@@ -107,24 +105,17 @@ class LocalEngine:
         make_control: Callable[[], ControlPlane] | None = None,
         staging_bytes: int | None = None,
         num_ring_slots: int | None = None,
-        feature_options: Mapping[str, Any] | None = None,
         only: Container[int] | None = None,
     ) -> None:
-        """Start all ranks, and describe them.
+        """Start all ranks, or `only` some, and describe them.
 
         Args:
-            name: the engine's id.
             layouts: of the ranks' caches, in rank order.
-            make_transport: called once for each transport that a rank needs.
             shape: by default as many tensor-parallel ranks.
-            config: of all ranks; by default a short one for this machine.
             roles: with the words "prefill" and "decode", or one of them.
-            make_control: called once for each rank, and for the directory; by default makes
-                sockets as configured.
+            make_control: called once for each rank, and for the directory.
             staging_bytes: of each rank, instead of those that are configured.
             num_ring_slots: of each staging ring, instead of those that its memory's kind has.
-            feature_options: further options of `features_with`.
-            only: the ranks that are started; by default all.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -148,7 +139,6 @@ class LocalEngine:
                 features=features_with(
                     make_memory=partial(_allocate, layout, staging_bytes),
                     num_slots=num_ring_slots,
-                    **(feature_options or {}),
                 ),
             )
             engine = TransferEngine(spec)
@@ -257,7 +247,7 @@ class LocalEngine:
             rank.engine.stop()
         self.directory.stop()
         for rank in self.ranks:
-            rank.parts.decode.validate()
+            check_decode(rank.parts.decode)
             check_prefill(rank.parts.prefill)
 
 

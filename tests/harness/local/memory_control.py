@@ -3,8 +3,6 @@
 A `MemoryNetwork` connects `MemoryControl`s. By default a message arrives at once, on any thread. On
 a network with `held`, a message waits for `deliver`, and the connecting side learns of a broken
 link through `report_loss`. So a test chooses order, duplicates and losses.
-
-A link connects one `MemoryControl` to the endpoint of a listener, which replies on the same link.
 """
 
 import threading

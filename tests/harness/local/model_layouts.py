@@ -2,17 +2,14 @@
 
 Tests and benchmarks use it to plan transfers without an engine. Addresses are invented.
 
-Layers        Pipeline stages hold consecutive layers, divided as evenly as vLLM does.
-Heads         `tp` ranks divide them evenly. With more ranks than heads, neighbouring ranks hold
-              copies of one head. A latent cache (MLA) has one head with content of one part.
-Groups        Sliding-window layers have their own block tables, and so have recurrent states, which
-              summarise all earlier tokens. vLLM makes all groups of equally many layers. Groups
-              share the same memory and use different blocks of it.
-States        A state fits into one entry of a block table: entries grow until it does. An entry of
-              a group of states is one block of one token.
-Memory        One array per rank. Its axes have any order, from the outermost to the innermost:
-              L layers, B blocks, H heads, N tokens, C content. V follows K within the content,
-              unless the axis 2 separates them; then each layer has its own memory.
+Sliding-window layers and recurrent states have block tables of their own. vLLM makes all groups of
+equally many layers; they share the same memory and use different blocks of it. Entries grow until a
+state fits into one. An entry of a group of states is one block of one token.
+
+A rank's memory is one array. Its axes have any order, from the outermost to the innermost: L
+layers, B blocks, H heads, N tokens, C content. V follows K within the content, unless the axis 2
+separates them; then each layer has its own memory. A latent cache (MLA) has one head, and content
+of one part.
 """
 
 import itertools
@@ -21,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from nixl_kv.geometry.layout import (
-    ALL_TOKENS,
     STATE_WINDOW,
     CacheLayout,
     Group,
@@ -29,7 +25,6 @@ from nixl_kv.geometry.layout import (
     Part,
     Region,
     Span,
-    Stripe,
     check_range,
 )
 from nixl_kv.geometry.plan import Heads
@@ -115,7 +110,7 @@ class EngineShape:
     """The parallel shape and the cache of an engine. A block has `block_size` tokens.
 
     Where vLLM's block table counts larger blocks, each entry is `blocks_per_entry` consecutive
-    ones of these. `dcp` ranks with the same heads divide the tokens, an entry at a time.
+    ones of these.
     """
 
     tp: int = 1
@@ -125,7 +120,6 @@ class EngineShape:
     order: str = "LBHNC"
     blocks_per_entry: int = 1
     memory: Memory = "VRAM"
-    dcp: int = 1
 
 
 def build_layouts(model: ModelShape, engine: EngineShape) -> list[CacheLayout]:
@@ -214,20 +208,10 @@ class _RankArray:
         groups = tuple(
             Group(1, entries, 1, self.states(held), window)
             if window == STATE_WINDOW
-            else Group(*sizes, self.regions(held), window, self.stripe())
+            else Group(*sizes, self.regions(held), window)
             for held, window in self.groups
         )
         return CacheLayout(groups, engine.memory, 0, self.spans())
-
-    def stripe(self) -> Stripe:
-        engine = self.engine
-        copies = max(1, engine.tp // self.model.kv_heads)
-        if copies % engine.dcp:
-            raise ValueError(
-                f"dcp is {engine.dcp}; allowed: what divides the {copies} ranks with the same heads"
-            )
-        width = engine.block_size * engine.blocks_per_entry
-        return Stripe(engine.dcp, self.rank % engine.dcp, width) if engine.dcp > 1 else ALL_TOKENS
 
     def strides_of(self, layers: int) -> dict[str, int]:
         """Strides in bytes, for a group of `layers` layers. All have the same block stride."""

@@ -9,8 +9,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
-from support.local_engines import MakeEngine
-from support.pair import CONFIG, MakeTransport
+from support.pair import CONFIG, MakeEngine, MakeTransport
 
 
 @pytest.fixture

@@ -1,34 +1,32 @@
 """`nixl-kv drain`: an engine that is to stop finishes what it has begun, and offers nothing new."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
 from nixl_kv.cli import client
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
 from nixl_kv.keys import find_user_key, read_key_file, write_key_file
 from nixl_kv.transport.zmq import ZmqControl
-from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
+from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]
 LEFT = "requests not offered yet"
 
 
-def test_an_engine_without_anything_to_do_is_drained_at_once(make_engine: MakeEngine) -> None:
+def test_an_engine_that_drains_can_be_told_to_offer_again(make_engine: MakeEngine) -> None:
     engine = make_engine("E", 2)
     result = nixl_kv("drain --at", address(engine))
     assert result.stdout.splitlines()[-2:] == [f"0 {LEFT}, 0 offers, 0 loads", "drained"]
     assert result.exit_code == 0
     assert engine.directory.is_draining
-
-
-def test_an_engine_that_drains_can_be_told_to_offer_again(make_engine: MakeEngine) -> None:
-    engine = make_engine("E", 2)
-    assert nixl_kv("drain --at", address(engine)).exit_code == 0
     result = nixl_kv("drain --undo --at", address(engine))
     assert result.stdout == "the engine offers again\n"
     assert result.exit_code == 0
@@ -59,24 +57,15 @@ def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) 
         if line.endswith(("1 offers, 0 loads", "0 offers, 1 loads")):
             waiting.release()
 
-    is_done: list[bool] = []
-    keys = find_user_key()
-    threads = [
-        threading.Thread(
-            target=lambda engine=engine, name=name: is_done.append(
-                client.drain(address(engine), keys, 60.0, lambda line: note(name, line))
-            )
-        )
-        for name, engine in (("P", prefill), ("D", decode))
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        assert waiting.acquire(timeout=60)
-    fabric.reads_hang = False
-    for thread in threads:
-        thread.join(timeout=60)
-    assert is_done == [True, True]
+    def drain(engine: LocalEngine) -> bool:
+        return client.drain(address(engine), find_user_key(), 60.0, partial(note, engine.name))
+
+    with ThreadPoolExecutor() as pool:
+        drained = [pool.submit(drain, engine) for engine in (prefill, decode)]
+        for _ in drained:
+            assert waiting.acquire(timeout=60)
+        fabric.reads_hang = False
+        assert [each.result() for each in drained] == [True, True]
     assert decode.wait_failure("d1") is None
     assert all(lines[-1].endswith("0 offers, 0 loads") for lines in said.values())
 

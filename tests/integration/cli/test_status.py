@@ -8,17 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import pytest
-
 from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
-from nixl_kv.cli import client
-from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.zmq import ZmqControl
-from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
+from support.pair import MakeEngine, address
 
 TIMEOUT_S = 60.0
 TOKENS = 8
@@ -93,14 +88,10 @@ def test_loads_and_offers_say_what_they_wait_for(
 
     shown = nixl_kv("status --at", address(decode), *options)
     assert shown.exit_code == 0
-    assert [row[0] for row in table_rows(shown.stdout, "loads:")] == [
-        "no-blocks",
-        "hanging",
+    assert [(row[0], *row[3:5]) for row in table_rows(shown.stdout, "loads:")] == [
+        ("no-blocks", "0 GRANTED", "local blocks"),
+        ("hanging", "0 READING", "data"),
     ] * 2
-    assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "loads:")} == {
-        ("0 GRANTED", "local blocks"),
-        ("0 READING", "data"),
-    }
     fabric.reads_hang = False
     decode.cancel_load("no-blocks")
     assert decode.wait_failure("hanging") is None
@@ -129,11 +120,7 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
     assert times == sorted(times)
     assert {row[2] for row in rows} == {"0", "1"}
     assert sum("READING -> DONE" in row and "ReadDone" in row for row in rows) == 4
-    for move in (
-        "CONNECTING -> HANDSHAKING",
-        "HANDSHAKING -> READY",
-    ):  # of the peer, which is part of it
-        assert move in shown.stdout
+    assert "HANDSHAKING -> READY" in shown.stdout  # of the peer, which is part of it
 
     states = [event["after"] for event in status(prefill, "--request 2-p")["ranks"][0]["story"]]
     assert states == ["PREPARED", "OFFERED", "GRANTED", "OVER"]
@@ -180,17 +167,3 @@ def test_rank_that_is_gone_is_named_and_the_others_are_shown(make_engine: MakeEn
     ranks = json.loads(as_json.stdout)["ranks"]
     assert ranks[0] == {"rank": 0, "endpoint": gone, "error": "cannot connect"}
     assert (ranks[1]["rank"], ranks[1]["endpoint"]) == (1, alive)
-
-
-def test_rank_that_is_silent_is_named(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 1.0)
-    engine = make_engine("E", 2)
-    endpoint = Endpoint(f"tcp://{address(engine)}")  # of the directory, which knows no such message
-    ranks = list(engine.description.ranks)
-    ranks[1] = msgspec.structs.replace(ranks[1], endpoint=endpoint)
-    engine.directory.publish(msgspec.structs.replace(engine.description, ranks=tuple(ranks)))
-    result = nixl_kv("status --at", address(engine))
-    assert result.exit_code == 1
-    assert f"rank 1 at {endpoint} gives no status: no answer within 1 s\n" in result.stdout

@@ -1,10 +1,9 @@
 """A cluster keeps engines by their specs, bounds how many run, and ends them all."""
 
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import psutil
 import pytest
 
 from harness.cluster import cluster as cluster_module
-from harness.cluster import processes
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import Engine, EngineSpec, apart
-from harness.cluster.processes import ManagedProcess, Ports, ProcessDiedError, end_on_signals
+from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.processes import ManagedProcess, Ports, ProcessDiedError, stop_all
 from harness.cluster.router import Router
 from harness.cluster.waiting import wait_until
 
@@ -40,30 +38,20 @@ def spec_of(name: str, *, ranks: int = 1, model: str = "model") -> EngineSpec:
     return EngineSpec(name, Path(model), tensor_parallel=ranks)
 
 
-Make = Callable[..., Cluster]
-
-
 @pytest.fixture
-def make_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(cluster_module, "Engine", SleepingEngine)
-    clusters: list[Cluster] = []
-
-    def make(most_ranks: int | None = None) -> Cluster:
-        clusters.append(Cluster(tmp_path, most_ranks=most_ranks))
-        return clusters[-1]
-
-    yield make
-    for cluster in clusters:
-        cluster.stop()
-        assert running(cluster) == set()
+    cluster = Cluster(tmp_path, most_ranks=3)
+    yield cluster
+    cluster.stop()
+    assert running(cluster) == set()
 
 
 def running(cluster: Cluster) -> set[str]:
     return {engine.name for engine in cluster.engines if engine.is_running()}
 
 
-def test_an_equal_spec_gives_the_same_engine_again_on_its_ports(make_cluster: Make) -> None:
-    cluster = make_cluster()
+def test_an_equal_spec_gives_the_same_engine_again_on_its_ports(cluster: Cluster) -> None:
     one, other = cluster.start(spec_of("a"), spec_of("b"))
     assert cluster.start(spec_of("b"), spec_of("a")) == [other, one]
     assert cluster.start(replace(spec_of("a"), block_size=64)) != [one]
@@ -75,8 +63,7 @@ def test_an_equal_spec_gives_the_same_engine_again_on_its_ports(make_cluster: Ma
     assert (one.pid != pid, one.port) == (True, port)
 
 
-def test_the_least_recently_used_engines_end_above_the_limit(make_cluster: Make) -> None:
-    cluster = make_cluster(most_ranks=3)
+def test_the_least_recently_used_engines_end_above_the_limit(cluster: Cluster) -> None:
     cluster.start(spec_of("a"), spec_of("b"), spec_of("c"))
     cluster.start(spec_of("a"))
     cluster.start(spec_of("d"))
@@ -85,54 +72,20 @@ def test_the_least_recently_used_engines_end_above_the_limit(make_cluster: Make)
     assert running(cluster) == {"e"}
 
 
-def test_an_engine_that_does_not_start_is_named_once_the_others_are_up(make_cluster: Make) -> None:
-    cluster = make_cluster()
+def test_an_engine_that_does_not_start_is_named_once_the_others_are_up(cluster: Cluster) -> None:
     with pytest.raises(ProcessDiedError, match="broken did not start: ValueError: no such model"):
         cluster.start(spec_of("broken", model="broken"), spec_of("a"))
     assert running(cluster) == {"a"}
 
 
-def test_an_interrupted_start_leaves_nothing(
-    make_cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = make_cluster()
-    monkeypatch.setattr(SleepingEngine, "is_ready", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cluster.start(spec_of("a"), spec_of("b"))
-    assert running(cluster) == set()
-
-
-def interrupt(*_: object, **__: object) -> bool:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "a second Ctrl-C"])
-def test_a_process_that_does_not_end_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, impatient: bool
-) -> None:
+def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     process = ManagedProcess("stubborn", tmp_path / "log")
     process.launch(["bash", "-c", STUBBORN], os.environ, tmp_path)
     assert wait_until((tmp_path / "child").exists, PATIENCE_S)
     child = psutil.Process(int((tmp_path / "child").read_text()))
-    if impatient:
-        monkeypatch.setattr(processes, "wait_until", interrupt)
-    with contextlib.suppress(KeyboardInterrupt):
-        processes.stop_all([process], grace_s=0.1)
+    stop_all([process], grace_s=0.1)
     assert process.exit_code() == -signal.SIGKILL
     assert wait_until(lambda: not child.is_running(), PATIENCE_S)
-
-
-def test_signals_end_with_blocks_but_not_those_that_nohup_ignores() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        end_on_signals()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_the_router_reaches_engines_past_proxies(
@@ -148,12 +101,3 @@ def test_the_router_reaches_engines_past_proxies(
         monkeypatch.setenv(name, exempt)
         Router(tmp_path / "router.log", [], [], ports=Ports()).start()
     assert given == ["a.b,.c,127.0.0.1,localhost", "localhost,127.0.0.1", "*"]
-
-
-def test_only_an_old_python_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    for version in ((3, 10, 12), (3, 11, 0)):
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, "version_info", version)
-            folders.append(apart(tmp_path))
-    assert folders == [tmp_path, None]

@@ -36,25 +36,13 @@ def test_address_is_host_and_port(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "localhost",
-        ":5600",
-        "localhost:port",
-        "localhost:0",
-        "localhost:99999",
-        "::1:5600",
-        "tcp://10.0.0.1:5600",
-    ],
+    ["localhost", ":5600", "localhost:port", "localhost:0", "localhost:99999", "tcp://10.0.0.1:56"],
 )
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [("plan --decode-at 127.0.0.1:1", "--prefill-at"), ("status", "--at")],
-    ids=["plan", "status"],
-)
-def test_a_malformed_address_exits_2(command: str, option: str, text: str) -> None:
-    result = nixl_kv(command, f"{option} {text}")
-    assert result.exit_code == 2
-    assert result.stderr == f"error: {option} is {text!r}; allowed: HOST:PORT\n"
+def test_a_malformed_address_exits_2(text: str) -> None:
+    for command, option in (("plan --decode-at 127.0.0.1:1", "--prefill-at"), ("status", "--at")):
+        result = nixl_kv(command, f"{option} {text}")
+        assert result.exit_code == 2
+        assert result.stderr == f"error: {option} is {text!r}; allowed: HOST:PORT\n"
 
 
 def test_literals_resolve_to_themselves() -> None:

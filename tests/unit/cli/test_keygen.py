@@ -18,17 +18,3 @@ def test_key_is_written_and_its_use_explained(tmp_path: Path) -> None:
     (line,) = re.findall(r"^ +(\"kv_connector_extra_config.*)$", result.stdout, re.MULTILINE)
     extra = json.loads(f"{{{line}}}")["kv_connector_extra_config"]
     assert Config.parse({**extra, "host": "10.0.0.1"}, {}).key_file == str(path)
-
-
-def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    nixl_kv(f"keygen {path}")
-    before = path.read_bytes()
-    result = nixl_kv(f"keygen {path}")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr == (
-        f"error: cannot write a key to {str(path)!r}: File exists; "
-        "allowed: the path of a new file\n"
-    )
-    assert path.read_bytes() == before

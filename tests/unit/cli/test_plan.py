@@ -4,9 +4,8 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 from harness.local.model_layouts import EngineShape, ModelShape, StatePart
@@ -16,10 +15,6 @@ from nixl_kv.geometry.plan import plan as make_plan
 from nixl_kv.protocol.messages import Description
 from support.documented import DOCS
 from support.nixl_kv_command import HYBRID, QWEN3_8B, described, nixl_kv, plan, plan_figures
-
-REPO = Path(__file__).resolve().parents[3]
-IN_TREE = 36_864
-"""Descriptors of vLLM's own connector for 16,384 tokens of Qwen3-8B, TP1 to TP2 in LBHNC."""
 
 MODEL = ModelShape(6, 4, (8, 8), "bfloat16")
 WINDOWS = ModelShape(6, 4, (8, 8), "bfloat16", 24, (0, 1, 3, 4))
@@ -33,24 +28,21 @@ def engines(
     return described(prefill, model), described(decode, model)
 
 
-def one_to_two(order: str) -> tuple[Description, Description]:
-    return engines(EngineShape(order=order), EngineShape(tp=2, order=order))
-
-
 # --- figures
 
 
 @pytest.mark.parametrize(
     ("order", "runs", "length", "descriptors"),
     [
-        pytest.param("LBHNC", 36, 32 << 10, IN_TREE, id="one run per layer"),
+        pytest.param("LBHNC", 36, 32 << 10, 36_864, id="one run per layer"),
         pytest.param("BHLNC", 1, 36 * 32 << 10, 1024, id="one run per block"),
     ],
 )
 def test_figures_of_qwen3_8b_from_tp1_to_tp2(
     order: str, runs: int, length: int, descriptors: int
 ) -> None:
-    figures = plan_figures(*one_to_two(order))
+    shapes = (EngineShape(order=order), EngineShape(tp=2, order=order))
+    figures = plan_figures(*engines(*shapes))
     assert [(link["reader"], link["source"]) for link in figures["links"]] == [(0, 0), (1, 0)]
     assert [link["heads"] for link in figures["links"]] == [[[0, 4]], [[4, 8]]]
     for link in figures["links"]:
@@ -74,30 +66,18 @@ def test_figures_of_qwen3_8b_from_tp1_to_tp2(
     assert figures["tokens"] == 16_384
 
 
-def test_consecutive_blocks_are_one_run_per_layer() -> None:
-    link = plan_figures(*engines(EngineShape(tp=2), EngineShape(tp=2)))["links"][0]
-    assert (link["descriptors"], link["descriptors_in_a_row"]) == (IN_TREE, 36)
-
-
 def test_runs_of_unequal_blocks_are_counted_over_a_period() -> None:
-    asked = engines(EngineShape(block_size=16), EngineShape(block_size=48))
-    (link,) = plan_figures(*asked)["links"]
-    assert link["period"] == 48
-    assert link["entry_sizes"] == [[48], [16]]
-    assert link["runs_per_period"] == 36 * 8 * 3
-    assert link["run_bytes"] == [8 << 10] * 3
-    shown = plan(*asked).stdout
-    assert "blocks of 16 tokens" in shown.splitlines()[0]
-    assert "48 tokens" in shown.splitlines()[4], "the heading of the runs per period"
-
-
-def test_runs_of_several_lengths_show_shortest_median_and_longest() -> None:
+    """Runs of several lengths show the shortest, the median and the longest."""
     asked = engines(EngineShape(tp=8, block_size=64), EngineShape(tp=8, block_size=48))
     link = plan_figures(*asked)["links"][0]
-    assert link["period"] == 192
+    assert (link["period"], link["entry_sizes"]) == (192, [[48], [64]])
     # Segments of 48, 16, 32, 32, 16 and 48 tokens, of one head.
+    assert link["runs_per_period"] == 36 * 6
     assert link["run_bytes"] == [16 * 512, 32 * 512, 48 * 512]
-    assert "8 KiB / 16 KiB / 24 KiB" in plan(*asked).stdout
+    shown = plan(*asked).stdout
+    assert "8 KiB / 16 KiB / 24 KiB" in shown
+    assert "blocks of 64 tokens" in shown.splitlines()[0]
+    assert "192 tokens" in shown.splitlines()[4], "the heading of the runs per period"
 
 
 HYBRIDS = engines(EngineShape(block_size=128), EngineShape(tp=2, block_size=128), HYBRID)
@@ -125,7 +105,6 @@ def test_states_are_read_once_per_request_of_any_length() -> None:
 
 def test_states_have_a_table_of_their_own() -> None:
     shown = plan(*HYBRIDS).stdout
-    assert "prefill: E, TP1, PP1, 10,000 blocks of 384 tokens in VRAM" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert ["0", "0", "0-2", "query", "0", "2.25", "KiB"] in rows
     assert ["1", "0", "0-2", "state", "2-3", "384", "KiB"] in rows
@@ -143,26 +122,14 @@ def test_prefill_ranks_that_no_rank_reads_are_released() -> None:
     assert ", ".join(f"{s} ({r})" for s, r in unread.items()) in plan(*asked).stdout
 
 
-def test_blocks_that_a_window_has_passed_are_not_read() -> None:
-    sliding = tuple(layer for layer in range(36) if layer % 6 != 5)
-    model = ModelShape(36, 8, (256, 256), "bfloat16", 1024, sliding)
-    (link,) = plan_figures(*engines(EngineShape(), EngineShape(), model))["links"]
-    assert link["runs_per_period"] == 36
-    assert link["descriptors"] == 6 * 1024 + 30 * 64
-    assert link["request_bytes"] == link["descriptors"] * 16 * 8 * 512
-
-
 def test_the_default_prompt_fits_into_the_smaller_cache() -> None:
-    asked = engines(EngineShape(num_blocks=100), EngineShape(tp=2, num_blocks=200))
-    assert plan_figures(*asked)["tokens"] == 1600
+    """One that fills the cache has scattered blocks."""
+    asked = engines(EngineShape(num_blocks=100), EngineShape(num_blocks=200))
+    figures = plan_figures(*asked)
+    assert figures["tokens"] == 1600
+    (link,) = figures["links"]
+    assert (link["descriptors"], link["descriptors_in_a_row"]) == (100 * 36, 36)
     assert plan_figures(*asked, "--tokens 160")["tokens"] == 160
-
-
-def test_a_prompt_that_fills_the_cache_has_scattered_blocks() -> None:
-    full = EngineShape(num_blocks=64)
-    (link,) = plan_figures(*engines(full, full))["links"]
-    assert link["descriptors"] == 64 * 36
-    assert link["descriptors_in_a_row"] == 36
 
 
 def test_documented_output_is_what_the_command_prints() -> None:
@@ -218,15 +185,6 @@ def test_run_lengths_add_up_to_what_the_planner_reads(
 # --- engines that do not fit, and bad input
 
 
-def test_prefill_may_have_more_extras_than_decode_but_not_fewer() -> None:
-    plain = described(EngineShape(), MODEL)
-    drafting = msgspec.structs.replace(plain, extras={"draft": "one"})
-    assert compare(plain, drafting, 100)["mismatches"] == []
-    assert compare(drafting, drafting, 100)["mismatches"] == []
-    (mismatch,) = compare(drafting, plain, 100)["mismatches"]
-    assert mismatch == {"field": "draft", "decode": "one", "prefill": None}
-
-
 def test_a_mismatch_exits_1_and_is_named() -> None:
     prefill = described(EngineShape())
     decode = described(EngineShape(), facts={"served_model_name": "llama"})
@@ -253,17 +211,24 @@ def test_names_of_an_engine_cannot_control_the_terminal() -> None:
     assert r"p\x1b[2J\n" in result.stdout
 
 
-def test_a_prompt_that_does_not_fit_exits_2() -> None:
-    result = plan(*engines(EngineShape(), EngineShape()), "--tokens 480001")
+@pytest.mark.parametrize(
+    ("num_blocks", "options", "words"),
+    [
+        ((10_000, 10_000), ("--tokens 160001",), "error: tokens is 160001; allowed: 1 to 160000"),
+        ((2, 1), (), "48 tokens need 3 blocks; allowed: up to 2"),
+    ],
+    ids=["a prompt", "a period"],
+)
+def test_what_does_not_fit_exits_2(
+    num_blocks: tuple[int, int], options: tuple[str, ...], words: str
+) -> None:
+    shapes = (EngineShape(block_size=16), EngineShape(block_size=48))
+    prefill, decode = (
+        replace(shape, num_blocks=number) for shape, number in zip(shapes, num_blocks, strict=True)
+    )
+    result = plan(*engines(prefill, decode), *options)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: tokens is 480001; allowed: 1 to 480000")
-
-
-def test_a_period_that_does_not_fit_exits_2() -> None:
-    prefill = EngineShape(block_size=16, num_blocks=2)
-    result = plan(*engines(prefill, EngineShape(block_size=48, num_blocks=1)))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "48 tokens need 3 blocks; allowed: up to 2" in result.stderr
+    assert words in result.stderr
 
 
 def test_more_pieces_than_can_be_numbered_exit_1() -> None:
@@ -274,12 +239,10 @@ def test_more_pieces_than_can_be_numbered_exit_1() -> None:
     assert "2304000000 pieces" in result.stderr
 
 
-@pytest.mark.parametrize("missing", ["--prefill-at", "--decode-at"])
-def test_a_missing_address_exits_2(missing: str) -> None:
-    (other,) = {"--prefill-at", "--decode-at"} - {missing}
-    result = nixl_kv(f"plan {other} 127.0.0.1:1")
+def test_a_missing_address_exits_2() -> None:
+    result = nixl_kv("plan --decode-at 127.0.0.1:1")
     assert result.exit_code == 2
-    assert missing in result.stderr
+    assert "--prefill-at" in result.stderr
 
 
 # --- text
@@ -303,7 +266,6 @@ def test_layers_are_shown_by_number_if_each_has_one(names: list[str], text: str)
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ([3], "3"),
         (range(4), "0-3"),
         ([5, 0, 1, 2], "0-2, 5"),
         ([0, 2, 4], "0, 2, 4"),
@@ -316,16 +278,11 @@ def test_ranges_text(numbers: list[int], text: str) -> None:
 
 # --- the program
 
-PROGRAM = """
-import sys
-import nixl_kv.cli.main
-heavy = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
-print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
-"""
+HEAVY = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
+PROGRAM = "import sys, nixl_kv.cli.main; print(*{name.split('.')[0] for name in sys.modules})"
 
 
 def test_the_program_imports_neither_vllm_nor_torch_nor_nixl_nor_matplotlib() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "[]\n"
+    loaded = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True).split()
+    assert "nixl_kv" in loaded
+    assert not HEAVY & {*loaded}

@@ -1,6 +1,6 @@
 """Decode's scheduler: which requests load KV, and into which blocks. It needs no vLLM."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
@@ -34,7 +34,6 @@ def offered(number: int = 1, **changed: Any) -> Ticket:
 
 
 accept = SealedTicket.parse
-"""Whatever ticket."""
 
 
 @pytest.fixture
@@ -67,12 +66,12 @@ REFUSED = [
     pytest.param({}, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id="no ticket"),
     pytest.param(
         offered(num_tokens=21).params(None),
-        "num_tokens is 21; allowed: up to the prompt's 20",
+        "for another prompt: 21 tokens there, 20 here; check that prefill and decode",
         id="more tokens than the prompt",
     ),
     pytest.param(
         offered(2, context=offered(1).context).params(None),
-        "context is another prompt's",
+        "for another prompt: 20 tokens there, 20 here",
         id="the context of another offer of the same prompt",
     ),
 ]
@@ -109,55 +108,19 @@ def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
     assert len(decode.build_connector_meta()) == 1
 
 
-def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
+def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler, clock: Clock) -> None:
     """The children of a request with n > 1 carry the same one: all but one compute."""
-    for number in range(3):
-        child = RequestId(f"{number}_d1")
-        if number == 0:
-            decode.on_new_request(prompt_of(child), offered().params(None))
-            continue
-        with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-            decode.on_new_request(prompt_of(child), offered().params(None))
+    decode.on_new_request(prompt_of(D1), offered().params(None))
+    for seconds in (0, REMEMBER_S):
+        clock.now += seconds
+        with pytest.raises(RemoteProtocolError, match="was used before"):
+            decode.on_new_request(prompt_of(D2), offered().params(None))
     (command,) = decode.build_connector_meta()
     assert isinstance(command, PrepareLoad)
-    assert command.request == "0_d1"
-
-
-def test_a_load_is_open_until_it_ends_or_its_request_does(decode: DecodeScheduler) -> None:
-    for number, request in enumerate((D1, D2)):
-        decode.on_new_request(prompt_of(request), offered(number).params(None))
-    assert decode.num_open == 2
-    decode.request_finished(D1)
-    assert decode.num_open == 1
-    decode.update_connector_output([D2, D1])
-    assert decode.num_open == 0
-    decode.request_finished(D2)
-    assert decode.num_open == 0
-
-
-def test_a_used_ticket_is_remembered_for_ten_minutes(decode: DecodeScheduler, clock: Clock) -> None:
-    decode.on_new_request(prompt_of(), offered().params(None))
-    decode.request_finished(D1)
-    clock.now += REMEMBER_S
-    with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-        decode.on_new_request(prompt_of(D2), offered().params(None))
+    assert command.request == D1
     clock.now += 1
     decode.on_new_request(prompt_of(D2), offered().params(None))
-    assert len(decode._used) == 1
-
-
-def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
-    decode: DecodeScheduler,
-) -> None:
-    """vLLM puts another prompt in its place, so the context cannot be compared."""
-    stand_in = prompt_of(D1, [0])
-    decode.on_new_request(stand_in, offered().params(None), is_rejected=True)
-    prepare, cancel = decode.build_connector_meta()
-    assert isinstance(prepare, PrepareLoad)
-    assert cancel == CancelLoad(D1)
-    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
-    decode.request_finished(D1)
-    assert decode.build_connector_meta() == []
+    assert len(decode._used) == 1, "prefill denies it"
 
 
 def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
@@ -174,83 +137,42 @@ def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
     assert decode.build_connector_meta() == []
 
 
-# --- tickets of other versions
-
-
-def of_version(version: int, ticket: Ticket) -> dict[str, Any]:
-    params = ticket.params(None)
-    return {**params, FIELD: params[FIELD].replace("9.", f"{version}.", 1)}
-
-
-@pytest.mark.parametrize("version", [0, 8, 10, 999_999_999])
-@pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
-def test_an_offer_of_another_version_is_computed_here(
-    decode: DecodeScheduler, version: int, *, is_rejected: bool
-) -> None:
-    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 9"
-    with pytest.raises(ForeignVersion, match=words):
-        decode.on_new_request(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
-    assert decode.build_connector_meta() == []
-    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
-    decode.request_finished(D1)
-    assert decode.build_connector_meta() == []
-
-
 # --- how much is loaded
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "local", "expected"),
+    ("num_tokens", "local", "computed", "expected"),
     [
-        pytest.param(20, 0, (19, True), id="all but the last token"),
-        pytest.param(20, 8, (11, True), id="beyond what is here"),
-        pytest.param(20, 18, (1, True), id="one token"),
-        pytest.param(20, 19, (0, False), id="all is here"),
-        pytest.param(12, 0, (12, True), id="a ticket of a part"),
+        pytest.param(20, 0, 1, (19, True), id="all but the last token"),
+        pytest.param(20, 8, 1, (11, True), id="beyond the local tokens"),
+        pytest.param(20, 18, 1, (1, True), id="one token"),
+        pytest.param(20, 19, 1, (0, False), id="nothing"),
+        pytest.param(12, 0, 1, (12, True), id="a ticket of a part"),
+        pytest.param(20, 16, 3, (1, True), id="drafts look ahead"),
+        pytest.param(3, 0, 3, (3, True), id="drafts look ahead, prefill computed far less"),
     ],
 )
-def test_at_most_all_but_the_last_token_is_loaded(
-    decode: DecodeScheduler, num_tokens: int, local: int, expected: tuple[int, bool]
+def test_at_most_all_but_the_last_tokens_are_loaded(
+    num_tokens: int, local: int, computed: int, expected: tuple[int, bool]
 ) -> None:
+    decode = DecodeScheduler([PAGING], accept, computed=computed)
     decode.on_new_request(prompt_of(), offered(num_tokens=num_tokens).params(None))
     for _ in range(3):  # vLLM asks as often as it likes
         assert decode.get_num_new_matched_tokens(D1, local) == expected
     assert len(decode.build_connector_meta()) == 1
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "local", "expected"),
-    [
-        pytest.param(20, 0, (17, True), id="all but the last three"),
-        pytest.param(20, 16, (1, True), id="one token"),
-        pytest.param(3, 0, (3, True), id="prefill computed far less"),
-    ],
-)
-def test_as_many_of_the_last_tokens_as_decode_wants_are_computed_there(
-    clock: Clock, num_tokens: int, local: int, expected: tuple[int, bool]
-) -> None:
-    decode = DecodeScheduler([PAGING], accept, computed=3, clock=clock)
-    decode.on_new_request(prompt_of(), offered(num_tokens=num_tokens).params(None))
-    assert decode.get_num_new_matched_tokens(D1, local) == expected
-
-
-@pytest.mark.parametrize("num_tokens", [2, 3])
-def test_a_prompt_that_is_computed_whole_releases_prefill(clock: Clock, num_tokens: int) -> None:
-    decode = DecodeScheduler([PAGING], accept, computed=3, clock=clock)
-    prompt = TOKEN_IDS[:num_tokens]
+def test_a_prompt_that_is_computed_whole_releases_prefill() -> None:
+    """Decode's draft modules look as far ahead as the prompt is long."""
+    decode = DecodeScheduler([PAGING], accept, computed=3)
+    prompt = TOKEN_IDS[:2]
     context = context_hash(offered().nonce, prompt, [])
-    short = offered(num_tokens=num_tokens, context=context)
+    short = offered(num_tokens=2, context=context)
     decode.on_new_request(prompt_of(D1, prompt), short.params(None))
     assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
     decode.update_state_after_alloc(D1, [TABLE], 0)
-    _, cancel = decode.build_connector_meta()
-    assert cancel == CancelLoad(D1)
-
-
-def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> None:
-    assert decode.get_num_new_matched_tokens(D2, 0) == (0, False)
-    decode.update_state_after_alloc(D2, [TABLE], 0)
-    decode.request_finished(D2)
+    assert decode.build_connector_meta()[1:] == [CancelLoad(D1)]
+    decode.request_finished(D1)
     assert decode.build_connector_meta() == []
 
 
@@ -258,48 +180,37 @@ def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> No
 
 
 @pytest.mark.parametrize(
-    ("local", "num_tokens", "expected"),
+    ("local", "end", "second", "tables"),
     [
-        pytest.param(0, 19, Table.of(TABLE), id="all"),
-        pytest.param(8, 11, Table.of([13, 14, 15], first=2), id="from a block's begin"),
-        pytest.param(7, 5, Table.of([12, 13], first=1), id="from the middle of a block"),
+        pytest.param(0, 19, None, [Table.of(TABLE)], id="all"),
+        pytest.param(8, 19, None, [Table.of([13, 14, 15], first=2)], id="from a block's edge"),
+        pytest.param(7, 12, None, [Table.of([12, 13], first=1)], id="from within a block"),
+        pytest.param(
+            4,
+            19,
+            (Paging(1, 8, 0), [0, 0, 23]),
+            [Table.of([12, 13, 14, 15], first=1), Table.of([23], first=2)],
+            id="a group with blocks of its own, two of them null",
+        ),
+        pytest.param(
+            12,
+            19,
+            (StatePaging(1, 16), [0, 23]),
+            [Table.of([14, 15], first=3), Table.of([23], first=18)],
+            id="a state",
+        ),
     ],
 )
-def test_blocks_are_those_of_the_tokens_that_are_loaded(
-    decode: DecodeScheduler, local: int, num_tokens: int, expected: Table
+def test_a_load_starts_with_the_blocks_of_its_tokens(
+    local: int, end: int, second: tuple[Paging, list[int]] | None, tables: list[Table]
 ) -> None:
-    decode.on_new_request(prompt_of(), offered().params(None))
-    decode.get_num_new_matched_tokens(D1, local)
-    decode.update_state_after_alloc(D1, [TABLE], num_tokens)
-    assert started(decode) == [StartLoad(D1, local, local + num_tokens, (expected,))]
-
-
-def test_the_null_block_is_an_absent_one() -> None:
-    """And each group's table is cut by that group's own block size."""
-    decode = DecodeScheduler([PAGING, Paging(1, 8, 0)], accept)
-    decode.on_new_request(prompt_of(), offered().params(None))
-    decode.get_num_new_matched_tokens(D1, 4)
-    decode.update_state_after_alloc(D1, [TABLE, [0, 0, 23]], 15)
-    (load,) = started(decode)
-    assert load.tables == (Table.of([12, 13, 14, 15], first=1), Table.of([23], first=2))
-
-
-def test_of_a_state_the_last_one_is_loaded_whatever_is_here() -> None:
-    decode = DecodeScheduler([PAGING, StatePaging(1, 16)], accept)
-    decode.on_new_request(prompt_of(), offered(num_tokens=19).params(None))
-    decode.get_num_new_matched_tokens(D1, 12)
-    decode.update_state_after_alloc(D1, [TABLE, [0, 23]], 7)
-    (load,) = started(decode)
-    assert (load.begin, load.end) == (12, 19)
-    assert load.tables == (Table.of([14, 15], first=3), Table.of([23], first=18))
-
-
-def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
+    groups = [(PAGING, TABLE), *([second] if second else [])]
+    decode = DecodeScheduler([paging for paging, _ in groups], accept)
     decode.on_new_request(prompt_of(), offered().params(None))
     decode.get_num_new_matched_tokens(D1, 0)
-    decode.get_num_new_matched_tokens(D1, 12)
-    decode.update_state_after_alloc(D1, [TABLE], 7)
-    assert started(decode) == [StartLoad(D1, 12, 19, (Table.of([14, 15], first=3),))]
+    decode.get_num_new_matched_tokens(D1, local)  # vLLM's last question counts
+    decode.update_state_after_alloc(D1, [table for _, table in groups], end - local)
+    assert started(decode) == [StartLoad(D1, local, end, tuple(tables))]
 
 
 def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
@@ -311,16 +222,6 @@ def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
     assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
     decode.update_state_after_alloc(D1, [TABLE], 0)
     decode.update_state_after_alloc(D1, [TABLE], 19)
-    assert decode.build_connector_meta() == []
-
-
-def test_an_allocation_without_a_load_releases_prefill(decode: DecodeScheduler) -> None:
-    """vLLM had all of it, or took another connector's tokens."""
-    decode.on_new_request(prompt_of(), offered().params(None))
-    decode.get_num_new_matched_tokens(D1, 19)
-    decode.update_state_after_alloc(D1, [TABLE], 0)
-    assert decode.build_connector_meta()[1:] == [CancelLoad(D1)]
-    decode.request_finished(D1)
     assert decode.build_connector_meta() == []
 
 
@@ -341,30 +242,20 @@ def test_a_request_that_ends_cancels_its_load_once(
 # --- which loads are verified
 
 
-def verified(share: float, draws: Sequence[float]) -> list[bool]:
-    """Whether each load is, by these random numbers."""
-    draw: Callable[[], float] = iter(draws).__next__
-    decode = DecodeScheduler([PAGING], accept, verify=share, draw=draw)
-    for number in range(len(draws)):
-        request = RequestId(f"d{number}")
-        decode.on_new_request(prompt_of(request), offered(number).params(None))
-        decode.update_state_after_alloc(request, [TABLE], 19)
-    return [load.verify for load in started(decode)]
-
-
-LEAST, MOST = 0.0, 1.0 - 2**-53
-"""Of the numbers that random() gives."""
-
-
 @pytest.mark.parametrize(
     ("share", "draws", "expected"),
     [
-        pytest.param(Config().verify, [LEAST, MOST], [False, False], id="none by default"),
-        pytest.param(1.0, [LEAST, MOST], [True, True], id="all"),
+        pytest.param(Config().verify, [0.0, 1.0 - 2**-53], [False, False], id="none by default"),
+        pytest.param(1.0, [0.0, 1.0 - 2**-53], [True, True], id="all"),
         pytest.param(0.25, [0.24, 0.25, 0.9, 0.0], [True, False, False, True], id="a quarter"),
     ],
 )
 def test_verify_rate_selects_that_share_of_the_loads(
     share: float, draws: list[float], expected: list[bool]
 ) -> None:
-    assert verified(share, draws) == expected
+    decode = DecodeScheduler([PAGING], accept, verify=share, draw=iter(draws).__next__)
+    for number in range(len(draws)):
+        request = RequestId(f"d{number}")
+        decode.on_new_request(prompt_of(request), offered(number).params(None))
+        decode.update_state_after_alloc(request, [TABLE], 19)
+    assert [load.verify for load in started(decode)] == expected

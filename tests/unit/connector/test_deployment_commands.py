@@ -50,13 +50,10 @@ def _route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "of_default_route", lambda: "10.0.0.1")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_command_is_overlooked(path: str) -> None:
-    """Every engine's configuration names a connector."""
-    assert len(FOUND[path]) >= engine_commands.mentions(REPO / path)
-
-
-def test_commands_that_read_their_configuration_from_a_file_are_found() -> None:
+def test_no_command_is_overlooked() -> None:
+    """Every engine's configuration names a connector, unless a command reads it from a file."""
+    for path in PATHS:
+        assert len(FOUND[path]) >= engine_commands.mentions(REPO / path), path
     assert sum(map(len, FOUND.values())) > 20
 
 

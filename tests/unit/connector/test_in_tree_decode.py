@@ -27,26 +27,25 @@ BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPu
 
 
 class Decode(SteppedScheduler):
-    def __init__(self, connector: str, policy: str, extra: Any) -> None:
+    def __init__(self, connector: str, policy: str) -> None:
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_role="kv_consumer",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config=extra,
         )
         super().__init__(make_config(transfer, 32))
 
     def request(self, params: dict[str, Any], name: str = "request", first: int = 0) -> Request:
         return self.add(name, range(first, first + PROMPT), dict(params))
 
-    def expect_it_serves(self, **connector: Any) -> None:
+    def expect_it_serves(self) -> None:
         """It computes the next prompt, with a ticket of ours, and holds nothing afterwards."""
         self.request(ticket().params(None), "next", first=300)
         output = self.vllm.schedule()
         assert output.num_scheduled_tokens == {"next": PROMPT}
         (answer,) = self.end(output)
         assert answer.finished
-        self.end(self.vllm.schedule(), **connector)
+        self.end(self.vllm.schedule())
         assert self.free_blocks == self.idle
 
 
@@ -57,10 +56,10 @@ Make = Callable[..., Decode]
 def decode() -> Iterator[Make]:
     engines: list[Decode] = []
 
-    def new(connector: str, policy: str = "fail", **extra: Any) -> Decode:
+    def new(connector: str, policy: str = "fail") -> Decode:
         if not hasattr(in_tree, connector):
             pytest.skip(f"this vLLM has no {connector}")
-        engines.append(Decode(connector, policy, extra))
+        engines.append(Decode(connector, policy))
         return engines[-1]
 
     yield new
@@ -79,16 +78,6 @@ def test_it_computes_our_prompt_at_once(decode: Make, connector: str) -> None:
     assert answer.finished
     assert str(answer.finish_reason) == "length"
     engine.expect_it_serves()
-
-
-def test_it_does_so_where_prefill_may_read_its_blocks_later(decode: Make) -> None:
-    """As any other request's, blocks are then kept until prefill has read them."""
-    engine = decode("NixlPullConnector", bidirectional_kv_xfer=True)
-    engine.request(ticket().params(None))
-    output = engine.vllm.schedule()
-    assert output.num_scheduled_tokens == {"request": PROMPT}
-    engine.end(output)
-    engine.expect_it_serves(finished_sending={"request", "next"})
 
 
 @BOTH

@@ -1,6 +1,5 @@
 """Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
 
-import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -35,17 +34,17 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 BLOCKS, HEADS = 3, 2
 
 
-def element(region: Region, size: int, place: tuple[int, int, int]) -> bytes:
-    """The content of one token by the region's own formula; `place` is (block, head, slot)."""
-    block, head, slot = place
-    content = b""
+def addresses(region: Region, blocks: Blocks) -> np.ndarray:
+    """The address of each byte, of shape [block, head, token, byte], by the region's formula."""
+    block, head, token = np.ogrid[: blocks.count, : region.num_heads, : blocks.tokens]
+    parts = []
     for part in region.parts:
-        start = region.base + part.offset + block * region.block_stride
-        start += head * region.head_stride + slot * (part.token_stride or region.token_stride)
-        for piece in range(part.count):
-            content += ctypes.string_at(start + piece * part.stride, part.length)
-    assert len(content) == size
-    return content
+        starts = region.base + part.offset + block * region.block_stride
+        starts = starts + head * region.head_stride
+        starts = starts + token * (part.token_stride or region.token_stride)
+        pieces = np.arange(part.count)[:, None] * part.stride + np.arange(part.length)
+        parts.append(starts[..., None] + pieces.ravel())
+    return np.concatenate(parts, axis=-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -68,11 +67,10 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
     halves = cache.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(BLOCKS * tokens), isa)
     region = kv_layout.region_of("layers.0", cache, spec, first_head=0, is_transposed=True)
-    whole = torch.cat([key, value], dim=2).view(torch.uint8).numpy()
-    rng = np.random.default_rng(0)
-    for token, head in rng.integers((0, 0), (BLOCKS * tokens, HEADS), (100, 2)).tolist():
-        place = (token // tokens, head, token % tokens)
-        assert element(region, whole.shape[2], place) == whole[token, head].tobytes()
+    stored = cache.view(-1).view(torch.uint8).numpy()
+    found = stored[addresses(region, Blocks(BLOCKS, tokens)) - cache.data_ptr()]
+    written = torch.cat([key, value], dim=2).view(BLOCKS, tokens, HEADS, -1).view(torch.uint8)
+    np.testing.assert_array_equal(found, written.numpy().swapaxes(1, 2))
 
 
 @settings(max_examples=20, deadline=None, database=None, derandomize=True)
@@ -112,27 +110,17 @@ def test_the_region_of_any_view_addresses_the_oracles_bytes(
     assert region.heads == (4, 4 + heads)
 
 
-def addresses(region: Region, blocks: Blocks) -> np.ndarray:
-    """The address of each byte, of shape [block, head, token, byte], by the region's formula."""
-    block, head, token = np.ogrid[: blocks.count, : region.num_heads, : blocks.tokens]
-    parts = []
-    for part in region.parts:
-        starts = region.base + part.offset + block * region.block_stride
-        starts = starts + head * region.head_stride
-        starts = starts + token * (part.token_stride or region.token_stride)
-        pieces = np.arange(part.count)[:, None] * part.stride + np.arange(part.length)
-        parts.append(starts[..., None] + pieces.ravel())
-    return np.concatenate(parts, axis=-1)
-
-
 # --- a rank's layout
 
 
 def test_the_layout_of_a_registered_cache() -> None:
-    """All layers are views of one storage, which is registered once."""
+    """All layers are views of one storage, which is registered once.
+
+    vLLM names a layer that shares another one's cache, but it is in no group.
+    """
     caches = kv_caches()
-    layout = kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
     first, second = caches.values()
+    layout = kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches | {"shares": first})
     assert layout.spans == (Span(first.data_ptr(), first.untyped_storage().nbytes()),)
     assert (layout.memory, layout.device) == ("DRAM", 0)
     (group,) = layout.groups
@@ -144,39 +132,35 @@ def test_the_layout_of_a_registered_cache() -> None:
     assert all(region.scales == () for region in group.regions)
 
 
-def test_layers_are_those_of_the_groups() -> None:
-    """A layer that shares another one's cache is named by vLLM, and has none of its own."""
-    caches = kv_caches()
-    names = list(caches)
-    caches["shares"] = caches[names[0]]
-    config, cache = vllm_config(), kv_cache_config()
-    layout = kv_layout.cache_layout(config, cache, caches)
-    assert [region.layer for region in layout.groups[0].regions] == names
+def with_shape(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: change(tensor) for name, tensor in kv_caches().items()}
 
 
-def test_a_rank_without_a_cache_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no layer with a KV cache"):
-        kv_layout.cache_layout(vllm_config(), kv_cache_config(), {})
-
-
-def test_a_cache_of_another_shape_is_refused() -> None:
-    caches = {name: tensor[..., None] for name, tensor in kv_caches().items()}
-    with pytest.raises(ConfigError, match=r"has the shape .*allowed: \[blocks, heads, tokens"):
-        kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
-
-
-def test_a_cache_whose_content_has_strides_is_refused() -> None:
-    caches = {name: tensor[..., ::2] for name, tensor in kv_caches().items()}
-    with pytest.raises(ConfigError, match=r"and the strides .*a stride of 1 for the content"):
-        kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
-
-
-def test_layers_of_one_group_have_blocks_of_one_size() -> None:
+def with_fewer_blocks() -> dict[str, torch.Tensor]:
     caches = kv_caches()
     name = next(iter(caches))
-    caches[name] = caches[name][:8]
-    with pytest.raises(ConfigError, match="layers of one cache group have"):
+    return caches | {name: caches[name][:8]}
+
+
+@pytest.mark.parametrize(
+    ("caches", "words"),
+    [
+        ({}, "no layer with a KV cache"),
+        (with_shape(lambda t: t[..., None]), r"has the shape .*allowed: \[blocks, heads, tokens"),
+        (with_shape(lambda t: t[..., ::2]), "and the strides .*a stride of 1 for the content"),
+        (with_fewer_blocks(), "layers of one cache group have"),
+    ],
+    ids=["no cache", "another shape", "content with strides", "blocks of two sizes"],
+)
+def test_a_cache_of_another_form_is_refused(caches: dict[str, torch.Tensor], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         kv_layout.cache_layout(vllm_config(), kv_cache_config(), caches)
+
+
+def with_new_backend(config: VllmConfig) -> VllmConfig:
+    for layer in config.compilation_config.static_forward_context.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
+    return config
 
 
 @pytest.fixture
@@ -193,11 +177,14 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
 
 
 def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) -> None:
-    caches = {name: tensor[:, :1] for name, tensor in kv_caches().items()}
-    cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
+    """And whole blocks of divided tokens fit only their likes."""
+    caches, cache = with_shape(lambda t: t[:, :1]), kv_cache_config(num_kv_heads=1, max_tp_shards=1)
     (group,) = kv_layout.cache_layout(divided, cache, caches).groups
     assert (group.stripe, group.block_size, group.entry_size) == (Stripe(2, 1, 8), 32, 64)
     assert {region.heads for region in group.regions} == {(0, 1)}
+    (group,) = kv_layout.cache_layout(with_new_backend(divided), cache, caches).groups
+    words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
+    assert {region.element for region in group.regions} == {words}
 
 
 def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) -> None:
@@ -206,61 +193,31 @@ def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) ->
         kv_layout.cache_layout(divided, kv_cache_config(), kv_caches())
 
 
-def test_whole_blocks_of_divided_tokens_are_their_likes_only(divided: VllmConfig) -> None:
-    for layer in divided.compilation_config.static_forward_context.values():
-        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    caches = {name: tensor[:, :1] for name, tensor in kv_caches().items()}
-    cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
-    (group,) = kv_layout.cache_layout(divided, cache, caches).groups
-    words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
-    assert {region.element for region in group.regions} == {words}
-
-
-def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
-    config = vllm_config()
-    for layer in config.compilation_config.static_forward_context.values():
-        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    layout = kv_layout.cache_layout(config, kv_cache_config(), kv_caches())
-    regions = layout.groups[0].regions
-    assert {region.element for region in regions} == {
-        "float32 in NEW_ATTN blocks of 32 tokens and 1 shards in the order HNC"
-    }
-    assert all(region.opaque for region in regions)
-
-
 @pytest.mark.parametrize(
-    ("change", "is_other"),
+    ("change", "words"),
     [
-        pytest.param(lambda t: t.clone(), False, id="same"),
+        pytest.param(lambda t: t, "32 tokens and 1 shards in the order HNC", id="heads first"),
         pytest.param(
-            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), True, id="tokens before heads"
+            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+            "32 tokens and 1 shards in the order NHC",
+            id="tokens first",
         ),
+        pytest.param(lambda t: t[:, :1], "32 tokens and 1 shards", id="one head"),
         pytest.param(
-            lambda t: t.reshape(2 * len(t), t.shape[1], -1, t.shape[3]), True, id="kernel blocks"
-        ),
-        pytest.param(
-            lambda t: t[:, :1].transpose(1, 2).contiguous().transpose(1, 2), None, id="one head"
+            lambda t: t.reshape(2 * len(t), t.shape[1], -1, t.shape[3]),
+            "16 tokens and 1 shards in the order HNC",
+            id="kernel blocks",
         ),
     ],
 )
-def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_only(
-    change: Callable[[torch.Tensor], torch.Tensor], *, is_other: bool | None
+def test_a_backend_that_is_not_known_is_read_in_whole_blocks_by_its_likes(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str
 ) -> None:
-    config = vllm_config()
-    for layer in config.compilation_config.static_forward_context.values():
-        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
-    caches = kv_caches()
+    config = with_new_backend(vllm_config())
     (group,) = kv_cache_config().transfer_groups
-    name, tensor = next(iter(caches.items()))
-    words = [
-        region.element
-        for one in (tensor, change(tensor))
-        for region in kv_layout.Layer(config, name, group.kv_cache_spec, one).regions()
-    ]
-    if is_other is None:
-        assert "order" not in words[1]
-    else:
-        assert (words[0] != words[1]) == is_other
+    name, tensor = next(iter(kv_caches().items()))
+    (region,) = kv_layout.Layer(config, name, group.kv_cache_spec, change(tensor)).regions()
+    assert (region.opaque, region.element) == (True, f"float32 in NEW_ATTN blocks of {words}")
 
 
 def test_a_cache_without_attention_names_its_own_backend() -> None:
@@ -295,14 +252,12 @@ def described(
 @pytest.mark.parametrize(
     ("cache_dtype", "is_fnuz", "element"),
     [
-        ("fp8", False, "float8_e4m3fn"),
         ("fp8_e4m3", False, "float8_e4m3fn"),
         ("fp8_e5m2", False, "float8_e5m2"),
         ("fp8", True, "float8_e4m3fnuz"),
         ("fp8_e5m2", True, "float8_e5m2fnuz"),
         ("fp8_ds_mla", False, "fp8_ds_mla"),
         ("int8_per_token_head", False, "int8_per_token_head"),
-        ("fp8_per_token_head", False, "float8_e4m3fn with scales"),
         ("fp8_per_token_head", True, "float8_e4m3fnuz with scales"),
         ("nvfp4_4over6", False, "nvfp4_4over6"),
     ],
@@ -316,13 +271,7 @@ def test_the_stored_type_is_the_one_that_vllms_name_stands_for(
 
 def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     config = vllm_config()
-    spec = FullAttentionSpec(
-        block_size=32,
-        num_kv_heads=2,
-        head_size=64,
-        dtype=torch.uint8,
-        kv_quant_mode=get_kv_quant_mode("fp8"),
-    )
+    spec = spec_of(2, torch.uint8, kv_quant_mode=get_kv_quant_mode("fp8"))
     tensor = torch.zeros(3, 2, 32, 128, dtype=torch.uint8)
     (region,) = kv_layout.Layer(config, "indexer", spec, tensor).regions()
     assert region.element.startswith("uint8 FP8_PER_TENSOR in an unknown")
@@ -349,6 +298,12 @@ def test_scales_of_other_than_each_head_stop_the_start() -> None:
 # --- heads
 
 
+def spec_of(heads: int, dtype: torch.dtype = torch.float16, **changed: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=32, num_kv_heads=heads, head_size=64, dtype=dtype, **changed
+    )
+
+
 @pytest.mark.parametrize(
     ("tp", "rank", "heads_here", "heads", "first"),
     [
@@ -366,11 +321,8 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
     config.model_config.hf_text_config = text
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
-    spec = FullAttentionSpec(
-        block_size=32, num_kv_heads=heads_here, head_size=64, dtype=torch.float16
-    )
     cache = torch.empty(3, heads_here, 32, 128)
-    assert kv_layout.Layer(config, "layers.0", spec, cache).first_head == first
+    assert kv_layout.Layer(config, "layers.0", spec_of(heads_here), cache).first_head == first
 
 
 def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +332,8 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     values = {"num_key_value_heads": 2, "text_config": {"n_head_kv": 4}}
     config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
-        kv_layout.Layer(config, "layers.0", spec, torch.empty(0)).num_shards()
+        kv_layout.Layer(config, "layers.0", spec_of(1), torch.empty(0)).num_shards()
 
 
 @pytest.mark.parametrize(
@@ -416,8 +367,9 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
         uses_draft_kv_cache=lambda: True,
     )
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    assert kv_layout.Layer(config, layer, spec, torch.empty(3, 1, 32, 128)).first_head == first
+    assert (
+        kv_layout.Layer(config, layer, spec_of(1), torch.empty(3, 1, 32, 128)).first_head == first
+    )
 
 
 # --- quantised caches
@@ -456,8 +408,6 @@ def quantised(
         ("CUTLASS_MLA", "fp8", 576),
         ("FLASHINFER_MLA", "fp8", 576),
         ("FLASHMLA", "fp8_e4m3", 576),
-        ("TOKENSPEED_MLA", "fp8", 576),
-        ("TRITON_MLA", "fp8", 576),
         ("FLASHMLA_SPARSE", "fp8_ds_mla", 656),
         ("FLASHMLA_SPARSE", "nvfp4_ds_mla", 352),
     ],

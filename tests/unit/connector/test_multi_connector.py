@@ -18,51 +18,37 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-    TransferJob,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
-from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
 from nixl_kv.protocol.ticket import FIELD
 from support.records import ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
-from support.vllm_scheduler import SteppedScheduler, make_config
+from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
-NUM_BLOCKS: Final = 32
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
 
-WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 TIER: Final = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
 }
-HOST_TIER: Final = {"spec_name": "HostTierSpec", "spec_module_path": "harness.cluster.host_tier"}
 
 
 def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "NixlKVConnector",
-        "kv_connector_module_path": "nixl_kv.connector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"port": 0, "insecure": True, **extra},
-    }
+    extra = {"port": 0, "insecure": True, **extra}
+    return {**OURS, "kv_role": role, "kv_connector_extra_config": extra}
 
 
 def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
@@ -74,10 +60,6 @@ def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
     )
 
 
-def prompt_from(first: int) -> list[int]:
-    return list(range(first, first + PROMPT))
-
-
 class Engine(SteppedScheduler):
     def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
         super().__init__(make_config(transfer, num_blocks))
@@ -85,10 +67,7 @@ class Engine(SteppedScheduler):
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
         """Of a prompt, by its first token; it is waiting."""
-        return self.add(name, prompt_from(first), params)
-
-    def schedule(self) -> SchedulerOutput:
-        return self.vllm.schedule()
+        return self.add(name, range(first, first + PROMPT), params)
 
     def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
         commands: list[Any] = output.kv_connector_metadata.metadata[child].commands
@@ -103,11 +82,11 @@ class Engine(SteppedScheduler):
         self.request("first")
         jobs: list[int] = []
         for _ in range(3):
-            output = self.schedule()
+            output = self.vllm.schedule()
             jobs += self.tier_jobs(output, "store", child)
             self.end(output)
         assert jobs
-        self.end(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
+        self.end(self.vllm.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
         assert self.vllm.kv_cache_manager.reset_prefix_cache()
 
     def completed(self, jobs: list[int], child: int = 1) -> MultiKVConnectorWorkerMetadata:
@@ -117,9 +96,10 @@ class Engine(SteppedScheduler):
 
     def ticket(self, first: int = 0) -> dict[str, Any]:
         """Of another engine, for such a prompt."""
-        return ticket_for(prompt_from(first), new_nonce()).params(None)
+        return ticket_for(range(first, first + PROMPT), new_nonce()).params(None)
 
 
+FAILED: Final = {"finished_recving": {"second"}, "failed_recving": {"second"}}
 Make = Callable[..., Engine]
 
 
@@ -127,7 +107,7 @@ Make = Callable[..., Engine]
 def engine() -> Iterator[Make]:
     engines: list[Engine] = []
 
-    def new(*children: Any, policy: str = "recompute", num_blocks: int = NUM_BLOCKS) -> Engine:
+    def new(*children: Any, policy: str = "recompute", num_blocks: int = 32) -> Engine:
         engines.append(Engine(multi(*children, policy=policy), num_blocks))
         return engines[-1]
 
@@ -143,12 +123,12 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     prefill = engine(ours("kv_producer"), TIER)
     prefill.fill_tier()
     request = prefill.request("second", WANT_TICKET)
-    loading = prefill.schedule()
+    loading = prefill.vllm.schedule()
     (job,) = prefill.tier_jobs(loading, "load")
     assert prefill.commands(loading) == [], "not before its prompt is complete"
     done = prefill.completed([job])
     prefill.end(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
-    computing = prefill.schedule()
+    computing = prefill.vllm.schedule()
     assert computing.num_scheduled_tokens == {"second": PROMPT - 96}, "the tier has whole blocks"
     (offer,) = prefill.commands(computing)
     assert isinstance(offer, PrepareOffer)
@@ -158,7 +138,7 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     assert FIELD in answer.kv_transfer_params
     assert request.is_finished()
     assert prefill.free_blocks == prefill.idle - len(table), "held for whoever reads them"
-    publishing = prefill.schedule()
+    publishing = prefill.vllm.schedule()
     assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
     prefill.end(publishing, finished_sending={"second"})
     assert prefill.free_blocks == prefill.idle
@@ -171,13 +151,13 @@ def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
     decode = engine(ours("kv_consumer"), TIER)
     decode.fill_tier()
     decode.request("second", decode.ticket())
-    output = decode.schedule()
+    output = decode.vllm.schedule()
     start = decode.commands(output)[-1]
     assert isinstance(start, StartLoad)
     assert (start.begin, start.end) == (0, PROMPT - 1)
     assert decode.tier_jobs(output, "load") == []
     decode.end(output, finished_recving={"second"})
-    running = decode.schedule()
+    running = decode.vllm.schedule()
     assert running.num_scheduled_tokens == {"second": 1}
     (answer,) = decode.end(running)
     assert answer.finished
@@ -188,65 +168,55 @@ def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
     decode = engine(TIER, ours("kv_consumer"))
     decode.fill_tier(child=0)
     decode.request("second", decode.ticket())
-    output = decode.schedule()
+    output = decode.vllm.schedule()
     (job,) = decode.tier_jobs(output, "load", child=0)
     assert isinstance(decode.commands(output, child=1)[-1], CancelLoad)
     done = decode.completed([job], child=0)
     decode.end(output, finished_recving={"second"}, kv_connector_worker_meta=done)
-    assert decode.schedule().num_scheduled_tokens == {"second": PROMPT - 96}
+    assert decode.vllm.schedule().num_scheduled_tokens == {"second": PROMPT - 96}
 
 
 def test_after_a_load_that_failed_the_tier_is_asked(engine: Make) -> None:
     decode = engine(ours("kv_consumer"), TIER)
     decode.fill_tier()
     decode.request("second", decode.ticket())
-    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
-    decode.end(decode.schedule(), **failed)
-    output = decode.schedule()
+    decode.end(decode.vllm.schedule(), **FAILED)
+    output = decode.vllm.schedule()
     assert len(decode.tier_jobs(output, "load")) == 1
     assert decode.commands(output) == []
 
 
-def test_the_policy_of_the_whole_counts_and_ours_is_missed_in_words(
-    engine: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    decode = engine(ours("kv_consumer"), TIER, policy="fail")
-    decode.request("second", decode.ticket())
-    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
-    with caplog.at_level(logging.WARNING, "nixl_kv"):
-        (answer,) = decode.end(decode.schedule(), **failed)
-    assert str(answer.finish_reason) == "error"
-    assert "also set kv_load_failure_policy" in caplog.text
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_no_policy_is_missed_where_no_load_has_failed(
-    engine: Make, caplog: pytest.LogCaptureFixture, policy: str
+@pytest.mark.parametrize(
+    ("policy", "is_loaded", "is_missed"),
+    [("recompute", True, True), ("fail", True, False), ("recompute", False, False)],
+)
+def test_the_policy_of_the_whole_counts_and_ours_is_missed(
+    engine: Make,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    *,
+    is_loaded: bool,
+    is_missed: bool,
 ) -> None:
     decode = engine(ours("kv_consumer", on_load_failure=policy), TIER, policy="fail")
-    decode.request("second", decode.ticket() if policy == "fail" else None)
-    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
+    decode.request("second", decode.ticket() if is_loaded else None)
     with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.end(decode.schedule(), **failed if policy == "fail" else {})
-    assert "MultiConnector" not in caplog.text
+        (answer,) = decode.end(decode.vllm.schedule(), **(FAILED if is_loaded else {}))
+    assert (str(answer.finish_reason) == "error") is is_loaded
+    assert ("also set kv_load_failure_policy" in caplog.text) is is_missed
 
 
-FENCED: Final = pytest.mark.xfail(
-    Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it"
-)
-
-
-@FENCED
+@pytest.mark.xfail(Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it")
 def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
     """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/multi-connector.md."""
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
-    output = decode.schedule()
+    output = decode.vllm.schedule()
     held = set(decode.blocks_of("first"))
     jobs = decode.tier_jobs(output, "store")
     decode.end(output)
     decode.request("second", decode.ticket(first=1000), first=1000)
-    output = decode.schedule()
+    output = decode.vllm.schedule()
     jobs += decode.tier_jobs(output, "store")
     assert jobs, "to be copied with the next step"
     assert isinstance(decode.commands(output)[-1], StartLoad)
@@ -268,21 +238,12 @@ def test_what_it_counts_is_found_by_its_name_without_plugins(
 ) -> None:
     """As in an API server that is started with VLLM_PLUGINS of others."""
     monkeypatch.delitem(KVConnectorFactory._registry, "NixlKVConnector", raising=False)
-    config: Any = SimpleNamespace(kv_transfer_config=multi(ours()))
-    assert MultiConnector.get_required_kvcache_layout(recorded_with(config)) is None
-    stats = MultiConnector.build_kv_connector_stats({"NixlKVConnector": {"loads": 2}})
+    config = vllm_config()
+    config.kv_transfer_config = multi(ours())
+    assert MultiConnector.get_required_kvcache_layout(config) is None
+    stats = MultiConnector.build_kv_connector_stats({"NixlKVConnector": {"offers": {"": 2}}})
     assert stats is not None
-    assert stats.reduce() == {"NixlKVConnector": {"loads": 2}}
-
-
-def recorded_with(config: Any) -> Any:
-    whole = vllm_config()
-    whole.kv_transfer_config = config.kv_transfer_config
-    return whole
-
-
-def example(name: str) -> KVTransferConfig:
-    return KVTransferConfig(**json.loads((CONFIGS / name).read_text(encoding="utf-8")))
+    assert stats.reduce() == {"NixlKVConnector": {"offers": 2}}
 
 
 def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
@@ -292,7 +253,8 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
     config = vllm_config()
     config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
-    config.kv_transfer_config = example("multi-prefill.json")
+    example = (CONFIGS / "multi-prefill.json").read_text(encoding="utf-8")
+    config.kv_transfer_config = KVTransferConfig(**json.loads(example))
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
     ours_by_itself["kv_connector_extra_config"] |= {"host": "127.0.0.1", "port": 0}  # of here
     assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
@@ -301,43 +263,18 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
         MultiConnector.get_required_kvcache_layout(config)
 
 
-# --- workers
-
-
-def stored(job: int, block: int, chunk: int) -> dict[int, TransferJob]:
-    return {job: TransferJob("r", in_cache(block), CPULoadStoreSpec([chunk]))}
-
-
-def loaded(job: int, chunk: int, block: int) -> dict[int, TransferJob]:
-    return {job: TransferJob("r", CPULoadStoreSpec([chunk]), in_cache(block))}
-
-
-def in_cache(block: int) -> GPULoadStoreSpec:
-    return GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_the_workers_of_both_have_the_same_cache(fabric: Fabric) -> None:
-    """And a tier on CPU keeps and gives back what is in a block."""
-    tier = dict(TIER, kv_connector_extra_config=HOST_TIER | {"cpu_bytes_to_use": 1 << 24})
-    config, caches = vllm_config(), kv_caches()
-    config.kv_transfer_config = multi(ours(), tier)
+    """What a tier keeps and gives back is in e2e/test_offload_tier.py."""
+    host_tier = {"spec_name": "HostTierSpec", "spec_module_path": "harness.cluster.host_tier"}
+    extra = host_tier | {"cpu_bytes_to_use": 1 << 24}
+    config = vllm_config()
+    config.kv_transfer_config = multi(ours(), dict(TIER, kv_connector_extra_config=extra))
     config.model_config.get_total_num_kv_heads = lambda: 4
     config.model_config.model = "tiny"
     worker = MultiConnector(config, KVConnectorRole.WORKER, kv_cache_config())
-    worker.register_kv_caches(caches)
+    worker.register_kv_caches(kv_caches())
     assert fabric.transports
     assert isinstance(worker.get_handshake_metadata(), HandshakeMetadata)
-    for cache in caches.values():
-        cache[3] = 5.0
-    for jobs in ({"store_jobs": stored(1, 3, 0)}, {}, {"load_jobs": loaded(2, 0, 4)}):
-        meta = OffloadingConnectorMetadata(**{"load_jobs": {}, "store_jobs": {}} | jobs)
-        worker.bind_connector_metadata(MultiKVConnectorMetadata((StepMetadata(), meta)))
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(set())
-        worker.clear_connector_metadata()
-    assert results.finished_recving == {"r"}
-    assert all((cache[4] == 5.0).all() and (cache[5] == 0).all() for cache in caches.values())
     worker.shutdown()
     assert fabric.transports == {}

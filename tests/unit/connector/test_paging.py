@@ -1,5 +1,7 @@
 """Block tables of a prompt, and pins on blocks of sliding windows. It needs no vLLM."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nixl_kv.connector.paging import Paging, Pins, RequestBlocks, StatePaging, table_of
@@ -36,47 +38,28 @@ def test_the_null_block_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    ("paging", "table", "tokens", "expected"),
     [
-        pytest.param(range(20), Table.of([11, 12, 13, 14, 15]), id="all"),
-        pytest.param(range(8, 13), Table.of([13, 14], first=2), id="from a block's edge on"),
-        pytest.param(range(24), Table.of([11, 12, 13, 14, 15]), id="more than it has"),
+        pytest.param(FULL, [1, 2, 3], range(12), Table.of([1, 2, 3]), id="all"),
+        pytest.param(FULL, [1, 2, 3], range(4, 7), Table.of([2], first=1), id="from an edge on"),
+        pytest.param(FULL, [1, 2, 3], range(16), Table.of([1, 2, 3]), id="more than it has"),
+        pytest.param(STATES, [7], range(3), Table.of([7], first=2), id="one state for all"),
+        pytest.param(STATES, [7, 9], range(3), Table.of([7], first=2), id="a block for later"),
+        pytest.param(STATES, [8, 9], range(14, 16), Table.of([8], first=15), id="a block's end"),
+        pytest.param(STATES, [0, 0, 5], range(40), Table.of([5], first=39), id="the last state"),
+        pytest.param(STATES, [0, 0], range(17), Table.of([], first=16), id="no state"),
+        pytest.param(STATES, [3], range(17), Table.of([], first=16), id="a short table"),
     ],
 )
-def test_of_a_group_with_tokens_the_entries_of_these(tokens: range, expected: Table) -> None:
-    assert Paging(0, 4, 0).table([11, 12, 13, 14, 15], tokens) == expected
-
-
-@pytest.mark.parametrize(
-    ("table", "tokens", "expected"),
-    [
-        pytest.param([7], range(3), Table.of([7], first=2), id="one block for all"),
-        pytest.param([7, 9], range(3), Table.of([7], first=2), id="a block for what is to come"),
-        pytest.param(
-            [8, 9], range(14, 16), Table.of([8], first=15), id="the first block's last token"
-        ),
-        pytest.param([0, 0, 5], range(40), Table.of([5], first=39), id="earlier states are gone"),
-        pytest.param(
-            [0, 0], range(17), Table.of([], first=16), id="no state: too short to read by"
-        ),
-        pytest.param([3], range(17), Table.of([], first=16), id="a table without the entry"),
-    ],
-)
-def test_of_a_group_with_states_the_last_one(
-    table: list[int], tokens: range, expected: Table
+def test_a_group_has_the_entries_of_the_tokens_or_the_last_state(
+    paging: Paging, table: list[int], tokens: range, expected: Table
 ) -> None:
-    assert STATES.table(table, tokens) == expected
+    assert paging.table(table, tokens) == expected
 
 
 @pytest.mark.parametrize(
     ("paging", "num_tokens", "count"),
-    [
-        (Paging(0, 4, 0), 0, 0),
-        (Paging(0, 4, 0), 5, 2),
-        (STATES, 0, 0),
-        (STATES, 1, 1),
-        (STATES, 100, 1),
-    ],
+    [(FULL, 0, 0), (FULL, 5, 2), (STATES, 0, 0), (STATES, 1, 1), (STATES, 100, 1)],
 )
 def test_how_many_blocks_tokens_take(paging: Paging, num_tokens: int, count: int) -> None:
     assert paging.count(num_tokens) == count
@@ -120,21 +103,31 @@ def test_blocks_before_the_window_are_not_pinned() -> None:
     assert tables_of(blocks, pins, 300) == [[-1, -1, -1, -1, 5]]
 
 
-def test_only_pinned_blocks_of_a_window_are_offered() -> None:
-    """Another request may own any other block by the time of the read."""
-    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 7, 8, 9, 10])}))
-    assert tables_of(blocks, {}) == [[1, 2, 3, 4, 5], [-1, -1, -1, -1, -1]]
-
-
-def test_blocks_beyond_the_prompt_are_not_offered() -> None:
-    """vLLM allocates for speculative tokens too."""
-    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5, 6], [0] * 6)}))
-    assert tables_of(blocks, {})[0] == [1, 2, 3, 4, 5]
-
-
-def test_groups_are_those_that_are_transferred() -> None:
-    manager = CacheManager({P1: ([1, 2], [3, 4], [5, 6])})
-    assert tables_of(blocks_of(manager, Paging(2, 4, 0)), {}, 8) == [[5, 6]]
+@pytest.mark.parametrize(
+    ("pagings", "tables", "num_tokens", "expected"),
+    [
+        pytest.param(
+            (FULL, WINDOW),
+            ([1, 2, 3, 4, 5], [0, 7, 8, 9, 10]),
+            20,
+            [[1, 2, 3, 4, 5], [-1] * 5],
+            id="of a window, pinned blocks: another request may own any other one",
+        ),
+        pytest.param(
+            (FULL,), ([1, 2, 3],), 8, [[1, 2]], id="none for speculative tokens behind the prompt"
+        ),
+        pytest.param(
+            (Paging(2, 4, 0),), ([1, 2], [3, 4], [5, 6]), 8, [[5, 6]], id="of transferred groups"
+        ),
+    ],
+)
+def test_blocks_that_are_offered(
+    pagings: tuple[Paging, ...],
+    tables: tuple[list[int], ...],
+    num_tokens: int,
+    expected: list[list[int]],
+) -> None:
+    assert tables_of(blocks_of(CacheManager({P1: tables}), *pagings), {}, num_tokens) == expected
 
 
 def test_the_last_blocks_are_given_back_first() -> None:
@@ -150,37 +143,14 @@ def test_the_last_blocks_are_given_back_first() -> None:
     assert pins == {}
 
 
-class Request:
-    request_id = P1
-
-
 def test_the_owner_of_pins_hears_when_vllm_frees_the_blocks() -> None:
     manager, freed = CacheManager({P1: ([1, 2],)}), list[str]()
     blocks = blocks_of(manager)
     blocks.bind(manager, freed.append)
-    manager.free(Request())
+    manager.free(SimpleNamespace(request_id=P1))
     assert (freed, manager.tables) == ([P1], {})
-    manager.pop_blocks_for_free(Request())
+    manager.pop_blocks_for_free(SimpleNamespace(request_id=P1))
     assert freed == [P1, P1]
-
-
-@pytest.mark.parametrize(
-    ("tables", "have_changed"),
-    [
-        pytest.param(([1, 2, 3, 4, 5], [0, 0, 8, 9, 10]), False, id="the same"),
-        pytest.param(([1, 2, 3, 4, 7], [0, 0, 8, 9, 10]), True, id="another block"),
-        pytest.param(([0, 2, 3, 4, 5], [0, 0, 8, 9, 10]), True, id="a null block"),
-    ],
-)
-def test_tables_have_changed_if_blocks_are_others(
-    tables: tuple[list[int], ...], *, have_changed: bool
-) -> None:
-    """Of a window they may leave the table: they are pinned."""
-    pins: Pins = {}
-    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])}))
-    blocks.pin(P1, 20, pins)
-    prepared = blocks.tables(20, blocks.current(P1), pins)
-    assert (blocks.tables(20, tables, pins) != prepared) is have_changed
 
 
 def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
@@ -188,10 +158,6 @@ def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
     manager = CacheManager({P1: ([0, 7],)})
     blocks = blocks_of(manager, StatePaging(0, 16))
     blocks.pin(P1, 20, pins)
-    prepared = blocks.tables(20, blocks.current(P1), pins)
-    assert prepared == (Table.of([7], first=19),)
-    assert manager.block_pool.freed == []
-    assert blocks.tables(20, [[0, 7]], pins) == prepared
-    for others in ([7, 8], [7]):
-        assert blocks.tables(20, [others], pins) != prepared
+    assert manager.block_pool.touched == {}
+    assert blocks.tables(20, blocks.current(P1), pins) == (Table.of([7], first=19),)
     assert blocks.count(20) == 1

@@ -2,8 +2,9 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from nixl_kv.protocol.events import (
     Command,
     PrepareOffer,
     PublishOffer,
+    ReclaimBlocks,
     RevokeOffer,
     WithdrawOffer,
 )
@@ -132,52 +134,44 @@ def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:
     assert maker() is None
 
 
-# --- what is not offered
+# --- requests that are not offered
+
+
+def unpin(side: Side) -> None:
+    side.blocks.unpin(side.scheduler._awaited[P1].pins)
+
+
+def forget_address(side: Side) -> None:
+    side.scheduler.address = None
 
 
 @pytest.mark.parametrize(
-    "reason", ["it ended as FINISHED_ABORTED", "12 of 20 tokens computed"], ids=["", "computed"]
+    ("change", "finish", "reason"),
+    [
+        pytest.param(None, {"reason": "it was aborted"}, "it was aborted", id="incomplete"),
+        pytest.param(
+            None, {"tables": ([1, 2, 3, 7, 5], TABLES[1])}, "its blocks changed", id="other blocks"
+        ),
+        pytest.param(unpin, {}, "its blocks changed", id="a window that is not pinned"),
+        pytest.param(forget_address, {}, "this engine is not described yet", id="no address"),
+    ],
 )
-def test_a_request_whose_kv_is_not_complete_is_withdrawn(
-    side: Side, reason: str, caplog: pytest.LogCaptureFixture
+def test_an_offer_that_cannot_be_read_is_withdrawn(
+    side: Side,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Side], None] | None,
+    finish: dict[str, Any],
+    reason: str,
 ) -> None:
     side.arrive()
     nonce = side.compute().nonce
     assert side.manager.block_pool.pinned == {8, 9, 10}
+    if change is not None:
+        change(side)
     with caplog.at_level(logging.INFO):
-        assert side.finish(reason=reason) == (None, [WithdrawOffer(nonce)])
-    assert caplog.messages == [f"request p1 is not offered: {reason}"]
+        assert side.finish(**finish) == (None, [WithdrawOffer(nonce)])
+    assert f"request p1 is not offered: {reason}" in caplog.text
     assert side.manager.block_pool.pinned == set()
-
-
-def test_a_prompt_that_no_step_computed_is_not_offered(
-    side: Side, caplog: pytest.LogCaptureFixture
-) -> None:
-    side.arrive()
-    with caplog.at_level(logging.INFO):
-        assert side.finish() == (None, [])
-    assert caplog.messages == ["request p1 is not offered: its prompt was not computed in a step"]
-
-
-def test_blocks_that_are_others_by_now_are_not_offered(
-    side: Side, caplog: pytest.LogCaptureFixture
-) -> None:
-    side.arrive()
-    nonce = side.compute().nonce
-    with caplog.at_level(logging.INFO):
-        assert side.finish(tables=([1, 2, 3, 7, 5], TABLES[1])) == (None, [WithdrawOffer(nonce)])
-    assert "its blocks changed since its prompt was computed" in caplog.text
-
-
-def test_before_the_engine_is_described_nothing_is_offered(
-    side: Side, caplog: pytest.LogCaptureFixture
-) -> None:
-    side.scheduler.address = None
-    side.arrive()
-    nonce = side.compute().nonce
-    with caplog.at_level(logging.INFO):
-        assert side.finish() == (None, [WithdrawOffer(nonce)])
-    assert "this engine is not described yet" in caplog.text
 
 
 # --- blocks that are held
@@ -220,19 +214,9 @@ def test_a_preempted_request_that_never_computes_its_prompts_end_again_is_not_of
     side.compute()
     side.free()
     side.scheduler.build_connector_meta()
-    side.manager.tables["p1"] = ([1, 2, 3, 4, 5, 6], [0, 0, 0, 11, 12, 13])
-    assert side.step((P1, range(20, 21))) == []
     with caplog.at_level(logging.INFO):
-        assert side.finish(tables=side.manager.tables["p1"]) == (None, [])
+        assert side.finish() == (None, [])
     assert caplog.messages == ["request p1 is not offered: its prompt was not computed in a step"]
-    assert side.manager.block_pool.pinned == set()
-
-
-def test_a_window_whose_blocks_are_no_longer_pinned_is_not_offered(side: Side) -> None:
-    side.arrive()
-    nonce = side.compute().nonce
-    side.blocks.unpin(side.scheduler._awaited[P1].pins)
-    assert side.finish() == (None, [WithdrawOffer(nonce)])
 
 
 def test_the_null_block_counts_for_no_offer() -> None:
@@ -252,11 +236,15 @@ def test_the_null_block_counts_for_no_offer() -> None:
 class Budget:
     """A cache of `num_blocks` blocks of one token, of which offers may hold a share."""
 
-    def __init__(self, num_blocks: int, share: float) -> None:
+    def __init__(
+        self, num_blocks: int, share: float, *, is_decoding: bool = True, clock: Clock | None = None
+    ) -> None:
         self.manager = CacheManager()
         blocks = RequestBlocks([Paging(0, 1, 0)], num_blocks + 1, self.manager)  # and a null block
         share = num_blocks * share / (num_blocks + 1) + 1e-9
-        self.scheduler = PrefillScheduler(blocks, share, lambda _: {}, is_decoding=lambda: True)
+        self.scheduler = PrefillScheduler(
+            blocks, share, lambda _: {}, is_decoding=lambda: is_decoding, clock=clock or Clock()
+        )
         self.scheduler.address = ADDRESS
         self._numbers: dict[Nonce, int] = {}
 
@@ -265,9 +253,10 @@ class Budget:
         self.scheduler.on_new_request(request, num_blocks, lambda nonce: nonce)
         return request
 
-    def offer(self, number: int, blocks: set[int]) -> list[int]:
+    def offer(self, number: int, blocks: set[int], request: RequestId | None = None) -> list[int]:
         """Publish an offer of these blocks; the offers that are revoked."""
-        request, table = self.arrive(number, len(blocks)), [block + 1 for block in blocks]
+        request = request or self.arrive(number, len(blocks))
+        table = [block + 1 for block in blocks]
         self.manager.tables[request] = [table]
         scheduler = self.scheduler
         (prepare,) = scheduler.build_connector_meta([(request, range(len(blocks)))])
@@ -297,12 +286,6 @@ def test_a_block_of_several_offers_counts_once() -> None:
     assert budget.offer(9, {1, 2, 3, 4, 5, 6}) == list(range(9))
 
 
-def test_a_prompt_longer_than_the_share_is_offered_all_the_same() -> None:
-    budget = Budget(10, 0.2)
-    assert budget.offer(0, set(range(9))) == []
-    assert budget.offer(1, {9}) == [0]
-
-
 def test_a_prefill_may_begin_while_offers_leave_room_or_hold_nothing() -> None:
     budget = Budget(10, 0.5)
     assert budget.has_room(9)
@@ -314,19 +297,11 @@ def test_a_prefill_may_begin_while_offers_leave_room_or_hold_nothing() -> None:
     budget.scheduler.update_state_after_alloc(expected)
     budget.scheduler.update_state_after_alloc(expected)
     assert (budget.has_room(2), budget.has_room(3)) == (True, False)
-    budget.scheduler.request_finished(expected, [[]], reason="aborted")
+    budget.offer(0, {1, 2, 3}, expected)  # it counts by its blocks now
+    assert (budget.has_room(2), budget.has_room(3)) == (True, False)
+    budget.end(0)
     budget.offer(0, {1, 2})
     assert (budget.has_room(3), budget.has_room(4)) == (True, False)
-
-
-def test_a_published_offer_counts_by_its_blocks_instead_of_the_expected_ones() -> None:
-    budget = Budget(10, 0.5)
-    request = budget.arrive(0, 4)
-    budget.scheduler.update_state_after_alloc(request)
-    budget.manager.tables[request] = [[1, 2, 3, 4]]
-    budget.scheduler.build_connector_meta([(request, range(4))])
-    budget.scheduler.request_finished(request, [[1, 2, 3, 4]], reason="")
-    assert (budget.has_room(1), budget.has_room(2)) == (True, False)
 
 
 def test_a_revoked_offer_holds_its_blocks_until_it_has_ended() -> None:
@@ -367,129 +342,51 @@ def test_unclaimed_offers_fit_whatever_happens(steps: list[set[int] | int], shar
         assert len(held) <= 1 or len(set.union(*held.values())) <= budget.scheduler._allowed
 
 
-# --- which waiting request may have blocks
+def test_no_prompt_passes_a_longer_one_that_waits() -> None:
+    """Short ones would overtake it for ever."""
+    budget = Budget(10, 0.5)
+    first, long, short = (budget.arrive(number, size) for number, size in enumerate((3, 4, 1)))
+    budget.scheduler.update_state_after_alloc(first)
 
-BLOCK = 16
-LASTS = 10
-"""Steps from the beginning of a prefill to the end of its offer."""
+    def begin(*queue: RequestId) -> list[bool]:
+        """vLLM asks in this order; then the step ends."""
+        may_begin = [budget.scheduler.may_begin(request, 1) for request in queue]
+        budget.scheduler.build_connector_meta()
+        return may_begin
 
-LONG = RequestId("long")
-
-
-class Queue:
-    """A queue of which vLLM asks in order, in each step, on an engine of 100 blocks."""
-
-    def __init__(self, *, is_decoding: bool = True) -> None:
-        blocks = RequestBlocks([Paging(0, BLOCK, 0)], 100, CacheManager())
-        self.prefill = PrefillScheduler(
-            blocks, 0.5, lambda _: {}, is_decoding=lambda: is_decoding, clock=lambda: 0.0
-        )
-        self.waiting: dict[RequestId, int] = {}  # blocks
-        self._ends: dict[RequestId, int] = {}  # in which step
-        self._step = 0
-
-    def arrive(self, name: str, num_blocks: int) -> None:
-        request = RequestId(name)
-        self.waiting[request] = num_blocks
-        self.prefill.on_new_request(request, num_blocks * BLOCK, lambda nonce: nonce)
-
-    def abort(self, request: RequestId) -> None:
-        self.waiting.pop(request, None)
-        self.prefill.request_finished(request, [[]], reason="it ended as FINISHED_ABORTED")
-
-    def step(self) -> list[RequestId]:
-        """The requests that begin."""
-        self._step += 1
-        for request in [request for request, step in self._ends.items() if step <= self._step]:
-            del self._ends[request]
-            self.abort(request)
-        begun = [r for r, num in self.waiting.items() if self._begins(r, num * BLOCK)]
-        for request in begun:
-            del self.waiting[request]
-        self.prefill.build_connector_meta()
-        return begun
-
-    def _begins(self, request: RequestId, num_tokens: int) -> bool:
-        if not self.prefill.may_begin(request, num_tokens):
-            return False
-        self.prefill.update_state_after_alloc(request)
-        self._ends[request] = self._step + LASTS
-        return True
-
-
-@pytest.mark.parametrize("num_blocks", [30, 40, 60], ids="a prompt of {} blocks".format)
-@pytest.mark.parametrize("every", [1, 2, 5], ids="a short one every {} steps".format)
-def test_a_long_prompt_begins_when_those_before_it_have_ended(num_blocks: int, every: int) -> None:
-    """Offers may hold 50 blocks of 100. A prompt that is longer begins alone."""
-    queue = Queue()
-    for step in range(200):
-        if step % every == 0:
-            queue.arrive(f"s{step}", 5)
-        if step == 50:
-            queue.arrive(LONG, num_blocks)
-        if LONG in queue.step():
-            break
-    else:
-        pytest.fail("it has not begun in 150 steps")
-    waited_behind = 10 * LASTS  # the requests before it in the queue
-    assert step <= 50 + LASTS + waited_behind
-    for _ in range(2 * LASTS):
-        queue.step()
-    assert not queue.waiting or every == 1, "the others begin behind it"
-
-
-def test_requests_behind_a_long_prompt_begin_when_it_is_aborted() -> None:
-    queue = Queue()
-    queue.arrive("first", 30)
-    assert queue.step() == ["first"]
-    queue.arrive(LONG, 40)
-    queue.arrive("short", 5)
-    assert queue.step() == []
-    queue.abort(LONG)
-    assert queue.step() == ["short"]
-
-
-def test_a_request_without_an_offer_passes() -> None:
-    queue = Queue()
-    queue.arrive("first", 30)
-    queue.step()
-    queue.arrive(LONG, 40)
-    queue.waiting[RequestId("decodes")] = 40
-    assert queue.step() == ["decodes"]
+    decodes = RequestId("decodes")
+    assert begin(long, short, decodes) == [False, False, True]
+    assert begin(short, long) == [True, False]
+    budget.scheduler.request_finished(first, [[]], reason="aborted")
+    assert begin(long, short) == [True, True]
 
 
 def test_an_engine_that_only_prefills_lets_all_begin() -> None:
-    queue = Queue(is_decoding=False)
+    budget = Budget(10, 0.5, is_decoding=False)
     for number in range(5):
-        queue.arrive(f"p{number}", 30)
-    assert len(queue.step()) == 5
+        request = budget.arrive(number, 3)
+        assert budget.scheduler.may_begin(request, 3)
+        budget.scheduler.update_state_after_alloc(request)
 
 
 # --- when a request waits for blocks
 
 Step = Sequence[int | str]
-"""What happens in it: so many blocks are asked for, or `progress`."""
-
-WAITS: Step = [5]
-
-OFFER_ENDS: Step = ["progress", 5]
-IDLE: Step = []
+"""What happens in it: a request asks for so many blocks, or `progress`."""
 
 
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        pytest.param([(0, WAITS), (BLOCK_WAIT_S, WAITS)], [0, 5], id="patience ends"),
-        pytest.param([(0, WAITS), (BLOCK_WAIT_S, IDLE)], [0, 0], id="nobody waits any more"),
-        pytest.param(
-            [(0, WAITS), (0.5, IDLE), (BLOCK_WAIT_S, WAITS)], [0, 0, 0], id="another one waits"
-        ),
-        pytest.param([(0, WAITS), (BLOCK_WAIT_S, OFFER_ENDS)], [0, 0], id="an offer has ended"),
+        pytest.param([(0, [5]), (BLOCK_WAIT_S, [5])], [0, 5], id="patience ends"),
+        pytest.param([(0, [5]), (BLOCK_WAIT_S, [])], [0, 0], id="no request waits any longer"),
+        pytest.param([(0, [5]), (0.5, []), (BLOCK_WAIT_S, [5])], [0, 0, 0], id="another one waits"),
+        pytest.param([(0, [5]), (BLOCK_WAIT_S, ["progress", 5])], [0, 0], id="an offer has ended"),
         pytest.param(
             [
-                (0, WAITS),
-                (BLOCK_WAIT_S, WAITS),
-                (1.5 * BLOCK_WAIT_S, WAITS),
+                (0, [5]),
+                (BLOCK_WAIT_S, [5]),
+                (1.5 * BLOCK_WAIT_S, [5]),
                 (2 * BLOCK_WAIT_S, [7]),
             ],
             [0, 5, 0, 7],
@@ -505,15 +402,26 @@ def test_when_blocks_must_come_free(
 ) -> None:
     clock = Clock()
     start = clock.now
-    blocks = RequestBlocks([Paging(0, 1, 0)], 20)
-    scheduler = PrefillScheduler(blocks, 0.5, lambda ticket: ticket.params(KEY), clock=clock)
+    budget = Budget(20, 0.5, clock=clock)
+    budget.offer(0, {0})
+
+    def reclaimed() -> int:
+        """At the end of a step."""
+        commands = budget.scheduler.build_connector_meta()
+        return sum(one.num_blocks for one in commands if isinstance(one, ReclaimBlocks))
+
     needed = []
     for when, step in steps:
         clock.now = start + when
         for each in step:
             if isinstance(each, int):
-                assert scheduler.may_begin(P1, each)
+                assert budget.scheduler.may_begin(P1, each)
             else:
-                scheduler.update_state_after_alloc(P2)
-        needed.append(scheduler._pop_needed())
+                budget.scheduler.update_state_after_alloc(P2)
+        needed.append(reclaimed())
     assert needed == expected
+    budget.end(0)
+    for _ in range(3):
+        clock.now += BLOCK_WAIT_S
+        assert budget.scheduler.may_begin(P1, 5)
+        assert reclaimed() == 0, "there is no offer"

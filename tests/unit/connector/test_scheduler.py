@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,14 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.prefill import BLOCK_WAIT_S
 from nixl_kv.connector.scheduler import Scheduler
-from nixl_kv.connector.vllm_config import progress
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
-    PrepareOffer,
     PublishOffer,
-    ReclaimBlocks,
     SetEngine,
 )
 from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
@@ -34,10 +31,9 @@ from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support.cache_manager import CacheManager
-from support.records import opened, rank_description, ticket_for, written_out
-from support.stepped import Clock
+from support.records import opened, rank_description, ticket_for
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
-from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
+from support.vllm_scheduler import OURS, SteppedScheduler, make_config
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -62,10 +58,8 @@ def make() -> Iterator[Make]:
         change: Callable[[Any], None] = lambda _: None,
         **transfer: Any,
     ) -> Scheduler:
-        config, cache = (
-            vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
-            kv_cache_config(),
-        )
+        config = vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer)
+        cache = kv_cache_config()
         change(config)
         if has_state:
             cache.kv_cache_groups.append(KVCacheGroupSpec(["state"], STATE))
@@ -148,27 +142,51 @@ def counted(scheduler: Scheduler) -> dict[str, Any]:
     return {} if stats is None else stats.data
 
 
+def refused(scheduler: Any) -> dict[str, float]:
+    """The tickets that were refused since the last call, by reason."""
+    reasons: dict[str, float] = counted(scheduler).get("refused_tickets", {})
+    return reasons
+
+
+def is_computed_here(scheduler: Scheduler, request: Request) -> bool:
+    """Whether it passes through all hooks without a load or an offer."""
+    matched = scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    ended = scheduler.request_finished_all_groups(request, (TABLE,))
+    return (matched, ended, commands(scheduler)) == ((0, False), (False, None), [])
+
+
 # --- what a client sends raises nothing
+
+NOT_ON_PREFILL = "do_remote_decode is not true, but this engine is a kv_producer"
+NOT_ON_DECODE = "do_remote_decode is true, but this engine is a kv_consumer"
+TICKET = ticket_for(range(NUM_TOKENS)).params(None)
+LOST = {name: value for name, value in TICKET.items() if name != FIELD}
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    ("role", "params", "words"),
     [
-        pytest.param("ticket", "is of type str", id="text"),
+        pytest.param("kv_both", "ticket", "is of type str", id="text"),
+        pytest.param("kv_both", {"do_remote_decode": 1}, "is of type int", id="1 is not true"),
+        pytest.param("kv_both", {"nixl_kv_ticket": "9..AA"}, "nixl_kv_ticket: ", id="no array"),
         pytest.param(
-            {"do_remote_decode": 1}, "do_remote_decode is of type int", id="1 is not true"
+            "kv_consumer",
+            LOST,
+            f"lacks the field {FIELD!r}",
+            id="a ticket without its string",
         ),
+        pytest.param("kv_consumer", TO_OFFER, NOT_ON_DECODE, id="an offer from decode"),
         pytest.param(
-            {"do_remote_prefill": True, "remote_engine_id": "x"}, "lacks the field", id="vLLM's own"
+            "kv_producer", {"do_remote_decode": False}, NOT_ON_PREFILL, id="none from prefill"
         ),
-        pytest.param({"nixl_kv_ticket": "9..AA"}, "nixl_kv_ticket: ", id="no array"),
+        pytest.param("kv_producer", TICKET, NOT_ON_PREFILL, id="a ticket for prefill"),
     ],
 )
-def test_a_ticket_that_is_not_valid_is_counted_and_logged(
-    make: Make, params: Any, words: str, caplog: pytest.LogCaptureFixture
+def test_parameters_that_are_not_valid_are_counted_and_logged(
+    make: Make, role: str, params: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = make()
-    request = new_request()
+    scheduler, request = make(kv_role=role), new_request()
     request.kv_transfer_params = params
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -176,12 +194,10 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     (message,) = caplog.messages
     assert message.startswith(f"request {request.request_id} is computed here: kv_transfer_params")
     assert words in message
-    assert counted(scheduler) == {"tickets_refused": 1}
+    reason = "role" if role != "kv_both" and params != LOST else "malformed"
+    assert refused(scheduler) == {reason: 1}
     assert counted(scheduler) == {}
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler.update_state_after_alloc(request, BLOCKS, 0)
-    assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
-    assert commands(scheduler) == []
+    assert is_computed_here(scheduler, request)
 
 
 OF_IN_TREE: dict[str, Any] = {
@@ -206,42 +222,23 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
     with caplog.at_level(logging.WARNING):
         for request in requests:
             scheduler.on_new_request(request)
-            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-            scheduler.update_state_after_alloc(request, BLOCKS, 0)
-            assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
+            assert is_computed_here(scheduler, request)
     (message,) = caplog.messages
     assert message == (
         f"request {requests[0].request_id} is computed here: prefill runs vLLM's own NixlConnector "
         "(engine prefill\\n\\x1b[2J at 10.0.0.1); load the same connector on both engines: add "
         '"kv_connector_module_path": "nixl_kv.connector" to prefill\'s --kv-transfer-config'
     )
-    assert counted(scheduler) == {"tickets_refused": 5}
-    assert commands(scheduler) == []
+    assert refused(scheduler) == {"other_connector": 5}
 
 
-def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("value", [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1], ids=type)
+def test_no_value_of_its_fields_raises(make: Make, value: Any) -> None:
     scheduler = make(kv_role="kv_consumer")
-    params = {
-        name: value
-        for name, value in ticket_for(range(NUM_TOKENS)).params(None).items()
-        if name != FIELD
-    }
-    scheduler.on_new_request(new_request(params))
-    assert f"lacks the field {FIELD!r}" in caplog.text
-    assert counted(scheduler) == {"tickets_refused": 1}
-
-
-@pytest.mark.parametrize(
-    "blocks", [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1], ids=lambda value: type(value).__name__
-)
-def test_no_value_of_its_fields_raises(make: Make, blocks: Any) -> None:
-    scheduler = make(kv_role="kv_consumer")
-    values = dict.fromkeys(("remote_engine_id", "remote_host"), blocks)
-    scheduler.on_new_request(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
-    scheduler.on_new_request(new_request({**OF_IN_TREE, **values}))
-    assert counted(scheduler) == {"tickets_refused": 2}
+    values = dict.fromkeys(("remote_engine_id", "remote_host"), value)
+    for blocks in (value, OF_IN_TREE["remote_block_ids"]):
+        scheduler.on_new_request(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
+    assert sum(refused(scheduler).values()) == 2
 
 
 @pytest.mark.parametrize(("is_allowed", "flag"), [(True, None), (False, True)])
@@ -257,34 +254,6 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     assert params.get("do_remote_prefill") is flag
 
 
-NOT_ON_PREFILL = "do_remote_decode is not true; allowed on a kv_producer: true"
-NOT_ON_DECODE = "do_remote_decode is true; allowed on a kv_consumer: false"
-
-
-@pytest.mark.parametrize(
-    ("role", "params", "words"),
-    [
-        ("kv_consumer", TO_OFFER, NOT_ON_DECODE),
-        ("kv_producer", {"do_remote_decode": False}, NOT_ON_PREFILL),
-        ("kv_producer", ticket_for(range(NUM_TOKENS)).params(None), NOT_ON_PREFILL),
-    ],
-    ids=["an offer from decode", "no offer from prefill", "a ticket for prefill"],
-)
-def test_a_request_for_the_other_role_is_computed(
-    make: Make, role: str, params: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = make(kv_role=role)
-    request = new_request(params)
-    with caplog.at_level(logging.WARNING):
-        scheduler.on_new_request(request)
-    assert words in caplog.text
-    assert counted(scheduler) == {"tickets_refused": 1}
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler.update_state_after_alloc(request, BLOCKS, 0)
-    assert scheduler.request_finished_all_groups(request, (TABLE,)) == (False, None)
-    assert commands(scheduler, empty_output()) == []
-
-
 @pytest.mark.parametrize(
     ("role", "missing"), [("kv_consumer", 1), ("kv_both", 0), ("kv_producer", 0)]
 )
@@ -294,22 +263,18 @@ def test_only_decode_misses_a_ticket(
     scheduler = make(kv_role=role)
     with caplog.at_level(logging.INFO):
         scheduler.on_new_request(new_request())
-    assert counted(scheduler) == ({"tickets_missing": 1} if missing else {})
+    expected = {"recomputed_requests": {"no_ticket": 1}, "recomputed_tokens": {"no_ticket": 100}}
+    assert counted(scheduler) == (expected if missing else {})
     assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
 
 
 P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
 @pytest.mark.parametrize(
     "params",
-    [
-        {"remote_decoder": {"kv_request_id": "u"}},
-        {"remote_prefiller": P2P},
-        {"remote_kv_source": P2P, "max_offload_tokens": 5},
-        {"max_offload_tokens": 5},
-    ],
+    [{"remote_prefiller": P2P}, {"remote_kv_source": P2P, "max_offload_tokens": 5}],
     ids="+".join,
 )
 def test_parameters_of_another_connector_are_ignored(
@@ -320,42 +285,39 @@ def test_parameters_of_another_connector_are_ignored(
         scheduler.on_new_request(request)
     assert not caplog.records
     assert counted(scheduler) == {}
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert is_computed_here(scheduler, request)
 
 
-@pytest.mark.parametrize("name", ["remote_decoder", "remote_kv_source"])
-def test_parameters_of_another_connector_hide_no_ticket(make: Make, name: str) -> None:
-    scheduler, request = make(), with_ticket()
-    request.kv_transfer_params = {**(request.kv_transfer_params or {}), name: P2P}
-    scheduler.on_new_request(request)
+def test_parameters_of_another_connector_hide_no_ticket(make: Make) -> None:
+    scheduler = make()
+    scheduler.on_new_request(new_request(TICKET | {"remote_decoder": P2P}))
     assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
 
 
-@pytest.mark.parametrize("name", ["NixlPushConnector", "NixlPullConnector"])
 def test_a_connector_that_was_to_push_says_that_it_pulls(
-    make: Make, name: str, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        make(kv_connector=name)
-    assert ("pulls" in caplog.text) is (name == "NixlPushConnector")
+        make(kv_connector="NixlPushConnector")
+    assert "pulls" in caplog.text
 
 
 def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:
+    """vLLM puts another prompt in its place, so the context cannot be compared.
+
+    It can in any other request, and with all that its KV depends on.
+    """
     scheduler, request = make(), with_ticket()
+    others = new_request(request.kv_transfer_params, cache_salt="another user's")
+    scheduler.on_new_request(others)
+    assert refused(scheduler) == {"prompt": 1}
     rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)
     scheduler.on_new_request(rejected)
     prepare, cancel = commands(scheduler)
     assert isinstance(prepare, PrepareLoad)
     assert cancel == CancelLoad(RequestId(rejected.request_id))
     assert counted(scheduler) == {}
-
-
-def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
-    """What else its KV depends on is compared too."""
-    scheduler, request = make(), with_ticket()
-    request.cache_salt = "a user's"
-    scheduler.on_new_request(request)
-    assert counted(scheduler) == {"tickets_refused": 1}
+    assert is_computed_here(scheduler, rejected)
 
 
 # --- an engine that is to stop
@@ -390,31 +352,20 @@ def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> N
     assert prepare.context == whole, "decode's whole prompt"
 
 
-def needs_its_last_token(request: Any) -> None:
-    request.sampling_params.skip_reading_prefix_cache = True
-
-
-def grows_until_it_ends(request: Any) -> None:
-    request.resumable = True
-
-
 @pytest.mark.parametrize(
-    ("has_state", "change", "words"),
+    ("has_state", "field", "words"),
     [
-        pytest.param(True, needs_its_last_token, "", id="the last token beside state"),
-        pytest.param(False, grows_until_it_ends, "it is resumable", id="a session"),
+        pytest.param(True, "sampling_params.skip_reading_prefix_cache", "its client", id="state"),
+        pytest.param(False, "resumable", "it is resumable", id="a session"),
     ],
 )
 def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
-    make: Make,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[[Any], None],
-    words: str,
-    *,
-    has_state: bool,
+    make: Make, caplog: pytest.LogCaptureFixture, field: str, words: str, *, has_state: bool
 ) -> None:
+    """With state, prefill would leave out the last token, whose log probabilities it needs."""
     scheduler, request = make(has_state=has_state), new_request(TO_OFFER)
-    change(request)
+    *owner, name = field.split(".")
+    setattr(getattr(request, owner[0]) if owner else request, name, True)
     with caplog.at_level("INFO"):
         scheduler.on_new_request(request)
     assert f"is not offered: {words}" in caplog.text
@@ -436,36 +387,29 @@ def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     compute(scheduler, offered)
     finish(scheduler, offered)
     scheduler.on_new_request(loaded)
-    assert shown() == {"open_offers": 1, "open_loads": 1}
+    both = shown()
+    assert both.pop("oldest_offer_timestamp_seconds") == pytest.approx(time.time(), abs=60)
+    assert both == {"offers": 1, "open_offers": 1, "offered_blocks": 4, "open_loads": 1}
     assert shown() == {}
     report(scheduler, finished_recving={loaded.request_id})
     assert shown() == {"open_loads": 0}
     report(scheduler, finished_sending={offered.request_id})
-    assert shown() == {"open_offers": 0}
+    zeros = ("open_offers", "offered_blocks", "oldest_offer_timestamp_seconds")
+    assert shown() == dict.fromkeys(zeros, 0)
 
 
 # --- two engines that prefill for each other
 
 
-def begin(scheduler: Scheduler, request: Any) -> None:
-    """It gets blocks, whether it loads or computes."""
-    num_tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
-    assert num_tokens is not None
-    scheduler.update_state_after_alloc(request, BLOCKS, num_tokens)
-
-
-def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_decoded(
-    make: Make,
-) -> None:
+def test_prompts_wait_while_offers_hold_their_share_on_an_engine_that_decodes(make: Make) -> None:
     scheduler = make({"port": 0, "offer_share": 0.5})  # of 16 blocks of 32 tokens
-    first, second = new_request(TO_OFFER), new_request(TO_OFFER)
+    first, second, third = (new_request(TO_OFFER) for _ in range(3))
     for request in (first, second):
         scheduler.on_new_request(request)
-    begin(scheduler, first)
-    begin(scheduler, second)  # so far, nothing was decoded here
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        scheduler.update_state_after_alloc(request, BLOCKS, 0)
     decoded = with_ticket()
     scheduler.on_new_request(decoded)
-    third = new_request(TO_OFFER)
     scheduler.on_new_request(third)
     assert scheduler.get_num_new_matched_tokens(third, 0) == (None, False)
     assert scheduler.get_num_new_matched_tokens(decoded, 0) == (NUM_TOKENS - 1, True)
@@ -476,63 +420,31 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
     assert scheduler.get_num_new_matched_tokens(third, 0) == (0, False)
 
 
-def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Make) -> None:
-    clock = Clock()
-    scheduler = make()
-    scheduler._prefill._clock = clock
-    waiting = new_request()
-
-    def wait() -> list[Any]:
-        clock.now += BLOCK_WAIT_S
-        scheduler.get_num_new_matched_tokens(waiting, 0)
-        return commands(scheduler)
-
-    assert wait() + wait() == []  # there is no offer
-    offered = new_request(TO_OFFER)
-    scheduler.on_new_request(offered)
-    compute(scheduler, offered)
-    finish(scheduler, offered)
-    *_, last = wait() + wait()
-    assert last == ReclaimBlocks(4)
-    report(scheduler, finished_sending={offered.request_id})
-    assert wait() + wait() == []
-
-
-@pytest.mark.parametrize("has_draft", [False, True])
-def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(
-    make: Make, *, has_draft: bool
-) -> None:
-    def change(config: Any) -> None:
-        if has_draft:
-            config.speculative_config = SimpleNamespace(
-                use_eagle=lambda: False, uses_draft_kv_cache=lambda: False
-            )
-
-    scheduler, request = make(change=change), new_request(TO_OFFER)
-    scheduler.on_new_request(request)
-    (prepare,) = compute(scheduler, request)
-    assert prepare.is_written is not has_draft
-
-
-def test_what_draft_modules_look_ahead_is_computed_on_decode(
+def test_a_draft_model_is_described_apart_and_writes_after_the_step(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Decode computes as many tokens as it looks ahead; without one, it compares only the model."""
+    facts = {"draft model": "eagle3"}
+    monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
     monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda _: 3)
-    scheduler = make()
-    request = with_ticket()
+
+    def add_draft(config: Any) -> None:
+        config.speculative_config = SimpleNamespace(
+            use_eagle=lambda: False, uses_draft_kv_cache=lambda: False
+        )
+
+    scheduler, request, loaded = make(change=add_draft), new_request(TO_OFFER), with_ticket()
+    described = ask(scheduler)
+    assert described.extras == facts
+    assert not facts.items() & described.model.items()
     scheduler.on_new_request(request)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (NUM_TOKENS - 3, True)
+    (prepare,) = compute(scheduler, request)
+    assert not prepare.is_written
+    scheduler.on_new_request(loaded)
+    assert scheduler.get_num_new_matched_tokens(loaded, 0) == (NUM_TOKENS - 3, True)
 
 
 # --- the engine's description
-
-
-def test_no_handshakes_describe_nothing(make: Make) -> None:
-    """Of an engine whose workers have no cache."""
-    scheduler = make(is_described=False)
-    scheduler.set_xfer_handshake_metadata_pp_aware({})
-    assert scheduler._directory is None
-    assert commands(scheduler) == []
 
 
 def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
@@ -549,17 +461,6 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert first == SetEngine(EngineId("tiny"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
-
-
-def test_a_draft_model_is_described_apart_from_the_model(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode engines without one compare only the model."""
-    facts = {"draft model": "eagle3"}
-    monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
-    described = ask(make())
-    assert described.extras == facts
-    assert not facts.items() & described.model.items()
 
 
 def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
@@ -638,11 +539,17 @@ def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
 OUTCOMES = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
-@pytest.mark.parametrize("vllms", ["fail", "recompute"])
-@pytest.mark.parametrize("ours", [None, "recompute", "fail"])
-def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
-    make: Make, ours: str | None, vllms: str, role: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("role", "ours", "vllms"),
+    [
+        ("kv_consumer", None, "fail"),
+        ("kv_consumer", "recompute", "fail"),
+        ("kv_both", "fail", "recompute"),
+        ("kv_producer", "recompute", "fail"),
+    ],
+)
+def test_on_load_failure_is_set_where_vllm_looks(
+    make: Make, role: str, ours: str | None, vllms: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever stands there: a `fail` that was written cannot be told from vLLM's default."""
     extra = {"port": 0} | ({} if ours is None else {"on_load_failure": ours})
@@ -656,58 +563,12 @@ def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
     assert said == ([] if role == "kv_producer" else [line])
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_vllms_scheduler_looks_after_it_has_made_the_connector(policy: str) -> None:
-    scheduler = vllms_scheduler(
-        kv_connector_extra_config={"port": 0, "on_load_failure": policy},
-        kv_load_failure_policy="fail" if policy == "recompute" else "recompute",
+def test_vllms_scheduler_looks_after_it_has_made_the_connector() -> None:
+    transfer = KVTransferConfig(
+        **OURS,
+        kv_role="kv_both",
+        kv_connector_extra_config={"port": 0, "on_load_failure": "recompute"},
+        kv_load_failure_policy="fail",
     )
-    assert scheduler.vllm.recompute_kv_load_failures is (policy == "recompute")
-
-
-# --- vLLM's own scheduler
-
-
-def vllms_scheduler(num_blocks: int = 16, **transfer: Any) -> SteppedScheduler:
-    values = {"kv_connector": "NixlKVConnector", "kv_connector_module_path": "nixl_kv.connector"}
-    values |= {"kv_role": "kv_both", "kv_connector_extra_config": {"port": 0}} | transfer
-    config = make_config(KVTransferConfig(**values), num_blocks, caches_prefixes=False)
-    return SteppedScheduler(config)
-
-
-def test_a_preempted_request_is_offered_with_the_blocks_that_it_gets_at_last() -> None:
-    """It computes its prompt again from the first token; a request that is aborted has no offer."""
-    engine = vllms_scheduler(num_blocks=10)
-    engine.describe()
-    names = [RequestId(f"r{number}") for number in range(4)]
-    for number, name in enumerate(names):
-        prompt = [number] * (3 * BLOCK - 4)  # with its output, four blocks
-        engine.add(name, prompt, TO_OFFER, max_tokens=10)
-    reached = dict.fromkeys(names, 0)
-    prepared: dict[RequestId, list[PrepareOffer]] = {name: [] for name in names}
-    tables: dict[RequestId, list[int]] = {}
-    offered: set[str] = set()
-    for step in range(40):
-        output = engine.vllm.schedule()
-        reached |= dict.fromkeys(map(RequestId, output.preempted_req_ids or ()), 0)
-        scheduled = [RequestId(name) for name in output.num_scheduled_tokens]
-        for request, positions in progress(output, scheduled):
-            assert positions.start == reached[request]
-            reached[request] = positions.stop
-        tables |= {name: engine.blocks_of(name) for name in scheduled}
-        published: set[str] = set()
-        for command in output.kv_connector_metadata.commands:
-            if isinstance(command, PrepareOffer):
-                prepared[command.request].append(command)
-            elif isinstance(command, PublishOffer):
-                last = prepared[command.request][-1]
-                assert command.nonce == last.nonce
-                assert written_out(last.tables[0]) == tables[command.request][:3]
-                published.add(command.request)
-        if step == 1:
-            engine.vllm.finish_requests(names[0], RequestStatus.FINISHED_ABORTED)
-        engine.end(output, finished_sending=published)
-        offered |= published
-    engine.connector.shutdown()
-    assert offered == {*names[1:]}
-    assert [len(prepared[name]) for name in names] == [1, 1, 1, 2], "the last one was preempted"
+    scheduler = SteppedScheduler(make_config(transfer, num_blocks=16))
+    assert scheduler.vllm.recompute_kv_load_failures

@@ -25,45 +25,25 @@ def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=ENTRIES, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def load(*tables: list[int]) -> StartLoad:
-    return StartLoad(D1, 0, 20, tuple(map(Table.of, tables)))
-
-
-@pytest.fixture
-def caches() -> dict[str, torch.Tensor]:
-    """Of attention, whose blocks are of two kernel blocks each; and of state."""
-    return {
-        "layers.0": torch.ones(2 * ENTRIES, 1, 8, 16),
-        "layers.1": torch.ones(ENTRIES, 1, 1, 16, dtype=torch.int8),
-    }
-
-
-def cleared(cache: torch.Tensor) -> list[int]:
-    """Which blocks."""
-    return [number for number, block in enumerate(cache) if not block.any()]
-
-
-def test_beside_state_the_last_block_of_attention_is_cleared(
-    caches: dict[str, torch.Tensor],
+@pytest.mark.parametrize(
+    ("specs", "ids", "cleared"),
+    [
+        pytest.param((FULL, STATE), [3, 1], [2, 3], id="the last block beside state"),
+        pytest.param((FULL, STATE), [3, -1], [], id="an absent last block"),
+        pytest.param((FULL, STATE), [], [], id="no block"),
+        pytest.param((FULL,), [3, 1], [], id="no state"),
+    ],
+)
+@pytest.mark.parametrize("is_here", [True, False], ids=["", "layers of another stage"])
+def test_the_last_block_of_attention_is_cleared_beside_state(
+    specs: tuple[KVCacheSpec, ...], ids: list[int], cleared: list[int], *, is_here: bool
 ) -> None:
-    tails = StaleTails(cache_of(FULL, STATE), caches)
-    tails.clear([load([3, 1], [-1] * 19 + [2])])
-    assert cleared(caches["layers.0"]) == [2, 3]
-    assert cleared(caches["layers.1"]) == []
-
-
-@pytest.mark.parametrize("ids", [[], [-1, -1], [3, -1]], ids=["no entry", "all absent", "the last"])
-def test_what_is_absent_is_not_cleared(caches: dict[str, torch.Tensor], ids: list[int]) -> None:
-    StaleTails(cache_of(FULL, STATE), caches).clear([load(ids, [])])
-    assert cleared(caches["layers.0"]) == []
-
-
-def test_without_state_nothing_is_touched(caches: dict[str, torch.Tensor]) -> None:
-    StaleTails(cache_of(FULL), caches).clear([load([3, 1])])
-    assert cleared(caches["layers.0"]) == []
-
-
-def test_layers_of_other_stages_are_not_here(caches: dict[str, torch.Tensor]) -> None:
-    del caches["layers.0"]
-    StaleTails(cache_of(FULL, STATE), caches).clear([load([3, 1], [-1] * 19 + [2])])
-    assert cleared(caches["layers.1"]) == []
+    attention = torch.ones(2 * ENTRIES, 1, 8, 16)  # each block is two kernel blocks
+    state = torch.ones(ENTRIES, 1, 1, 16, dtype=torch.int8)
+    groups = [KVCacheGroupSpec([f"layers.{n}"], spec) for n, spec in enumerate(specs)]
+    cache = KVCacheConfig(num_blocks=ENTRIES, kv_cache_tensors=[], kv_cache_groups=groups)
+    caches = {"layers.0": attention, "layers.1": state} if is_here else {"layers.1": state}
+    tables = (Table.of(ids), Table.of([-1] * 19 + [2]))[: len(specs)]
+    StaleTails(cache, caches).clear([StartLoad(D1, 0, 20, tables)])
+    assert [n for n, block in enumerate(attention) if not block.any()] == cleared * is_here
+    assert state.all()

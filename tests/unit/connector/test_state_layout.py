@@ -70,31 +70,21 @@ class Model:
         return truth
 
 
-MODELS = [
-    pytest.param(
-        Model("GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (8, 16)}, (8, 16, 32)),
-        id="gated delta net",
+MODELS = {
+    "gated delta net": Model(
+        "GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (8, 16)}, (8, 16, 32)
     ),
-    pytest.param(
-        Model("GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (4, 32)}, (4, 32, 32)),
-        id="Kimi's delta attention",
+    "Kimi's delta attention": Model(
+        "GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (4, 32)}, (4, 32, 32)
     ),
-    pytest.param(
-        Model("MAMBA2", {"x": (8, 16), "B": (4, 32), "C": (4, 32)}, (8, 16, 32)), id="Mamba2"
+    "Mamba2": Model("MAMBA2", {"x": (8, 16), "B": (4, 32), "C": (4, 32)}, (8, 16, 32)),
+    "Mamba2, one group": Model(
+        "MAMBA2", {"x": (8, 16), "B": (1, 32), "C": (1, 32)}, (8, 16, 32), copied=frozenset("BC")
     ),
-    pytest.param(
-        Model(
-            "MAMBA2",
-            {"x": (8, 16), "B": (1, 32), "C": (1, 32)},
-            (8, 16, 32),
-            copied=frozenset("BC"),
-        ),
-        id="Mamba2, one group",
-    ),
-    pytest.param(Model("MAMBA1", {"convolution": (64, 4)}, (256, 8), unit=4), id="Mamba1"),
-    pytest.param(Model("SHORT_CONV", {"convolution": (64, 4)}), id="short convolution"),
-    pytest.param(Model("LINEAR", {}, (8, 16, 16)), id="linear attention"),
-]
+    "Mamba1": Model("MAMBA1", {"convolution": (64, 4)}, (256, 8), unit=4),
+    "short convolution": Model("SHORT_CONV", {"convolution": (64, 4)}),
+    "linear attention": Model("LINEAR", {}, (8, 16, 16)),
+}
 
 
 def share(content: np.ndarray, place: Place, *, is_copied: bool) -> np.ndarray:
@@ -143,19 +133,16 @@ def test_the_shapes_here_are_vllms(tp: int) -> None:
     """In whichever order this process keeps a convolution's state."""
     by_channel = is_conv_state_dim_first()
     calculate = MambaStateShapeCalculator
-    model = MODELS[0].values[0]
-    assert isinstance(model, Model)
+    model = MODELS["gated delta net"]
     vllms = calculate.gated_delta_net_state_shape(tp, 4, 8, 32, 16, ROWS + 1, 2)
     assert list(vllms) == model.shapes(tp, 2, by_channel)
-    model = MODELS[2].values[0]
-    assert isinstance(model, Model)
+    model = MODELS["Mamba2"]
     vllms = calculate.mamba2_state_shape(tp, 128, 4, 8, 16, 32, ROWS + 1, 2)
     assert list(vllms) == model.shapes(tp, 2, by_channel)
 
 
 def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
-    model = MODELS[3].values[0]
-    assert isinstance(model, Model)
+    model = MODELS["Mamba2, one group"]
     spec = spec_of(model, 4, spare=0, by_channel=is_conv_state_dim_first())
     view = torch.zeros(1, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
 
@@ -168,20 +155,6 @@ def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
     assert groups(4) == [3, 3]
     with pytest.raises(ConfigError, match="its model has None groups; allowed: 1 or 4"):
         groups(None)
-
-
-@pytest.mark.parametrize(
-    ("on_rank", "place", "size"),
-    [
-        pytest.param(8192, Place(0, 1), 128, id="many"),
-        pytest.param(1024, Place(3, 8), 128, id="the same, cut"),
-        pytest.param(5120, Place(0, 1), 16, id="no power of two"),
-    ],
-)
-def test_engines_of_other_sizes_make_units_of_the_same_channels(
-    on_rank: int, place: Place, size: int
-) -> None:
-    assert kv_layout._channels(on_rank, place) == size
 
 
 # --- two engines
@@ -245,8 +218,7 @@ def sides(model: Model) -> st.SearchStrategy[Side]:
 @settings(max_examples=40)
 @given(st.data())
 def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
-    model = data.draw(st.sampled_from([case.values[0] for case in MODELS]))
-    assert isinstance(model, Model)
+    model = data.draw(st.sampled_from([*MODELS.values()]))
     prefill, decode = data.draw(sides(model)), data.draw(sides(model))
     local = data.draw(st.integers(0, 40))
     tokens = range(local, data.draw(st.integers(local + 1, 60)))

@@ -1,6 +1,7 @@
 """What is read from vLLM's configuration and requests, and which engines are refused."""
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,11 +36,9 @@ from nixl_kv.connector.vllm_config import (
     draft_facts,
     draft_model_of,
     has_sleep_hooks,
-    is_copy,
     model_facts,
     pagings,
     parallel_shape,
-    parse_config,
     prompt_of,
     required_layout,
     shorten,
@@ -97,10 +96,6 @@ def changing(path: str, value: Any) -> Callable[[VllmConfig], None]:
     return change
 
 
-def unchanged(config: VllmConfig) -> None:
-    del config
-
-
 def media(
     *, gb: float = 0, is_prefix_cached: bool = False, **options: Any
 ) -> Callable[[VllmConfig], None]:
@@ -120,49 +115,50 @@ FULL = FullAttentionSpec(**ATTENTION)
 STATES = FullAttentionSpec(**ATTENTION)
 object.__setattr__(STATES, "tokens_per_state", 4)
 
-PCP = "parallel_config.prefill_context_parallel_size"
-EXPERTS = SimpleNamespace(enable_return_routed_experts=True)
+
+class NewSpec(FullAttentionSpec):
+    """A later vLLM's."""
+
+
+PCP = changing("parallel_config.prefill_context_parallel_size", 2)
+BUFFER = changing("kv_transfer_config.kv_buffer_device", "tpu")
+EXPERTS = changing("aux_output_config", SimpleNamespace(enable_return_routed_experts=True))
 OTHER_STATES = cache_of(FULL, mamba("GDN_ATTN", 4))
 
-REFUSED: dict[str, tuple[Callable[[VllmConfig], None], KVCacheConfig]] = {
-    "prefill context parallelism": (changing(PCP, 2), cache_of(FULL)),
-    "a KV buffer on another device": (
-        changing("kv_transfer_config.kv_buffer_device", "tpu"),
-        cache_of(FULL),
-    ),
-    "the experts of each token": (changing("aux_output_config", EXPERTS), cache_of(FULL)),
+REFUSED: dict[str, tuple[Callable[[VllmConfig], None] | None, KVCacheConfig]] = {
+    "prefill context parallelism": (PCP, cache_of(FULL)),
+    "a KV buffer on another device": (BUFFER, cache_of(FULL)),
+    "the experts of each token": (EXPERTS, cache_of(FULL)),
     "images, audio and video without content hashes": (media(), cache_of(FULL)),
-    "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1": (unchanged, OTHER_STATES),
-    "several tokens in one stored state": (unchanged, cache_of(STATES)),
+    "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1": (None, OTHER_STATES),
+    "several tokens in one stored state": (None, cache_of(STATES)),
+    "than ChunkedLocalAttentionSpec, Full": (None, cache_of(NewSpec(**ATTENTION))),
 }
 if not has_sleep_hooks():
-    REFUSED["sleep mode"] = changing("model_config.enable_sleep_mode", True), cache_of(FULL)  # noqa: FBT003
+    REFUSED["sleep mode"] = changing("model_config.enable_sleep_mode", value=True), cache_of(FULL)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_engine_that_cannot_be_served_is_refused_with_the_reason(words: str) -> None:
+    config, (change, cache) = vllm_config(), REFUSED[words]
+    check_supported(config, cache_of(FULL))
+    if change is not None:
+        change(config)
+    with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
+        check_supported(config, cache)
 
 
 @pytest.mark.parametrize(
     ("platform", "is_served"),
-    [("CUDA", True), ("ROCM", True), ("CPU", True), ("XPU", False), ("TPU", False), ("OOT", False)],
+    [("CUDA", True), ("ROCM", True), ("CPU", True), ("XPU", False), ("OOT", False)],
 )
 def test_other_platforms_are_refused(
     platform: str, *, is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(current_platform, "_enum", PlatformEnum[platform])
-    refused = (
-        contextlib.nullcontext()
-        if is_served
-        else pytest.raises(ConfigError, match="run the engine on NVIDIA or AMD GPUs")
-    )
-    with refused:
+    refused = pytest.raises(ConfigError, match="run the engine on NVIDIA or AMD GPUs")
+    with contextlib.nullcontext() if is_served else refused:
         check_supported(vllm_config(), cache_of(FULL))
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_an_engine_that_cannot_be_served_is_refused_in_words(words: str) -> None:
-    config, (change, cache) = vllm_config(), REFUSED[words]
-    check_supported(config, cache_of(FULL))
-    change(config)
-    with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
-        check_supported(config, cache)
 
 
 @pytest.mark.parametrize("gb", [0, 4])
@@ -184,7 +180,7 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
 
 def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
     config = vllm_config(kv_role="kv_producer")
-    config.parallel_config.prefill_context_parallel_size = 2
+    PCP(config)
     check_supported(config, cache_of(FULL))
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ConfigError, match="together with decode context parallelism"):
@@ -193,18 +189,10 @@ def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
 
 def test_all_that_is_refused_is_named_at_once() -> None:
     config = vllm_config()
-    config.parallel_config.prefill_context_parallel_size = 2
-    config.kv_transfer_config.kv_buffer_device = "tpu"
+    PCP(config)
+    BUFFER(config)
     with pytest.raises(ConfigError, match=r"prefill context parallelism.*; nor a KV buffer"):
         check_supported(config, cache_of(FULL))
-
-
-def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
-    class NewSpec(FullAttentionSpec):
-        """A later vLLM's."""
-
-    with pytest.raises(ConfigError, match="than ChunkedLocalAttentionSpec, Full"):
-        check_supported(vllm_config(), cache_of(NewSpec(**ATTENTION)))
 
 
 @pytest.mark.parametrize(("kind", "num_states"), STATE_KINDS.items())
@@ -223,15 +211,10 @@ def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
 # --- the engine
 
 
-def test_the_operators_choices_are_parsed() -> None:
-    config = parse_config(vllm_config({"port": 7, "lease_s": 3}))
-    assert (config.port, config.lease_s) == (7, 3.0)
-    with pytest.raises(ConfigError, match="unknown key 'prot'"):
-        parse_config(vllm_config({"prot": 7}))
-
-
 def test_the_models_facts_are_those_of_its_configuration() -> None:
-    facts = model_facts(vllm_config())
+    config = vllm_config()
+    config.model_config.served_model_name = ["tiny", "second"]
+    facts = model_facts(config)
     assert {name: facts[name] for name in facts if name != "config digest"} == {
         "model_type": "qwen3",
         "vocab_size": "4099",
@@ -249,35 +232,27 @@ def test_the_models_facts_are_those_of_its_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "is_same"),
+    ("whose", "changed", "is_same"),
     [
-        pytest.param("rope_parameters", {"rope_theta": 5.0}, False, id="another rope"),
-        pytest.param("_name_or_path", "/models/copy", True, id="another folder"),
-        pytest.param("transformers_version", "9", True, id="another version"),
+        pytest.param("hf_text_config", {"rope_parameters": {"rope_theta": 5.0}}, False, id="rope"),
+        pytest.param("hf_text_config", {"_name_or_path": "/models/copy"}, True, id="folder"),
+        pytest.param("hf_text_config", {"transformers_version": "9"}, True, id="version"),
+        pytest.param("hf_config", {"vision_config": {"depth": 4}}, False, id="encoder"),
+        pytest.param("hf_config", {"vision_config": {"dtype": "float16"}}, True, id="its dtype"),
+        pytest.param(
+            "hf_config", {"text_config": {"_name_or_path": "/copy"}}, True, id="folder within"
+        ),
     ],
 )
 def test_the_rest_of_the_configuration_is_compared_by_a_digest(
-    name: str, value: object, *, is_same: bool
+    whose: str, changed: dict[str, Any], *, is_same: bool
 ) -> None:
     config, other = vllm_config(), vllm_config()
-    values = other.model_config.hf_text_config.to_dict() | {name: value}
-    other.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
-    assert (model_facts(config) == model_facts(other)) is is_same
-
-
-@pytest.mark.parametrize(
-    ("outer", "is_same"),
-    [
-        pytest.param({"vision_config": {"depth": 4}}, False, id="another encoder"),
-        pytest.param({"vision_config": {"dtype": "float16"}}, True, id="the encoder's dtype"),
-        pytest.param({"text_config": {"_name_or_path": "/copy"}}, True, id="another folder"),
-    ],
-)
-def test_so_is_what_is_around_the_text_model(outer: dict[str, Any], *, is_same: bool) -> None:
-    config, other = vllm_config(), vllm_config()
-    for each, values in (config, {"vision_config": {}, "text_config": {}}), (other, outer):
-        whole: dict[str, Any] = {"vision_config": {}, "text_config": {}} | values
-        each.model_config.hf_config = SimpleNamespace(to_dict=lambda whole=whole: whole)
+    values = getattr(config.model_config, whose).to_dict()
+    if whose == "hf_config":
+        values |= {"vision_config": {}, "text_config": {}}
+    for each, whole in ((config, values), (other, values | changed)):
+        setattr(each.model_config, whose, SimpleNamespace(to_dict=lambda whole=whole: whole))
     assert (model_facts(config) == model_facts(other)) is is_same
 
 
@@ -287,14 +262,6 @@ def new_facts(change: Callable[[Any], None]) -> dict[str, str]:
     before = model_facts(config)
     change(config)
     return {name: text for name, text in model_facts(config).items() if name not in before}
-
-
-def with_text(**values: Any) -> Callable[[Any], None]:
-    def change(config: Any) -> None:
-        changed = config.model_config.hf_text_config.to_dict() | values
-        config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: changed)
-
-    return change
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
@@ -325,7 +292,8 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
     text: dict[str, Any], max_model_len: int, expected: dict[str, str]
 ) -> None:
     def change(config: Any) -> None:
-        with_text(**text)(config)
+        values = config.model_config.hf_text_config.to_dict() | text
+        config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
         config.model_config.max_model_len = max_model_len
 
     assert new_facts(change) == {f"max_model_len above {n}": is_so for n, is_so in expected.items()}
@@ -334,7 +302,7 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
-        pytest.param({}, {}, id="none"),
+        pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit is none"),
         pytest.param(
             {"mm_processor_kwargs": {"max_pixels": 9, "device": "cuda"}},
             {"mm_processor_kwargs": '{"max_pixels": 9}'},
@@ -346,21 +314,13 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
             id="the reader's",
         ),
         pytest.param({"video_pruning_rate": 0.5}, {"video_pruning": "evs 0.5"}, id="pruning"),
-        pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit"),
     ],
 )
 def test_what_an_engine_makes_of_media_is_a_fact(
     options: dict[str, Any], changed: dict[str, str]
 ) -> None:
-    assert (
-        new_facts(media(gb=4, **options))
-        == {
-            "mm_processor_kwargs": "{}",
-            "media_io_kwargs": "{}",
-            "video_pruning": "none",
-        }
-        | changed
-    )
+    plain = {"mm_processor_kwargs": "{}", "media_io_kwargs": "{}", "video_pruning": "none"}
+    assert new_facts(media(gb=4, **options)) == plain | changed
 
 
 def with_draft(
@@ -412,29 +372,17 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
     assert (others != found) is has_layers
 
 
-@pytest.mark.parametrize(
-    ("modules", "is_fact"), [(1, False), (3, True)], ids=["one module", "several modules"]
-)
-def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted(
-    modules: int, *, is_fact: bool
-) -> None:
-    two, three = (
-        draft_facts_of(with_draft("mtp", tokens=tokens, modules=modules)) for tokens in (2, 3)
-    )
-    assert (two != three) is is_fact
+def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted() -> None:
+    def facts(tokens: int, modules: int) -> dict[str, str]:
+        return draft_facts_of(with_draft("mtp", tokens=tokens, modules=modules))
+
+    assert facts(2, modules=1) == facts(3, modules=1)
+    assert facts(2, modules=3) != facts(3, modules=3)
 
 
 @pytest.mark.parametrize(
     ("method", "tokens", "modules", "computed"),
-    [
-        ("ngram", 3, 1, 1),
-        ("draft_model", 3, 1, 1),
-        ("eagle3", 3, 1, 1),
-        ("mtp", 3, 1, 1),
-        ("mtp", 1, 3, 1),
-        ("mtp", 2, 3, 2),
-        ("mtp", 3, 3, 3),
-    ],
+    [("ngram", 3, 1, 1), ("mtp", 3, 1, 1), ("mtp", 1, 3, 1), ("mtp", 2, 3, 2), ("mtp", 3, 3, 3)],
 )
 def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     method: str, tokens: int, modules: int, computed: int
@@ -449,7 +397,6 @@ def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     ("role", "modules", "spec", "is_refused"),
     [
         ("kv_consumer", 3, mamba(), True),
-        ("kv_both", 3, mamba(), True),
         ("kv_producer", 3, mamba(), False),
         ("kv_consumer", 1, mamba(), False),
         ("kv_consumer", 3, sliding(), False),
@@ -461,12 +408,9 @@ def test_several_draft_modules_beside_state_are_refused_on_decode(
     """It would need the state before the tokens that it computes."""
     config = vllm_config(kv_role=role)
     with_draft("mtp", modules=modules)(config)
-    cache = cache_of(FULL, spec)
-    if not is_refused:
-        check_supported(config, cache)
-        return
-    with pytest.raises(ConfigError, match="several draft modules"):
-        check_supported(config, cache)
+    refused = pytest.raises(ConfigError, match="several draft modules")
+    with refused if is_refused else contextlib.nullcontext():
+        check_supported(config, cache_of(FULL, spec))
 
 
 @pytest.mark.parametrize(
@@ -476,7 +420,6 @@ def test_several_draft_modules_beside_state_are_refused_on_decode(
         ("model.layers.1.self_attn.attn", True, True),
         ("model.layers.2.self_attn.attn", False, True),
         ("draft_model.model.layers.0.self_attn.attn", False, True),
-        ("mtp.layers.0.self_attn.attn", False, True),
         ("model.mtp.layers.0.self_attn.attn", False, True),
         ("model.norm", False, False),
     ],
@@ -498,15 +441,8 @@ def test_layers_of_a_draft_model_are_known_by_mark_or_name(
 
 def test_a_fact_that_is_long_is_compared_by_a_digest() -> None:
     """A description has bounds."""
-    (text,) = {new_facts(media(gb=4, mm_processor_kwargs={"a": "b" * 5000}))["mm_processor_kwargs"]}
-    assert text.startswith("digest ")
-    assert len(text) < 30
-
-
-def test_of_several_served_names_the_first_one_counts() -> None:
-    config = vllm_config()
-    config.model_config.served_model_name = ["first", "second"]
-    assert model_facts(config)["served_model_name"] == "first"
+    text = new_facts(media(gb=4, mm_processor_kwargs={"a": "b" * 5000}))["mm_processor_kwargs"]
+    assert re.fullmatch("digest .{1,22}", text)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +467,10 @@ def test_the_packed_layout_is_asked_for_where_it_is_known_good(
 ) -> None:
     given = {"layout": "auto", "is_cuda": True, "major": 9, "backend": None, "block_size": 16}
     given |= {"use_mla": False, "is_hybrid": False, "cache_dtype": "auto"} | changed
-    capability = given["major"] and SimpleNamespace(major=given["major"])
+    capability, backend = (
+        given[key] and SimpleNamespace(**{name: given[key]})
+        for key, name in (("major", "major"), ("backend", "name"))
+    )
     platform = SimpleNamespace(
         is_cuda=lambda: given["is_cuda"], get_device_capability=lambda: capability
     )
@@ -540,31 +479,34 @@ def test_the_packed_layout_is_asked_for_where_it_is_known_good(
     override(config, use_mla=given["use_mla"], is_hybrid=given["is_hybrid"])
     config.cache_config.block_size = given["block_size"]
     config.cache_config.cache_dtype = given["cache_dtype"]
-    backend = given["backend"] and SimpleNamespace(name=given["backend"])
     config.attention_config = SimpleNamespace(backend=backend)
     assert required_layout(config) == expected
+
+
+def with_media_at(offset: int) -> dict[str, Any]:
+    position = SimpleNamespace(offset=offset, length=10)
+    return {"mm_features": [SimpleNamespace(mm_position=position)]}
+
+
+NO_CACHE = {"sampling_params": SimpleNamespace(skip_reading_prefix_cache=True)}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        pytest.param({"num_tokens": 1}, "its prompt has one token", id="one token"),
-        pytest.param({"skip": True}, "its client asks for the prompt's log prob", id="log probs"),
-        pytest.param({"media": (90, 10)}, "its prompt ends within an image", id="media at the end"),
-        pytest.param({"media": (80, 10)}, "", id="media before"),
+        pytest.param({"num_prompt_tokens": 1}, "its prompt has one token", id="one token"),
+        pytest.param(NO_CACHE, "its client asks for the prompt's log prob", id="log probs"),
+        pytest.param(with_media_at(90), "its prompt ends within an image", id="media at the end"),
+        pytest.param(with_media_at(80), "", id="media before"),
         pytest.param({}, "", id="any other"),
     ],
 )
 def test_a_request_that_needs_its_last_token_computes_it(
     change: dict[str, Any], words: str
 ) -> None:
-    request = new_request(num_tokens=change.get("num_tokens", 100))
-    if change.get("skip"):
-        request.sampling_params.skip_reading_prefix_cache = True
-    if "media" in change:
-        offset, length = change["media"]
-        position = SimpleNamespace(offset=offset, length=length)
-        request.mm_features = [SimpleNamespace(mm_position=position)]
+    request = new_request(num_tokens=100)
+    for name, value in change.items():
+        setattr(request, name, value)
     assert why_not_shortened(request).startswith(words)
     assert bool(why_not_shortened(request)) == bool(words)
 
@@ -594,17 +536,12 @@ def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("spec", "tokens"),
     [
-        pytest.param(FULL, 0, id="full"),
-        pytest.param(sliding(64), 64, id="sliding"),
-        pytest.param(
-            ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=128), 128, id="chunked"
-        ),
-        pytest.param(
-            UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layers.0": sliding(48)}),
-            48,
-            id="layers with specs of their own",
-        ),
+        (FULL, 0),
+        (sliding(64), 64),
+        (ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=128), 128),
+        (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layers.0": sliding(48)}), 48),
     ],
+    ids=["full", "sliding", "chunked", "layers with specs of their own"],
 )
 def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
     assert window(spec) == tokens
@@ -616,11 +553,14 @@ def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> N
 REPLICATED = replace(FULL, dcp_sharded=False)
 
 
-def divided(number: int = 2, width: int = 1) -> Any:
+def divided(number: int = 2, width: int = 1, **changed: Any) -> Any:
     config = vllm_config()
     config.parallel_config.decode_context_parallel_size = number
     config.parallel_config.cp_kv_cache_interleave_size = width
     config.parallel_config._allow_auto_resolve_cp_interleave_size = True
+    for name, value in changed.items():
+        owner = config.parallel_config if hasattr(config.parallel_config, name) else config
+        setattr(owner, name, value)
     return config
 
 
@@ -651,67 +591,41 @@ def test_a_block_table_counts_blocks_of_all_ranks() -> None:
     assert pagings(divided(4), cache) == expected
 
 
-def choose(config: Any, cache: KVCacheConfig, backends: set[str]) -> None:
-    """For an engine whose layers have these backends."""
-    layers = [SimpleNamespace(get_name=lambda name=name: name) for name in backends]
-    context = {layer.get_name(): SimpleNamespace(attn_backend=layer) for layer in layers}
-    config.compilation_config.static_forward_context = context
-    choose_interleave(config, cache)
-
-
 @pytest.mark.parametrize(
-    ("backends", "changes", "width"),
+    ("config", "backend", "width"),
     [
-        pytest.param({"FLASH_ATTN_MLA"}, {}, 32, id="in whole blocks"),
-        pytest.param({"FLASHINFER_MLA"}, {}, 1, id="a kernel that cannot"),
-        pytest.param({"TRITON_MLA"}, {"speculative_config": object()}, 1, id="speculation"),
+        pytest.param(divided(), "FLASH_ATTN_MLA", 32, id="in whole blocks"),
+        pytest.param(divided(), "FLASHINFER_MLA", 1, id="a kernel that cannot"),
+        pytest.param(divided(speculative_config=object()), "TRITON_MLA", 1, id="speculation"),
+        pytest.param(divided(1), "TRITON_MLA", 1, id="not divided"),
+        pytest.param(
+            divided(width=4, _allow_auto_resolve_cp_interleave_size=False),
+            "TRITON_MLA",
+            4,
+            id="the operator's",
+        ),
+        pytest.param(
+            divided(width=4, dcp_kv_cache_interleave_size=4),
+            "TRITON_MLA",
+            4,
+            id="the operator's, by the older flag, of which vLLM makes a copy",
+        ),
     ],
 )
 def test_tokens_are_divided_in_whole_blocks_where_they_can(
-    backends: set[str], changes: dict[str, object], width: int
+    config: Any, backend: str, width: int
 ) -> None:
-    config = divided()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    choose(config, cache_of(FULL, REPLICATED), backends)
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    config.compilation_config.static_forward_context = {"layer": layer}
+    choose_interleave(config, cache_of(FULL, REPLICATED))
     assert config.parallel_config.cp_kv_cache_interleave_size == width
-
-
-@pytest.mark.parametrize("flag", ["cp", "dcp"])
-def test_the_operators_interleave_stays(flag: str) -> None:
-    """By either name of the flag; of the former one vLLM makes a copy."""
-    config = divided(width=4)
-    config.parallel_config._allow_auto_resolve_cp_interleave_size = flag == "dcp"
-    config.parallel_config.dcp_kv_cache_interleave_size = 4 if flag == "dcp" else 1
-    choose(config, cache_of(FULL), {"TRITON_MLA"})
-    assert config.parallel_config.cp_kv_cache_interleave_size == 4
-
-
-def test_without_division_nothing_is_chosen() -> None:
-    config = divided(1)
-    choose(config, cache_of(FULL), {"TRITON_MLA"})
-    assert config.parallel_config.cp_kv_cache_interleave_size == 1
-
-
-@pytest.mark.usefixtures("second_rank")
-@pytest.mark.parametrize(("number", "expected"), [(1, False), (2, True)])
-def test_workers_that_compute_a_prompt_together_are_copies(number: int, *, expected: bool) -> None:
-    config = vllm_config()
-    config.parallel_config.prefill_context_parallel_size = number
-    assert is_copy(config) is expected
 
 
 # --- requests
 
 
-def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on() -> None:
-    request: Any = new_request(num_tokens=3)
-    prompt = prompt_of(request)
-    assert (prompt.request, prompt.num_tokens) == (request.request_id, 3)
-    assert (prompt.token_ids, prompt.extras) == ([0, 1, 2], ())
-
-
 EXTRAS: list[tuple[str, dict[str, Any], tuple[bytes, ...]]] = [
+    ("nothing", {}, ()),
     ("adapter", {"lora_request": SimpleNamespace(lora_name="a")}, (b"loraa",)),
     ("salt", {"cache_salt": "s"}, (b"salts",)),
     (
@@ -732,36 +646,26 @@ EXTRAS: list[tuple[str, dict[str, Any], tuple[bytes, ...]]] = [
 @pytest.mark.parametrize(
     ("changed", "extras"), [pytest.param(*case[1:], id=case[0]) for case in EXTRAS]
 )
-def test_each_thing_that_the_kv_depends_on_is_hashed(
+def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on(
     changed: dict[str, Any], extras: tuple[bytes, ...]
 ) -> None:
-    request: Any = new_request()
+    request: Any = new_request(num_tokens=3)
     for name, value in changed.items():
         setattr(request, name, value)
-    assert prompt_of(request).extras == extras
+    prompt = prompt_of(request)
+    assert (prompt.request, prompt.num_tokens) == (request.request_id, 3)
+    assert (prompt.token_ids, prompt.extras) == ([0, 1, 2], extras)
 
 
-@pytest.mark.parametrize(
-    ("status", "computed", "reason"),
-    [
-        ("FINISHED_LENGTH_CAPPED", 100, ""),
-        ("FINISHED_STOPPED", 105, ""),
-        ("FINISHED_ABORTED", 100, "it ended as FINISHED_ABORTED"),
-        ("FINISHED_ERROR", 100, "it ended as FINISHED_ERROR"),
-        ("FINISHED_STOPPED", 99, "99 of 100 tokens computed"),
-    ],
-)
-def test_only_a_complete_prompt_is_offered(status: str, computed: int, reason: str) -> None:
-    request: Any = new_request()
-    request.status, request.num_computed_tokens = RequestStatus[status], computed
-    assert why_not_offered(request) == reason
-
-
-def test_no_other_end_of_a_request_is_good() -> None:
-    """Nor is one that a later vLLM adds."""
+def test_only_a_complete_prompt_is_offered() -> None:
+    """No other end of a request is good, nor one that a later vLLM adds."""
     request: Any = new_request()
     request.num_computed_tokens = 100
-    good = []
+    reasons = {}
     for request.status in RequestStatus:
-        good += [] if why_not_offered(request) else [request.status.name]
-    assert good == ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
+        reasons[request.status.name] = why_not_offered(request)
+    assert reasons["FINISHED_ABORTED"] == "it ended as FINISHED_ABORTED"
+    good = ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
+    assert [name for name, reason in reasons.items() if not reason] == good
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, 99
+    assert why_not_offered(request) == "99 of 100 tokens computed"

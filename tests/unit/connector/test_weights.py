@@ -23,26 +23,20 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 from support.records import hex32, ticket_for
-from support.vllm_scheduler import SteppedScheduler, make_config
+from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
 
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
 NUM_BLOCKS: Final = 60
-WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 LIFE: Final = Incarnation(hex32(0x11FE))
 
 
 class Engine(SteppedScheduler):
-    """One engine: vLLM's scheduler with this connector."""
-
-    def __init__(self, role: str, *, is_async: bool = False, **extra: Any) -> None:
+    def __init__(self, role: str, **extra: Any) -> None:
         transfer = KVTransferConfig(
-            kv_connector="NixlKVConnector",
-            kv_connector_module_path="nixl_kv.connector",
-            kv_role=role,
-            kv_connector_extra_config={"port": 0, **extra},
+            **OURS, kv_role=role, kv_connector_extra_config={"port": 0, **extra}
         )
-        super().__init__(make_config(transfer, NUM_BLOCKS, is_async=is_async, max_num_seqs=1))
+        super().__init__(make_config(transfer, NUM_BLOCKS, max_num_seqs=1))
         self.describe(LIFE)
         assert kinds(self.step()) == ["SetEngine"]
 
@@ -123,31 +117,6 @@ def end_weights(engine: Engine, how: str) -> None:
 # --- decode
 
 
-def test_a_pause_for_new_weights_ends_what_was_asked_for(make: Make) -> None:
-    """As `pause_generation("keep")` does: no step is made from the pause to the resumption."""
-    decode = make("kv_consumer")
-    decode.request("running", first=3000, n=40, out=400)
-    decode.step()
-    asked = decode.request("asked", decode.ticket())
-    assert kinds(decode.step()) == ["PrepareLoad"]
-
-    decode.vllm.set_pause_state(PauseState.PAUSED_ALL)
-    assert decode.vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    late = decode.request("late", decode.ticket(first=1000), first=1000)
-    decode.vllm.set_pause_state(PauseState.UNPAUSED)
-    decode.vllm.finish_requests(["running"], RequestStatus.FINISHED_ABORTED)
-
-    output, commands = decode.schedule()
-    assert output.num_scheduled_tokens == {"asked": PROMPT}  # all of it, by the new weights
-    assert kinds(commands) == ["CancelLoad", "PrepareLoad", "CancelLoad"]
-    decode.end(output)
-    assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    output, commands = decode.schedule()
-    assert output.num_scheduled_tokens == {"late": PROMPT}
-    assert late.num_computed_tokens == PROMPT
-    assert not commands
-
-
 @pytest.mark.parametrize("how", RESETS)
 def test_a_load_that_was_asked_for_never_starts(make: Make, how: str) -> None:
     decode = make("kv_consumer")
@@ -163,61 +132,37 @@ def test_a_load_that_was_asked_for_never_starts(make: Make, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", RESETS)
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("report", ["good", "failed", "good, on its way"])
-def test_a_load_under_way_is_computed_again(
-    make: Make, how: str, *, is_async: bool, report: str
-) -> None:
+def test_a_load_under_way_is_computed_again(make: Make, how: str, *, report: str) -> None:
     """Whatever the workers report, or have reported: vLLM hears of one end, and it is a failure."""
-    decode = make("kv_consumer", is_async=is_async)
+    decode = make("kv_consumer")
     request = decode.request("d", decode.ticket())
-    started = decode.step()
-    assert kinds(started) == ["PrepareLoad", "StartLoad"]
+    assert kinds(decode.step()) == ["PrepareLoad", "StartLoad"]
     on_its_way, _ = decode.schedule()
     end_weights(decode, how)
     if report == "good, on its way":  # that step's output has it, and comes after the reset
         decode.end(on_its_way, finished_recving={"d"})
         output, commands = decode.schedule()
+        decode.end(output)
     else:
         decode.end(on_its_way)
         output, commands = decode.schedule()
         failed = {"failed_recving": {"d"}} if report == "failed" else {}
-        assert not output.num_scheduled_tokens
         decode.end(output, finished_recving={"d"}, **failed)
-        assert output.kv_connector_metadata.failed == []
-        output, again = decode.schedule()
-        assert again == []
-    assert commands == [CancelLoad(started[1].request)]  # type: ignore[union-attr]
-    for _ in range(3):
-        if output.num_scheduled_tokens:
-            break
-        assert decode.num_cached == 0
-        decode.end(output)
-        output, _ = decode.schedule()
+        if report == "good":
+            decode.step()
+    assert commands == [CancelLoad(RequestId("d"))]
+    assert not output.num_scheduled_tokens
+    assert decode.num_cached == 0
+    output, _ = decode.schedule()
     assert output.num_scheduled_tokens == {"d": PROMPT}
     decode.end(output)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert decode.step() in ([], [CancelLoad(started[1].request)])  # type: ignore[union-attr]
-    assert not decode.vllm.requests
-
-
-def test_a_load_that_is_held_back_may_be_aborted(make: Make) -> None:
-    """Its blocks are free once it has been reported, once."""
-    decode = make("kv_consumer")
-    decode.request("d", decode.ticket())
-    decode.step()
-    assert decode.connector.reset_cache()
-    decode.step(finished_recving={"d"})
-    decode.vllm.finish_requests(["d"], RequestStatus.FINISHED_ABORTED)
-    assert "d" in decode.vllm.requests
     decode.step()
     assert not decode.vllm.requests
-    assert decode.free_blocks == decode.idle
-    assert decode.num_cached == 0
 
 
 def test_the_worker_reports_what_was_held_back(make: Make) -> None:
-    """With the step that says so; vLLM takes one report of each worker."""
     decode = make("kv_consumer")
     decode.request("d", decode.ticket())
     decode.step()
@@ -268,12 +213,12 @@ def test_an_engine_that_wakes_up_takes_tickets_again(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_read"),
-    [("", "", True), ("7", "7", True), ("7", "8", False), ("", "8", False), ("7", "", False)],
+    [("7", "7", True), ("7", "8", False), ("", "8", False)],
 )
 def test_other_weights_are_not_read(
     make: Make, caplog: pytest.LogCaptureFixture, theirs: str, ours: str, *, is_read: bool
 ) -> None:
-    """One line names both labels, the counter counts, and prefill need not wait."""
+    """One line names both labels, and prefill need not wait."""
     decode = make("kv_consumer", weights=ours)
     ticket = decode.ticket(weights=theirs)
     with caplog.at_level(logging.WARNING, "nixl_kv"):
@@ -293,7 +238,7 @@ def test_other_weights_are_not_read(
         f"request d is computed here: kv_transfer_params: weights is {theirs!r}; this engine's "
         f"weights are {ours!r}"
     )
-    assert decode.connector.stats.data["tickets_refused"] == 1
+    assert decode.connector.stats.data["refused_tickets"] == {"weights": 1}
 
 
 def test_a_label_that_comes_while_blocks_are_found_ends_the_load(
@@ -346,28 +291,6 @@ def test_prefill_takes_its_offers_back_with_the_next_step(make: Make, how: str) 
     assert after.weights == ("" if how == "reset" else "step 8")
 
 
-def test_a_reset_without_a_pause_succeeds_as_soon_as_the_workers_have_stepped(make: Make) -> None:
-    """vLLM's own part fails while an offer has blocks; the call itself takes them back."""
-    prefill = make("kv_producer")
-    offered(prefill)
-    assert not prefill.vllm.reset_prefix_cache(reset_connector=True)
-    assert prefill.vllm.has_requests()  # so that there is a next step
-    assert "ReclaimBlocks" in kinds(prefill.step(finished_sending={"p"}))
-    assert prefill.vllm.reset_prefix_cache(reset_connector=True)
-
-
-def test_a_reset_while_a_pause_waits_for_offers_ends_it(make: Make) -> None:
-    """vLLM goes on with its steps until the last offer has ended, whatever the pause."""
-    prefill = make("kv_producer")
-    offered(prefill)
-    prefill.vllm.set_pause_state(PauseState.PAUSED_ALL)
-    assert prefill.vllm.has_requests()
-    prefill.set_label("step 8")
-    assert "ReclaimBlocks" in kinds(prefill.step(finished_sending={"p"}))
-    prefill.step()
-    assert not prefill.vllm.has_requests()
-
-
 @pytest.mark.parametrize("how", RESETS)
 def test_a_prompt_that_is_half_computed_is_not_offered(make: Make, how: str) -> None:
     """It has KV of both weights. vLLM has said that the reset failed, and goes on with it."""
@@ -411,9 +334,3 @@ def test_a_prompt_that_is_computed_anew_is_offered(make: Make) -> None:
         finished += [one for one in prefill.end(output) if one.finish_reason is not None]
     (last,) = finished
     assert SealedTicket.parse(last.kv_transfer_params).open().epoch == 1
-
-
-@pytest.mark.parametrize("value", [7, None, "7\n", "x" * 257])
-def test_a_label_that_is_none_stops_the_start(make: Make, value: object) -> None:
-    with pytest.raises(Exception, match=r"weights.* allowed: up to 256 printable characters"):
-        make("kv_producer", weights=value)

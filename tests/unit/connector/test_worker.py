@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from harness.local.memory import Fabric, MemoryTransport
+from harness.local.memory import Fabric
 from nixl_kv import addresses
-from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import parse_config
 from nixl_kv.connector.worker import (
     LOAD_WAIT_S,
     StepMetadata,
+    UnwrittenOffers,
     Worker,
     rank_port,
     rank_spec,
@@ -22,11 +22,31 @@ from nixl_kv.connector.worker import (
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
-from nixl_kv.protocol.events import Counts, LoadEnded, NewLife, PrepareOffer, PublishOffer
+from nixl_kv.protocol.events import (
+    Command,
+    Counts,
+    LoadEnded,
+    MarkWritten,
+    NewLife,
+    OfferEnd,
+    PrepareOffer,
+    PublishOffer,
+)
 from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
 from support.polling import wait_until
-from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_offer, start_load
-from support.vllm_objects import empty_output, kv_cache_config, kv_caches, vllm_config
+from support.records import (
+    D1,
+    D2,
+    NONCE,
+    NONCE2,
+    P1,
+    layout,
+    prepare_load,
+    prepare_offer,
+    publish_offer,
+    start_load,
+)
+from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
@@ -45,18 +65,6 @@ def described(worker: Worker) -> RankDescription:
 
 
 # --- a life
-
-
-def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
-    assert worker.get_handshake_metadata() is None
-    caches = kv_caches()
-    worker.register_kv_caches(caches)
-    rank = described(worker)
-    assert rank.endpoint.startswith("tcp://127.0.0.1:")
-    assert rank.agent.decode() in fabric.transports
-    (group,) = rank.layout.groups
-    assert [region.layer for region in group.regions] == list(caches)
-    assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
 
 
 def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
@@ -90,10 +98,10 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
 def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     worker.register_kv_caches(kv_caches())
     assert worker._engine is not None
-    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker._engine._results.append(Counts({("unreadable", ""): 1}))
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 1}
-    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker._engine._results.append(Counts({("unreadable", ""): 1}))
     worker.restore_kv_caches()
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 0}
@@ -120,9 +128,12 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
 
-@pytest.mark.usefixtures("second_copy")
-def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
+def test_a_copy_describes_nothing_and_reports_each_offer_as_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM waits for a report of each worker before it takes the blocks back."""
+    group = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr("nixl_kv.connector.vllm_config.get_pcp_group", lambda: group)
     config = vllm_config(kv_role="kv_producer")
     config.parallel_config.prefill_context_parallel_size = 2
     worker = Worker(config, kv_cache_config())
@@ -131,12 +142,6 @@ def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
     worker.bind_connector_metadata(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
     assert worker.get_transfer_results(set()).finished_sending == {P1}
     assert worker.get_transfer_results(set()).finished_sending == set()
-
-
-@pytest.fixture
-def second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(rank_in_group=1)
-    monkeypatch.setattr("nixl_kv.connector.vllm_config.get_pcp_group", lambda: group)
 
 
 def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
@@ -152,7 +157,9 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     results = worker.get_transfer_results(set())
     assert results.finished_sending == {P1}
     assert results.finished_recving == results.failed_recving == {load.request}
-    assert worker.stats.pop().data["loads_dropped"] == 1  # type: ignore[union-attr]
+    reports = worker.build_connector_worker_meta().reports  # type: ignore[union-attr]
+    assert reports.loads[load.request].reason == "dropped"
+    assert reports.offers == {P1: OfferEnd.LOST}
     again = worker.get_transfer_results(set())
     assert again.finished_sending == again.finished_recving == set()
 
@@ -176,10 +183,12 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
         is_read = agents.is_read
         agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
         fabric.closes_fail = True
-        monkeypatch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.2)
+        words = r"must not free it: .* does not end.*restart"
         for again in (worker.unregister_kv_caches, worker.restore_kv_caches):
-            with pytest.raises(TransportError, match=r"must not free it: .* does not end.*restart"):
-                again()
+            with monkeypatch.context() as patch:  # not when the fixture ends the worker
+                patch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
+                with pytest.raises(TransportError, match=words):
+                    again()
     assert described(worker) == first, "no new life"
     worker.bind_connector_metadata(StepMetadata([start_load(D2)]))
     assert worker.get_transfer_results(set()).failed_recving == {D2}
@@ -198,17 +207,6 @@ def test_an_engine_that_cannot_be_served_does_not_start() -> None:
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match="decode context parallelism"):
         Worker(config, kv_cache_config())
-
-
-def test_a_transport_that_fails_stops_the_start(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise TransportError("no room")
-
-    monkeypatch.setattr(MemoryTransport, "register", refuse)
-    with pytest.raises(TransportError, match="no room"):
-        worker.register_kv_caches(kv_caches())
 
 
 # --- steps and results
@@ -232,28 +230,28 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     now = 100.0
     worker = Worker(config, kv_cache_config(), lambda: now)
     worker.register_kv_caches(kv_caches())
-    engine = worker._engine
-    waited: list[float] = []
+    engine, waited = worker._engine, list[float]()
     assert engine is not None
     engine.wait_load = waited.append  # type: ignore[method-assign, assignment]
+
+    def step(*commands: Command) -> set[str]:
+        worker.bind_connector_metadata(StepMetadata([*commands], computes=computes))
+        return worker.get_transfer_results(set()).finished_recving
+
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         try:
-            worker.bind_connector_metadata(StepMetadata([], computes=computes))
-            worker.get_transfer_results(set())
+            step()
             assert not waited, "nothing is loaded"
             prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-            worker.bind_connector_metadata(
-                StepMetadata([prepare, start_load(D1)], computes=computes)
-            )
-            for now in (100.0, 100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
-                assert not worker.get_transfer_results(set()).finished_recving
-                worker.bind_connector_metadata(StepMetadata([], computes=computes))
+            assert not step(prepare, start_load(D1))
+            for now in (100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
+                assert not step()
             shares = [1, 3 / 4, 0] if waits else []
             assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
             engine._results.append(LoadEnded(D1, 7, None))
-            assert worker.get_transfer_results(set()).finished_recving == {D1}
+            assert step() == {D1}
             now, waited[:] = 100.0, []
-            worker.get_transfer_results(set())
+            step()
             assert not waited, "the load has ended"
         finally:
             worker.unregister_kv_caches()
@@ -271,33 +269,14 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
         assert worker.get_transfer_results(set()).finished_recving == {request}
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3])
-def test_workers_are_told_whether_a_step_computes(num_tokens: int) -> None:
-    scheduler = Scheduler(vllm_config(), kv_cache_config())
-    output = empty_output()
-    output.total_num_scheduled_tokens = num_tokens
-    assert scheduler.build_connector_meta(output).computes == bool(num_tokens)
-
-
-def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
-    worker.register_kv_caches(kv_caches())
-    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
-    worker.bind_connector_metadata(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
-    received: set[str] = set()
-    failed: set[str] = set()
-
-    def is_reported() -> bool:
-        results = worker.get_transfer_results(set())
-        received.update(results.finished_recving)
-        failed.update(results.failed_recving)
-        return bool(received)
-
-    wait_until(is_reported)
-    assert received == failed == {D1}
-    stats = worker.stats.pop()
-    assert stats is not None
-    assert stats.data == {"offers": 1, "load_failures": 1, "load_failures_internal": 1}
-    assert worker.stats.pop() is None
+def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() -> None:
+    """And one without draft layers needs no mark; see test_connector.py for GPUs."""
+    offers = UnwrittenOffers()
+    offers.add([prepare_offer(is_written=False), publish_offer(), prepare_offer(nonce=NONCE2)])
+    assert offers.pop_written() == []
+    offers.wait_for_save()
+    assert offers.pop_written() == [MarkWritten(NONCE)]
+    assert offers.pop_written() == []
 
 
 # --- what its transfer engine is made of
@@ -312,8 +291,6 @@ def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
         parallel.data_parallel_index, parallel.world_size = engine, 4
         ports += [rank_port(parse_config(config), parallel, Rank(rank)) for rank in range(4)]
     assert ports == [*range(5700, 5712)]
-    assert rank_spec(config, layout()).port == 5700
-    assert rank_spec(vllm_config(), layout()).port == 0
 
 
 @pytest.mark.parametrize(
@@ -327,84 +304,66 @@ def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
 def test_a_rank_port_that_does_not_fit_is_refused(first: int, rank: int, engines: int) -> None:
     config = vllm_config({"port": 5600, "rank_port": first})
     config.parallel_config.data_parallel_size = engines
-    match = (
+    words = (
         rf"rank_port is {first}, which makes {first + rank} the port .* up to 65535, outside 5600"
     )
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError, match=words):
         rank_port(parse_config(config), config.parallel_config, Rank(rank))
 
 
 @pytest.mark.parametrize(
-    ("role", "roles"),
-    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "prefill and decode")],
+    ("role", "rank_port", "roles"),
+    [
+        ("kv_producer", 5700, "prefill"),
+        ("kv_consumer", 0, "decode"),
+        ("kv_both", 0, "prefill and decode"),
+    ],
 )
-def test_a_rank_has_the_roles_of_its_engine(role: str, roles: str) -> None:
-    config = vllm_config({"port": 0, "verify": "sample:0.5"}, kv_role=role)
-    spec = rank_spec(config, layout())
-    assert (spec.roles, spec.engine, spec.rank) == (roles, "tiny", 0)
-    assert spec.config.verify == 0.5
-    assert spec.model["served_model_name"] == "tiny"
-
-
-def test_a_rank_needs_of_its_peers_the_draft_model_that_it_has(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_rank_is_what_its_engine_is(
+    role: str, rank_port: int, roles: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {"draft model": "eagle3"}
     monkeypatch.setattr("nixl_kv.connector.worker.draft_facts", lambda _: facts)
-    assert rank_spec(vllm_config(), layout()).extras == facts
+    config = vllm_config({"port": 0, "rank_port": rank_port, "verify": "sample:0.5"}, kv_role=role)
+    spec = rank_spec(config, layout())
+    assert (spec.roles, spec.engine, spec.rank, spec.port) == (roles, "tiny", 0, rank_port)
+    assert spec.config.verify == 0.5
+    assert spec.model["served_model_name"] == "tiny"
+    assert spec.extras == facts, "its peers need the draft model that it has"
 
 
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To one other machine."""
+UNREACHABLE = r"host is '192.0.2.8', .* unreachable; allowed: 'auto'"
+ON_LOOPBACK = r"host is '127.0.0.1'; allowed .* 'auto'"
 
-    def towards(host: str) -> str:
-        if host != "192.0.2.7":
+
+@pytest.mark.parametrize(
+    ("host", "master", "expected", "words"),
+    [
+        pytest.param("127.0.0.1", "127.0.0.1", "127.0.0.1", "", id="this machine's"),
+        pytest.param("192.0.2.7", "192.0.2.7", "10.0.0.9", "", id="another machine's"),
+        pytest.param("192.0.2.8", "192.0.2.8", "", UNREACHABLE, id="no route"),
+        pytest.param("127.0.0.1", "192.0.2.7", "", ON_LOOPBACK, id="loopback, two machines"),
+    ],
+)
+def test_a_rank_listens_where_other_machines_reach_it(
+    host: str, master: str, expected: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have one configuration, and one on another machine listens on its own address.
+
+    With an unreachable one, decode engines would compute every prompt, and only their logs said
+    why.
+    """
+
+    def towards(remote: str) -> str:
+        if remote != "192.0.2.7":
             raise OSError("Network is unreachable")
         return "10.0.0.9"
 
     monkeypatch.setattr(addresses, "towards", towards)
-
-
-@pytest.mark.usefixtures("routes")
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        pytest.param("127.0.0.1", "127.0.0.1", id="this machine's"),
-        pytest.param("192.0.2.7", "10.0.0.9", id="another machine's"),
-    ],
-)
-def test_a_rank_on_another_machine_listens_on_its_own(host: str, expected: str) -> None:
-    """All ranks of an engine have one configuration. Others reach this one where it reaches them,
-    whatever address vLLM uses within the engine."""
-    config = vllm_config({"host": host, "insecure": True})
-    assert rank_spec(config, layout()).host == expected
-
-
-@pytest.mark.usefixtures("routes")
-def test_a_host_that_no_way_leads_to_ends_the_start() -> None:
-    config = vllm_config({"host": "192.0.2.8", "insecure": True})
-    with pytest.raises(ConfigError, match=r"host is '192.0.2.8', .* unreachable; allowed: 'auto'"):
-        rank_spec(config, layout())
-
-
-@pytest.mark.usefixtures("routes")
-@pytest.mark.parametrize(
-    ("host", "master", "is_allowed"),
-    [
-        pytest.param("127.0.0.1", "192.0.2.7", False, id="loopback, two machines"),
-        pytest.param("192.0.2.7", "192.0.2.7", True, id="an address, two machines"),
-        pytest.param("127.0.0.1", "127.0.0.1", True, id="loopback, one machine"),
-    ],
-)
-def test_an_engine_on_two_machines_is_reached_beyond_them(
-    host: str, master: str, *, is_allowed: bool
-) -> None:
-    """Else decode engines would compute every prompt, and only their logs said why."""
     config = vllm_config({"host": host, "insecure": True})
     config.parallel_config.nnodes, config.parallel_config.master_addr = 2, master
-    if is_allowed:
-        rank_spec(config, layout())
-    else:
-        with pytest.raises(ConfigError, match=r"host is '127.0.0.1'; allowed .* 'auto'"):
+    if words:
+        with pytest.raises(ConfigError, match=words):
             rank_spec(config, layout())
+    else:
+        assert rank_spec(config, layout()).host == expected

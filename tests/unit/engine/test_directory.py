@@ -1,9 +1,9 @@
 """Who asks for an engine's description, and what is answered."""
 
-import logging
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,14 @@ from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.engine.directory import BOUNDS, NO_KEY, DirectoryServer, describe_engine
 from nixl_kv.errors import PAUSE_S
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, endpoint_at, engine_incarnation, new_incarnation
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    EngineId,
+    Incarnation,
+    endpoint_at,
+    engine_incarnation,
+    new_incarnation,
+)
 from nixl_kv.protocol.messages import (
     Answer,
     Describe,
@@ -27,59 +34,79 @@ from nixl_kv.protocol.messages import (
     decode_to_tool,
     encode,
 )
-from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Received
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer
 from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 
 
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
+class Directory:
+    """A directory whose turns a test makes, and one who asks it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.network = MemoryNetwork()
+        self.control = MemoryControl(self.network)
+        self.server = DirectoryServer(self.control, HOST, 0, **options)
+        self.asker = MemoryControl(self.network)
+
+    def ask(self, *payloads: bytes) -> None:
+        for payload in payloads:
+            self.asker.send(endpoint_at(HOST, self.server.port), payload)
+
+    def replies(self, *payloads: bytes, wait_s: float = 0.0) -> list[bytes]:
+        """What it answers, in its next turn or when its thread does."""
+        self.ask(*payloads)
+        if not wait_s:
+            self.server.turn(0)
+        received = self.asker.poll(wait_s)
+        return [item.payload for item in received if isinstance(item, FromEndpoint)]
+
+    def answers(self, *payloads: bytes) -> list[Answer]:
+        return list(map(decode_answer, self.replies(*payloads)))
+
+    def tell(self, *payloads: bytes) -> list[ToTool]:
+        """What it answers a tool."""
+        return list(map(decode_to_tool, self.replies(*payloads)))
 
 
 @pytest.fixture
-def server(network: MemoryNetwork) -> Iterator[DirectoryServer]:
-    """Not started: a test makes its turns."""
-    server = DirectoryServer(MemoryControl(network), HOST, 0)
-    yield server
-    server.stop()
+def starting() -> Iterator[Directory]:
+    """The engine is not described yet."""
+    directory = Directory()
+    yield directory
+    directory.server.stop()
 
 
-def answers(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[Answer]:
-    """What it answers in its next turn."""
-    return list(map(decode_answer, replies(network, server, *payloads)))
+@pytest.fixture
+def directory(starting: Directory) -> Directory:
+    """The engine is described."""
+    starting.server.publish(description())
+    return starting
 
 
-def told(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[ToTool]:
-    """The same, to a tool."""
-    return list(map(decode_to_tool, replies(network, server, *payloads)))
+@pytest.fixture
+def labelled() -> Iterator[Directory]:
+    """An engine with a key, whose weights have a label."""
+    directory = Directory(weights="step 7", has_key=True)
+    yield directory
+    directory.server.stop()
 
 
-def replies(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[bytes]:
-    asker = MemoryControl(network)
-    for payload in payloads:
-        asker.send(endpoint_at(server.host, server.port), payload)
-    server.turn(0)
-    received = asker.poll(0)
-    return [item.payload for item in received if isinstance(item, FromEndpoint)]
-
-
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(describe(), id="the engine"),
+        pytest.param(describe(ANY_INCARNATION), id="any life of it"),
+        pytest.param(
+            Describe(incarnation=ANY_INCARNATION, engine=EngineId("whatever")), id="whatever it is"
+        ),
+    ],
+)
 def test_an_engine_that_was_asked_for_is_described(
-    network: MemoryNetwork, server: DirectoryServer
+    directory: Directory, question: Describe
 ) -> None:
-    server.publish(description())
-    assert answers(network, server, encode(describe())) == [description()]
-
-
-@pytest.mark.parametrize("engine", [PREFILL, EngineId("whatever")])
-def test_a_tool_is_described_the_engine_whatever_it_is(
-    network: MemoryNetwork, server: DirectoryServer, engine: EngineId
-) -> None:
-    server.publish(description())
-    question = Describe(incarnation=ANY_INCARNATION, engine=engine)
-    assert answers(network, server, encode(question)) == [description()]
+    assert directory.answers(encode(question)) == [description()]
 
 
 @pytest.mark.parametrize(
@@ -99,30 +126,26 @@ def test_a_tool_is_described_the_engine_whatever_it_is(
     ],
 )
 def test_another_engine_or_life_is_refused_in_words(
-    network: MemoryNetwork, server: DirectoryServer, question: Describe, reason: str
+    directory: Directory, question: Describe, reason: str
 ) -> None:
-    server.publish(description())
     expected = Refusal(incarnation=question.incarnation, engine=question.engine, reason=reason)
-    assert answers(network, server, encode(question)) == [expected]
+    assert directory.answers(encode(question)) == [expected]
 
 
 @pytest.mark.parametrize("incarnation", [ENGINE_LIFE, ANY_INCARNATION])
 def test_an_engine_that_is_not_described_yet_says_so(
-    network: MemoryNetwork, server: DirectoryServer, incarnation: object
+    starting: Directory, incarnation: Incarnation
 ) -> None:
-    question = Describe(incarnation=incarnation, engine=PREFILL)  # type: ignore[arg-type]
-    (answer,) = answers(network, server, encode(question))
+    (answer,) = starting.answers(encode(describe(incarnation)))
     assert isinstance(answer, Refusal)
     assert answer.reason == "this engine is still starting"
 
 
 def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
-    network: MemoryNetwork, server: DirectoryServer, caplog: pytest.LogCaptureFixture
+    directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.publish(description())
     payloads = (b"", b"\xc1garbage", encode(ask()), encode(describe()))
-    with caplog.at_level(logging.WARNING):
-        assert answers(network, server, *payloads) == [description()]
+    assert directory.answers(*payloads) == [description()]
     assert "request for a description dropped" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
@@ -130,28 +153,27 @@ def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
 # What is to stop
 
 
-def test_an_engine_that_is_to_drain_says_what_it_still_awaits(
-    network: MemoryNetwork, server: DirectoryServer
-) -> None:
+def drain(*, undo: bool = False) -> bytes:
+    return encode(Drain(incarnation=ANY_INCARNATION, undo=undo))
+
+
+def test_an_engine_that_is_to_drain_says_what_it_still_awaits(starting: Directory) -> None:
     """Also before it is described, and as often as it is asked."""
-    drain = encode(Drain(incarnation=ANY_INCARNATION))
+    server = starting.server
     assert not server.is_draining
-    assert told(network, server, drain) == [Draining(incarnation=ANY_INCARNATION, num_awaited=0)]
+    assert starting.tell(drain()) == [Draining(incarnation=ANY_INCARNATION, num_awaited=0)]
     assert server.is_draining
     server.publish(description())
     server.count_awaited = lambda: 3
-    assert told(network, server, drain) == [Draining(incarnation=ENGINE_LIFE, num_awaited=3)]
-    assert answers(network, server, encode(describe())) == [description()]
+    assert starting.tell(drain()) == [Draining(incarnation=ENGINE_LIFE, num_awaited=3)]
+    assert starting.answers(encode(describe())) == [description()]
 
 
-def test_draining_can_be_undone(network: MemoryNetwork, server: DirectoryServer) -> None:
-    server.publish(description())
-    drain, undo = (encode(Drain(incarnation=ANY_INCARNATION, undo=undo)) for undo in (False, True))
+def test_draining_can_be_undone(directory: Directory) -> None:
     answer = Draining(incarnation=ENGINE_LIFE, num_awaited=0)
-    assert told(network, server, undo) == [answer]
-    assert not server.is_draining
-    assert told(network, server, drain, undo) == [answer, answer]
-    assert not server.is_draining
+    for payloads in ([drain(undo=True)], [drain(), drain(undo=True)]):
+        assert directory.tell(*payloads) == [answer] * len(payloads)
+        assert not directory.server.is_draining
 
 
 @pytest.mark.parametrize("undo", [False, True])
@@ -165,22 +187,22 @@ def test_draining_can_be_undone(network: MemoryNetwork, server: DirectoryServer)
     ],
 )
 def test_a_stranger_on_another_machine_drains_no_engine(
-    server: DirectoryServer, stranger: str, *, is_obeyed: bool, undo: bool
+    directory: Directory,
+    monkeypatch: pytest.MonkeyPatch,
+    stranger: str,
+    *,
+    is_obeyed: bool,
+    undo: bool,
 ) -> None:
-    replies: list[ToTool] = []
-    control = server._control
-    assert isinstance(control, MemoryControl)
-    control.reply = lambda _, payload: replies.append(decode_to_tool(payload))  # type: ignore[method-assign, assignment, misc]
-    server.publish(description())
-    server.is_draining = undo
-    control.inbox.append(
-        FromPeer(b"r", encode(Drain(incarnation=ANY_INCARNATION, undo=undo)), stranger)
-    )
-    server.turn(0)
-    (answer,) = replies
+    replies: list[bytes] = []
+    monkeypatch.setattr(directory.control, "reply", lambda _, payload: replies.append(payload))
+    directory.server.is_draining = undo
+    directory.control.inbox.append(FromPeer(b"r", drain(undo=undo), stranger))
+    directory.server.turn(0)
+    (answer,) = map(decode_to_tool, replies)
     assert isinstance(answer, Draining)
     assert answer.is_refused is not is_obeyed
-    assert server.is_draining is (is_obeyed is not undo)
+    assert directory.server.is_draining is (is_obeyed is not undo)
 
 
 # The label of the weights
@@ -190,43 +212,32 @@ def set_weights(label: str) -> bytes:
     return encode(SetWeights(incarnation=ANY_INCARNATION, weights=label))
 
 
-def test_a_tool_sets_the_label_of_the_weights(network: MemoryNetwork) -> None:
+def test_a_tool_sets_the_label_of_the_weights(labelled: Directory) -> None:
     """At once, so that the scheduler never acts by the former label after the answer."""
-    server = DirectoryServer(MemoryControl(network), HOST, 0, weights="step 7", has_key=True)
-    assert told(network, server, set_weights("step 8")) == [
+    assert labelled.tell(set_weights("step 8")) == [
         WeightsSet(incarnation=ANY_INCARNATION, former="step 7")
     ]
-    assert server.weights == "step 8"
-    server.publish(description())
-    assert told(network, server, set_weights("")) == [
-        WeightsSet(incarnation=ENGINE_LIFE, former="step 8")
-    ]
-    assert server.weights == ""
-    server.stop()
+    assert labelled.server.weights == "step 8"
+    labelled.server.publish(description())
+    assert labelled.tell(set_weights("")) == [WeightsSet(incarnation=ENGINE_LIFE, former="step 8")]
+    assert labelled.server.weights == ""
 
 
-def test_without_a_key_nobody_sets_the_label(
-    network: MemoryNetwork, server: DirectoryServer
-) -> None:
-    server.publish(description())
-    (answer,) = told(network, server, set_weights("mine"))
-    assert isinstance(answer, WeightsSet)
-    assert answer.former == ""
-    assert answer.refusal == NO_KEY
+def test_without_a_key_nobody_sets_the_label(directory: Directory) -> None:
+    refused = WeightsSet(incarnation=ENGINE_LIFE, former="", refusal=NO_KEY)
+    assert directory.tell(set_weights("mine")) == [refused]
     assert "key_file" in NO_KEY
-    assert server.weights == ""
+    assert directory.server.weights == ""
 
 
+@pytest.mark.parametrize("label", ["two\nlines", "x" * 257, 7, None])
 def test_a_label_that_is_none_changes_nothing(
-    network: MemoryNetwork, caplog: pytest.LogCaptureFixture
+    labelled: Directory, caplog: pytest.LogCaptureFixture, label: object
 ) -> None:
-    server = DirectoryServer(MemoryControl(network), HOST, 0, weights="step 7", has_key=True)
-    for label in ("two\nlines", "x" * 257, 7, None):
-        wire = msgspec.msgpack.encode(["SetWeights", 9, ANY_INCARNATION, label])
-        assert told(network, server, wire) == []
-    assert server.weights == "step 7"
+    wire = msgspec.msgpack.encode(["SetWeights", 9, ANY_INCARNATION, label])
+    assert labelled.tell(wire) == []
+    assert labelled.server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
-    server.stop()
 
 
 # What is of another version
@@ -234,106 +245,63 @@ def test_a_label_that_is_none_changes_nothing(
 
 @pytest.mark.parametrize("version", [8, 10])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
-    network: MemoryNetwork, server: DirectoryServer, version: int, caplog: pytest.LogCaptureFixture
+    directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once, whatever the question, so that nobody waits for an answer."""
-    server.publish(description())
     foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
-    with caplog.at_level(logging.WARNING):
-        assert answers(network, server, *payloads) == [VersionRefusal()] * 3 + [description()]
+    assert directory.answers(*payloads) == [VersionRefusal()] * 3 + [description()]
     assert f"wire version {version}; this side speaks 9" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 
+def test_a_refusal_is_not_refused(directory: Directory) -> None:
+    """Else two sides could go on for ever."""
+    for message in (["VersionRefusal", 0, 8], ["Shout", 0]):
+        assert directory.answers(msgspec.msgpack.encode(message)) == []
+
+
 def test_a_description_is_encoded_once_for_all_who_ask(
-    network: MemoryNetwork, server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.publish(description())
     encoded: list[object] = []
     monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded.append)
     question = encode(describe())
     for _ in range(3):
-        assert answers(network, server, question) == [description()]
+        assert directory.answers(question) == [description()]
     assert encoded == []
-
-
-def test_a_refusal_is_not_refused(network: MemoryNetwork, server: DirectoryServer) -> None:
-    """Else two sides could go on for ever."""
-    for message in (["VersionRefusal", 0, 8], ["Shout", 0]):
-        assert answers(network, server, msgspec.msgpack.encode(message)) == []
 
 
 # What nobody expects
 
 
-class FaultyControl(MemoryControl):
-    """Raises what it is given to raise: the next polls and replies fail."""
+def let_fail(control: MemoryControl, method: str, *errors: Exception) -> None:
+    """Its next calls raise these."""
+    call, left = getattr(control, method), list(errors)
 
-    def __init__(self, network: MemoryNetwork) -> None:
-        super().__init__(network)
-        self.poll_errors: list[Exception] = []
-        self.reply_errors: list[Exception] = []
+    def faulty(*given: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return call(*given)
 
-    def poll(self, timeout_s: float | None) -> list[Received]:
-        received = super().poll(timeout_s)
-        if received and self.poll_errors:
-            self.inbox = received  # they wait for the next one
-            raise self.poll_errors.pop()
-        return received
-
-    def reply(self, route: bytes, payload: bytes) -> None:
-        if self.reply_errors:
-            raise self.reply_errors.pop()
-        super().reply(route, payload)
+    setattr(control, method, faulty)
 
 
-@pytest.fixture
-def faulty(network: MemoryNetwork) -> Iterator[tuple[FaultyControl, DirectoryServer]]:
-    """One whose thread runs."""
-    control = FaultyControl(network)
-    server = DirectoryServer(control, HOST, 0)
-    server.publish(description())
-    server.start()
-    yield control, server
-    server.stop()
-
-
-def test_no_error_ends_the_thread(
-    network: MemoryNetwork,
-    faulty: tuple[FaultyControl, DirectoryServer],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    control, server = faulty
-    asker = MemoryControl(network)
-    control.poll_errors = [RuntimeError("a bug at the poll"), KeyError("another")]
-    control.reply_errors = [ValueError("a bug at the reply")]
-    with caplog.at_level(logging.CRITICAL):
-        for _ in range(2):  # the first has no answer
-            asker.send(endpoint_at(server.host, server.port), encode(describe()))
-        (item,) = asker.poll(TIMEOUT_S)
-    assert isinstance(item, FromEndpoint)
-    assert decode_answer(item.payload) == description()
-    assert (control.poll_errors, control.reply_errors) == ([], [])
+def test_no_error_ends_the_thread(directory: Directory, caplog: pytest.LogCaptureFixture) -> None:
+    """An error costs one answer of those that are asked for together."""
+    let_fail(directory.control, "poll", RuntimeError("a bug at the poll"), KeyError("another"))
+    let_fail(directory.control, "reply", ValueError("a bug at the reply"))
+    directory.ask(encode(describe()))
+    directory.server.start()
+    (payload,) = directory.replies(encode(describe()), wait_s=TIMEOUT_S)
+    assert decode_answer(payload) == description()
     for words in ("a bug at the poll", "another", "a bug at the reply"):
         assert words in caplog.text
     assert {record.levelname for record in caplog.records} == {"CRITICAL"}
 
 
-def test_an_error_costs_one_question_of_those_that_came_together(network: MemoryNetwork) -> None:
-    control, asker = FaultyControl(network), MemoryControl(network)
-    server = DirectoryServer(control, HOST, 0)
-    server.publish(description())
-    for _ in range(3):
-        asker.send(endpoint_at(server.host, server.port), encode(describe()))
-    control.reply_errors = [ValueError("a bug")]
-    server.turn(0)
-    assert len(asker.poll(0)) == 2
-    server.stop()
-
-
 def test_an_error_that_recurs_leaves_the_processor_alone(
-    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch
+    starting: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is a pause after each; this test has one that it ends itself."""
     pauses: queue.Queue[float] = queue.Queue()
@@ -343,37 +311,29 @@ def test_an_error_that_recurs_leaves_the_processor_alone(
         pauses.put(seconds)
         go_on.acquire()
 
-    class Broken(MemoryControl):
-        def poll(self, timeout_s: float | None) -> list[Received]:
-            raise RuntimeError(f"a bug of every poll, {timeout_s}")
-
     monkeypatch.setattr("nixl_kv.engine.directory.time.sleep", pause)
-    server = DirectoryServer(Broken(network), HOST, 0)
-    server.start()
-    try:
-        for _ in range(3):
-            assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
-            go_on.release()
-    finally:
-        go_on.release(10)
-        server.stop()
-    assert not server._thread.is_alive()
+    let_fail(starting.control, "poll", *[RuntimeError("a bug of every poll")] * 20)
+    starting.server.start()
+    for _ in range(3):
+        assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
+        go_on.release()
+    go_on.release(20)
+    starting.server.stop()
 
 
-def test_a_stranger_costs_little(network: MemoryNetwork) -> None:
+def test_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are short, and few answers wait for who does not take them."""
-    bounds: list[Bounds | None] = []
+    bounds: list[Bounds] = []
 
-    class Control(MemoryControl):
-        def listen(self, host: str, port: int, bounds_: Bounds | None = None) -> int:
-            bounds.append(bounds_)
-            return super().listen(host, port, bounds_)
+    def listen(*given: Any) -> int:
+        bounds.append(given[-1])
+        return 1
 
-    DirectoryServer(Control(network), HOST, 0)
+    monkeypatch.setattr(MemoryControl, "listen", listen)
+    Directory()
     assert bounds == [BOUNDS]
-    assert BOUNDS.message_bytes <= 4096
+    assert len(encode(describe())) < BOUNDS.message_bytes <= 4096
     assert BOUNDS.answers <= 8
-    assert len(encode(describe())) < BOUNDS.message_bytes
 
 
 def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:

@@ -1,6 +1,6 @@
 """A rank's transfer engine: how it is put together, its thread, and huge pages."""
 
-import logging
+import contextlib
 import mmap
 import os
 import re
@@ -18,7 +18,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import HOST, MODEL
 from harness.local.memory import Fabric, MemoryTransport
-from harness.local.memory_control import MemoryControl, MemoryNetwork
+from harness.local.memory_control import MemoryNetwork
 from nixl_kv import errors
 from nixl_kv.config import Config
 from nixl_kv.engine import engine as engine_module
@@ -43,105 +43,54 @@ from support.polling import wait_until
 from support.records import description
 from support.stepped import Background, StepControl
 
-
-class Planes:
-    """What transports and controls were made."""
-
-    def __init__(self) -> None:
-        self.fabric, self.network = Fabric(), MemoryNetwork()
-        self.transports: list[MemoryTransport] = []
-        self.controls: list[MemoryControl] = []
-
-    def make_transport(self) -> Transport:
-        self.transports.append(MemoryTransport(self.fabric))
-        return self.transports[-1]
-
-    def make_control(self) -> MemoryControl:
-        self.controls.append(StepControl(self.network, "rank"))
-        return self.controls[-1]
-
-
 CACHE = Cache(Sizes())
-
-
-def spec_of(planes: Planes, **changed: Any) -> RankSpec:
-    values: dict[str, Any] = {
-        "engine": EngineId("engine"),
-        "rank": Rank(0),
-        "layout": CACHE.layout(),
-        "model": MODEL,
-        "config": Config(),
-        "host": HOST,
-        "is_prefill": True,
-        "is_decode": True,
-        "make_transport": planes.make_transport,
-        "make_control": planes.make_control,
-        "make_background": lambda _count: Background(),
-    }
-    return RankSpec(**{**values, **changed})
+Make = Callable[..., TransferEngine]
 
 
 @pytest.fixture
-def planes() -> Planes:
-    return Planes()
-
-
-Step = Callable[..., TransferEngine]
+def fabric() -> Fabric:
+    return Fabric()
 
 
 @pytest.fixture
-def step(planes: Planes) -> Iterator[Step]:
-    """Starts an engine whose turns the test makes."""
-    engines: list[TransferEngine] = []
+def make(fabric: Fabric) -> Iterator[Make]:
+    """Makes engines, which are stopped at the end."""
+    with contextlib.ExitStack() as stack:
 
-    def start(**changed: Any) -> TransferEngine:
-        engine = TransferEngine(spec_of(planes, **changed))
-        engine.start_stepped()
-        engines.append(engine)
-        return engine
+        def make_one(**changed: Any) -> TransferEngine:
+            values: dict[str, Any] = {
+                "engine": EngineId("engine"),
+                "rank": Rank(0),
+                "layout": CACHE.layout(),
+                "model": MODEL,
+                "config": Config(),
+                "host": HOST,
+                "is_prefill": True,
+                "is_decode": True,
+                "make_transport": lambda: MemoryTransport(fabric),
+                "make_control": lambda: StepControl(MemoryNetwork(), "rank"),
+                "make_background": lambda _count: Background(),
+            }
+            engine = TransferEngine(RankSpec(**{**values, **changed}))
+            stack.callback(engine.stop)
+            return engine
 
-    yield start
-    for engine in engines:
-        assert engine.loop is not None
-        engine.loop.close()
+        yield make_one
 
 
 @pytest.mark.parametrize(
-    ("is_prefill", "is_decode", "roles", "num_transports"),
-    [
-        pytest.param(True, True, "prefill and decode", 2, id="both"),
-        pytest.param(True, False, "prefill", 1, id="prefill"),
-        pytest.param(False, True, "decode", 1, id="decode"),
-    ],
+    ("roles", "num_transports"), [("prefill and decode", 2), ("prefill", 1), ("decode", 1)]
 )
-def test_a_rank_has_the_agents_of_its_roles(
-    planes: Planes,
-    step: Step,
-    *,
-    is_prefill: bool,
-    is_decode: bool,
-    roles: str,
-    num_transports: int,
+def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
+    fabric: Fabric, make: Make, roles: str, num_transports: int
 ) -> None:
-    engine = step(is_prefill=is_prefill, is_decode=is_decode)
-    assert engine.loop is not None
-    parts = engine.loop.parts
-    assert engine.spec.roles == roles
-    assert len(planes.transports) == num_transports
-    assert (parts.serving is not None) == is_prefill
-    assert bool(parts.agents.polled) == is_decode
-    assert bool(parts.description.agent) == is_prefill
-
-
-@pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
-def test_a_rank_describes_itself(planes: Planes, step: Step, *, is_prefill: bool) -> None:
     """A rank that only decodes listens too, for tools."""
-    engine = step(is_prefill=is_prefill, is_decode=not is_prefill)
-    assert engine.loop is not None
-    parts = engine.loop.parts
+    is_prefill, is_decode = "prefill" in roles, "decode" in roles
+    engine = make(is_prefill=is_prefill, is_decode=is_decode)
+    parts = engine.start_stepped().parts
     described = parts.description
-    (endpoint,) = planes.network.listeners
-    assert described.endpoint == endpoint
+    assert (engine.spec.roles, len(fabric.transports)) == (roles, num_transports)
+    assert (parts.serving is not None, bool(parts.agents.polled)) == (is_prefill, is_decode)
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
     assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
@@ -161,37 +110,34 @@ def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int
     assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
 
 
-def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
+def test_what_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
     ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
-    engine = step(is_decode=False, features=(lambda _setup: feature,))
-    assert engine.loop is not None
-    (serving,) = planes.transports
-    assert serving._spans == [*CACHE.layout().spans, engine.loop.parts.slots.span, ring.span]
+    loop = make(is_decode=False, features=(lambda _setup: feature,)).start_stepped()
+    (serving,) = fabric.transports.values()
+    assert serving._spans == [*CACHE.layout().spans, loop.parts.slots.span, ring.span]
 
 
-def test_the_configuration_reaches_the_machines(step: Step) -> None:
+def test_the_configuration_reaches_the_machines(make: Make) -> None:
     config = Config(offer_ttl_s=3.0, lease_s=4.0, request_timeout_s=7.0)
-    engine = step(config=config)
-    assert engine.loop is not None
-    offers, decode = engine.loop.parts.prefill, engine.loop.parts.decode
-    assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
-    assert (decode._timeout_s, decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
+    parts = make(config=config).start_stepped().parts
+    assert (parts.prefill._lease_s, parts.prefill._offer_ttl_s) == (4.0, 3.0)
+    assert (parts.decode._timeout_s, parts.decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
 
 
-def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:
-    engine = step(extras={"draft": "one"}, config=Config.parse({"peers": ["10.0.0.0/8"]}, {}))
-    assert engine.loop is not None
+def test_what_a_rank_needs_of_its_peers_reaches_their_check(make: Make) -> None:
+    config = Config.parse({"peers": ["10.0.0.0/8"]}, {})
+    loop = make(extras={"draft": "one"}, config=config).start_stepped()
     with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
-        engine.loop.parts.agents.peers.check(description())
+        loop.parts.agents.peers.check(description())
 
 
 # --- commands and results
 
 
-def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
+def test_commands_may_be_submitted_before_the_start(make: Make) -> None:
     """They are carried out in the first turn."""
-    engine = TransferEngine(spec_of(planes))
+    engine = make()
     assert engine.pop_results() == []
     engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
     loop = engine.start_stepped()
@@ -201,37 +147,36 @@ def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
     assert isinstance(ended, LoadEnded)
     assert ended.request == "d1"
     assert engine.pop_results() == []
-    loop.close()
 
 
 @pytest.mark.parametrize("num_commands", [0, 2])
-def test_a_waiting_thread_is_woken_for_commands_only(
-    planes: Planes, step: Step, num_commands: int
-) -> None:
-    engine = step()
+def test_a_waiting_thread_is_woken_for_commands_only(make: Make, num_commands: int) -> None:
+    engine = make()
+    loop = engine.start_stepped()
     engine.submit([CancelLoad(RequestId("d1"))] * num_commands)
-    (control,) = planes.controls
-    assert control._is_woken is bool(num_commands)
+    assert isinstance(loop.parts.control, StepControl)
+    assert loop.parts.control._is_woken is bool(num_commands)
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])
-def test_an_engine_that_is_stopped_takes_no_commands(planes: Planes, *, is_started: bool) -> None:
-    engine = TransferEngine(spec_of(planes))
+def test_an_engine_that_is_stopped_takes_no_commands(
+    fabric: Fabric, make: Make, *, is_started: bool
+) -> None:
+    engine = make()
     if is_started:
         engine.start_stepped()
     engine.stop()
-    engine.stop()
-    assert planes.fabric.transports == {}
+    assert fabric.transports == {}
     with pytest.raises(LocalProtocolError, match="the transfer engine is stopped"):
         engine.submit([])
 
 
-def test_a_start_that_fails_says_why(planes: Planes) -> None:
+def test_a_start_that_fails_says_why(make: Make) -> None:
     def refuse() -> Transport:
         raise TransportError("no such backend")
 
     with pytest.raises(TransportError, match="no such backend"):
-        TransferEngine(spec_of(planes, make_transport=refuse)).start()
+        make(make_transport=refuse).start()
 
 
 # The transfer thread: it starts, is stopped, and survives every error
@@ -272,93 +217,78 @@ class FakeLoop:
         if self.errors:
             raise self.errors.pop(0)
 
-    def wait_for(self, steps: list[str]) -> None:
+    def wait_for(self, *steps: str) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.steps == steps, TIMEOUT_S), self.steps
+            assert self.changed.wait_for(lambda: self.steps == [*steps], TIMEOUT_S), self.steps
 
-
-@pytest.fixture(autouse=True)
-def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "PAUSE_S", 0.0)
-
-
-class Built(TransferEngine):
-    """Has a loop that a test makes."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
+    def start(self, *steps: str) -> TransferEngine:
+        """An engine with this loop, when these steps have been made."""
         unused: Any = None
-        super().__init__(unused)
-        self._build = build
+        engine = TransferEngine(unused)
+        engine._build_loop = lambda: self  # type: ignore[method-assign, assignment, return-value]
+        engine.start()
+        self.wait_for(*steps)
+        return engine
 
-    def _build_loop(self) -> Any:
-        return self._build()
+    def has_ended(self) -> bool:
+        (worker,) = self.threads
+        worker.join(TIMEOUT_S)
+        return not worker.is_alive()
 
 
-def thread_of(loop: FakeLoop) -> TransferEngine:
-    return Built(lambda: loop)
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
+    monkeypatch.setattr(errors, "PAUSE_S", 0.0)
+    return FakeLoop()
 
 
-def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped() -> None:
-    loop = FakeLoop()
-    thread = thread_of(loop)
-    thread.start()
-    assert [thread.loop] == [loop]
-    loop.wait_for(["turn"])
+def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped(loop: FakeLoop) -> None:
+    engine = loop.start("turn")
     loop.wake()
-    loop.wait_for(["turn", "turn"])
-    thread.stop()
+    loop.wait_for("turn", "turn")
+    engine.stop()
     assert loop.steps == ["turn", "turn", "close"]
     (worker,) = loop.threads
-    assert worker.name == "nixl-kv-transfer"
-    assert worker.daemon
-    assert not worker.is_alive()
+    assert (worker.name, worker.daemon) == ("nixl-kv-transfer", True)
+    assert loop.has_ended()
 
 
 @pytest.mark.parametrize("count", [1, 3], ids=["in a turn", "and in its restarts"])
 def test_an_error_leads_to_a_restart_and_further_turns(
-    caplog: pytest.LogCaptureFixture, count: int
+    loop: FakeLoop, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    loop = FakeLoop()
     loop.errors = [KeyError("a bug")] * count
-    thread = thread_of(loop)
-    with caplog.at_level(logging.CRITICAL):
-        thread.start()
-        loop.wait_for(["turn", *["restart"] * count, "turn"])
+    loop.start("turn", *["restart"] * count, "turn").stop()
     assert "the transfer thread failed" in caplog.records[0].getMessage()
     assert caplog.records[0].exc_info is not None
-    thread.stop()
 
 
-def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ends_late_closes_its_own_loop(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it runs, nobody else may close it. But no reader may take its blocks for held."""
     monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
-    loop = FakeLoop()
     slots = loop.parts.slots
     slots.write(2, new_fence_token())
     monkeypatch.setattr(loop, "wake", lambda: None)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     for _ in range(2):
         with pytest.raises(TransportError, match=r"within 0\.01 s: the thread has not ended"):
             thread.stop()
     assert loop.steps == ["turn"]
     assert slots.read(2) == bytes(16)
     loop.woken.set()
-    (worker,) = loop.threads
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
+    assert loop.has_ended()
     assert loop.steps == ["turn", "close"]
     thread.stop()
     assert loop.steps == ["turn", "close"]
 
 
 def test_a_loop_is_closed_until_nothing_writes_any_longer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
     monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
-    loop = FakeLoop()
     is_gone = threading.Event()
     close = loop.close
 
@@ -368,9 +298,7 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
             raise TransportError("an agent is not gone") if len(loop.steps) > 9 else KeyError("bug")
 
     monkeypatch.setattr(loop, "close", try_to_close)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     with pytest.raises(TransportError):
         thread.stop(0.0)
     wait_until(lambda: len(loop.steps) > 12)
@@ -380,13 +308,13 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
     assert record.exc_info is not None
     is_gone.set()
     thread.stop(TIMEOUT_S)
-    (worker,) = loop.threads
-    assert not worker.is_alive()
+    assert loop.has_ended()
 
 
-def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_wakes_a_loop_that_is_closed(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its wake-up descriptor may be another file by then."""
-    loop = FakeLoop()
     wake, steps_at_wake = loop.wake, list[list[str]]()
 
     def wake_slowly() -> None:
@@ -395,36 +323,29 @@ def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         steps_at_wake.append(list(loop.steps))
 
     monkeypatch.setattr(loop, "wake", wake_slowly)
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
+    thread = loop.start("turn")
     thread.stop()
     thread.stop()
     assert steps_at_wake == [["turn"]]
     assert loop.steps == ["turn", "close"]
 
 
-def test_it_leaves_the_core_that_its_caller_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_it_leaves_the_core_that_its_caller_is_bound_to_if_it_may(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+) -> None:
     """Threads inherit the caller's cores; it takes those of the process above."""
     masks: dict[int, set[int]] = {}
+
+    def set_cores(process: int, mask: set[int]) -> None:
+        masks[process] = mask
+        if not is_allowed:
+            raise OSError(f"{process}: {mask}")
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process, 1})
-    monkeypatch.setattr(os, "sched_setaffinity", masks.__setitem__)
-    thread = thread_of(FakeLoop())
-    thread.start()
-    thread.stop()
+    monkeypatch.setattr(os, "sched_setaffinity", set_cores)
+    loop.start("turn").stop()
     assert masks == {0: {os.getppid(), 1}}
-
-
-def test_cores_that_cannot_be_had_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(process: int, mask: object) -> None:
-        raise OSError(f"{process}: {mask}")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    loop = FakeLoop()
-    thread = thread_of(loop)
-    thread.start()
-    loop.wait_for(["turn"])
-    thread.stop()
 
 
 # Huge pages: a cache in pages of 4 KiB is in pages of 2 MiB afterwards, where the kernel allows it
@@ -443,27 +364,14 @@ def in_huge_pages(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def small_pages(num_bytes: int) -> np.ndarray:
-    """Memory as torch allocates it, all in use."""
-    mapped = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def test_huge_pages_within_a_span_are_used() -> None:
+    mapped = mmap.mmap(-1, 5 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, dtype=np.uint8)
-    memory[:] = 7
-    return memory[-memory.ctypes.data % PAGE :][:num_bytes]
-
-
-@pytest.fixture
-def memory() -> np.ndarray:
-    memory = small_pages(4 * PAGE)
-    if not engine_module.SETTING.exists() or "[never]" in engine_module.SETTING.read_text():
-        pytest.skip("this machine has no huge pages, or forbids them")
-    return memory
-
-
-def test_huge_pages_within_a_span_are_used(memory: np.ndarray) -> None:
-    address = memory.ctypes.data
+    memory[:] = 7  # as torch allocates it, all in use
+    address = memory.ctypes.data + -memory.ctypes.data % PAGE
     use_huge_pages([Span(address + 1, 3 * PAGE)])  # the kernel makes a mapping of the inner two
     if not in_huge_pages(address + PAGE):
-        pytest.skip("this kernel does not collapse pages at once")
+        pytest.skip("this kernel does not collapse pages at once, or forbids it")
     assert in_huge_pages(address + PAGE) == 2 * PAGE
     assert in_huge_pages(address) == in_huge_pages(address + 3 * PAGE) == 0
     assert (memory == 7).all()
@@ -476,41 +384,38 @@ def test_unused_memory_stays_unused() -> None:
     assert in_huge_pages(address) == 0
 
 
-@pytest.mark.parametrize("text", ["always madvise [never]", None], ids=["forbidden", "unknown"])
-def test_a_machine_that_forbids_them_keeps_small_pages(
-    memory: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
-    setting = tmp_path / "enabled"
-    if text is not None:
-        setting.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(engine_module, "SETTING", setting)
-    before = in_huge_pages(memory.ctypes.data)
-    use_huge_pages([Span(memory.ctypes.data, len(memory))])
-    assert in_huge_pages(memory.ctypes.data) == before
+ALL = [STEP * number for number in range(1, 5)]
 
 
-def test_a_large_cache_does_not_delay_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("setting", "step_s", "huge", "collapsed"),
+    [
+        pytest.param("[always] madvise never", 0.0, ALL, ALL, id="all"),
+        pytest.param("[always] madvise never", LONGEST_S / 2, ALL, ALL[:1], id="no late start"),
+        pytest.param("always madvise [never]", 0.0, [], [], id="forbidden"),
+        pytest.param(None, 0.0, [], [], id="unknown"),
+    ],
+)
+def test_a_machine_is_asked_for_huge_pages_for_some_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    setting: str | None,
+    step_s: float,
+    huge: list[int],
+    collapsed: list[int],
 ) -> None:
     advised: list[tuple[int, int]] = []
 
-    class Library:
-        def __init__(self, _: object) -> None:
-            pass
+    def advise(address: Any, _: object, advice: int) -> None:
+        advised.append((advice, address.value))
 
-        @staticmethod
-        def madvise(address: engine_module.ctypes.c_void_p, _: object, advice: int) -> int:
-            advised.append((address.value or 0, advice))
-            return 0
-
-    monkeypatch.setattr(engine_module.ctypes, "CDLL", Library)
-    setting = tmp_path / "enabled"
-    setting.write_text("[always] madvise never", encoding="utf-8")
-    monkeypatch.setattr(engine_module, "SETTING", setting)
-    seconds = count(0.0, LONGEST_S / 2)
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting, encoding="utf-8")
+    monkeypatch.setattr(engine_module, "SETTING", file)
+    monkeypatch.setattr(engine_module.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=advise))
+    seconds = count(0.0, step_s)
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: next(seconds))
     use_huge_pages([Span(STEP, 4 * STEP)])
-    assert [at for at, advice in advised if advice == engine_module.HUGEPAGE] == [
-        STEP * n for n in (1, 2, 3, 4)
-    ]
-    assert [at for at, advice in advised if advice == engine_module.COLLAPSE] == [STEP]
+    assert [at for advice, at in advised if advice == engine_module.HUGEPAGE] == huge
+    assert [at for advice, at in advised if advice == engine_module.COLLAPSE] == collapsed

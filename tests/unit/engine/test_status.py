@@ -96,26 +96,11 @@ def test_lists_are_bounded_and_totals_are_not(world: World) -> None:
     assert (len(answer.lists["offers"]), answer.totals["offers"]) == (MAX_LISTED, MAX_LISTED + 3)
 
 
-def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) -> None:
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.run()
-    assert status(world.decode).lists["story"] == []
-    story = status(world.decode, "d1").lists["story"]
-    told = [(e["request"], e["before"], e["after"], e["cause"]) for e in story]
-    assert told[0] == ("d1", "", "PREPARED", "PrepareLoad: offer 00000000")
-    assert ("", "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks") in told
-    assert told[-2:] == [("d1", "READING", "DONE", "ReadDone"), ("d1", "STARTED", "LOADED", "")]
-    assert story[-2]["peer"] == f"rank 0 at {world.prefill.parts.description.endpoint}"
-    (num_bytes,) = [event["num_bytes"] for event in story if event["num_bytes"]]
-    assert num_bytes == world.decode.cache.blocks(OTHER_TABLE).nbytes
-    assert [event["time"] for event in story] == sorted(event["time"] for event in story)
-
-
 def test_the_story_of_an_offer_names_its_readers(world: World) -> None:
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
+    assert status(world.prefill).lists["story"] == []
     story = status(world.prefill, "p1").lists["story"]
     assert (story[0]["before"], story[0]["after"]) == ("", "PREPARED")
     assert (story[-1]["before"], story[-1]["after"]) == ("GRANTED", "OVER")

@@ -30,33 +30,16 @@ def cache(*groups: Group, **changes: Any) -> CacheLayout:
     return replace(CacheLayout(groups or (group(),), "DRAM", 0, (SPAN,)), **changes)
 
 
-@pytest.mark.parametrize(
-    ("mismatch", "text"),
-    [
-        pytest.param(Mismatch("dtype", "a", "b"), "dtype is 'a' here and 'b' there", id="text"),
-        pytest.param(Mismatch("layers", 1, None), "layers is 1 here and None there", id="missing"),
-    ],
-)
-def test_a_mismatch_names_field_and_both_values(mismatch: Mismatch, text: str) -> None:
-    assert str(mismatch) == text
-
-
-MODEL, EXTRA = (
-    pytest.param(model_mismatches, id="model"),
-    pytest.param(extra_mismatches, id="extra"),
-)
-
-
-@pytest.mark.parametrize("mismatches", [MODEL, EXTRA])
+@pytest.mark.parametrize("mismatches", [model_mismatches, extra_mismatches])
 @pytest.mark.parametrize(
     ("local", "remote", "expected"),
     [
         pytest.param({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, [], id="equal"),
-        pytest.param({"a": "1"}, {"a": "2"}, [Mismatch("a", "1", "2")], id="other value"),
+        pytest.param({"a": "1"}, {"a": "2"}, ["a is '1' here and '2' there"], id="other value"),
         pytest.param(
             {"z": "1", "b": "2", "c": "3"},
             {"z": "0", "c": "3"},
-            [Mismatch("b", "2", None), Mismatch("z", "1", "0")],
+            ["b is '2' here and None there", "z is '1' here and '0' there"],
             id="all of them, by name",
         ),
     ],
@@ -65,9 +48,9 @@ def test_facts_are_compared_by_name(
     mismatches: Callable[..., list[Mismatch]],
     local: dict[str, str],
     remote: dict[str, str],
-    expected: list[Mismatch],
+    expected: list[str],
 ) -> None:
-    assert mismatches(local, remote) == expected
+    assert list(map(str, mismatches(local, remote))) == expected
 
 
 def test_what_only_the_remote_engine_has_besides_its_model_does_not_matter() -> None:
@@ -201,50 +184,38 @@ def scaled(*scales: tuple[str, ...]) -> list[CacheLayout]:
 
 
 ONE, OTHER, EACH = ("1",), ("2",), ("1", "2", "3", "4")
+ALL_1, ALL_2 = "1 (heads 0 to 3)", "2 (heads 0 to 3)"
 
 
 @pytest.mark.parametrize(
-    ("local", "remote"),
+    ("local", "remote", "values"),
     [
-        pytest.param(scaled(ONE), scaled(ONE, ONE), id="one for all heads"),
-        pytest.param(scaled(EACH), scaled(EACH[:2], EACH[2:]), id="one for each head"),
-        pytest.param(scaled(EACH), scaled(*((text,) for text in EACH)), id="a rank for each head"),
-    ],
-)
-def test_scales_are_compared_head_by_head(
-    local: list[CacheLayout], remote: list[CacheLayout]
-) -> None:
-    """However the ranks divide the heads."""
-    assert layout_mismatches(local, remote) == layout_mismatches(remote, local) == []
-
-
-@pytest.mark.parametrize(
-    ("local", "remote", "here", "there"),
-    [
+        pytest.param(scaled(ONE), scaled(ONE, ONE), [], id="one for all heads"),
+        pytest.param(scaled(EACH), scaled(EACH[:2], EACH[2:]), [], id="one for each head"),
         pytest.param(
-            scaled(ONE), scaled(OTHER), "1 (heads 0 to 3)", "2 (heads 0 to 3)", id="all heads"
+            scaled(EACH), scaled(*((text,) for text in EACH)), [], id="a rank for each head"
         ),
+        pytest.param(scaled(ONE), scaled(OTHER), [ALL_1, ALL_2], id="all heads"),
         pytest.param(
             scaled(ONE),
             scaled(ONE, OTHER),
-            "1 (heads 0 to 3)",
-            "1 (heads 0 to 1); 2 (heads 2 to 3)",
+            [ALL_1, "1 (heads 0 to 1); 2 (heads 2 to 3)"],
             id="of one rank",
         ),
         pytest.param(
-            scaled(ONE),
-            [*scaled(ONE), *scaled(OTHER)],
-            "",
-            "2 (heads 0 to 3)",
-            id="ranks that contradict each other",
+            scaled(ONE), [*scaled(ONE), *scaled(OTHER)], ["", ALL_2], id="ranks that contradict"
         ),
     ],
 )
-def test_scales_that_differ_are_a_mismatch(
-    local: list[CacheLayout], remote: list[CacheLayout], here: str, there: str
+def test_scales_are_compared_head_by_head(
+    local: list[CacheLayout], remote: list[CacheLayout], values: list[str]
 ) -> None:
-    assert layout_mismatches(local, remote) == [Mismatch("KV scales of a", here, there)]
-    assert layout_mismatches(remote, local) == [Mismatch("KV scales of a", there, here)]
+    """However the ranks divide the heads."""
+    for found, pair in (
+        (layout_mismatches(local, remote), values),
+        (layout_mismatches(remote, local), values[::-1]),
+    ):
+        assert found == ([Mismatch("KV scales of a", *pair)] if pair else [])
 
 
 @pytest.mark.parametrize(
@@ -416,14 +387,3 @@ def test_mismatches_of_a_layer_always_come_in_the_same_order() -> None:
             f"bytes per head of {first}",
             f"number of KV heads of {first} and 1 more",
         ]
-
-
-def test_layers_with_the_same_mismatch_share_a_line() -> None:
-    names = [f"layer.{number}" for number in range(10)]
-    local, remote = (
-        ranks(cache(group(*(region(n, num_heads=heads) for n in reversed(names)))))
-        for heads in (4, 8)
-    )
-    assert list(map(str, layout_mismatches(local, remote))) == [
-        "number of KV heads of layer.0 and 9 more is 4 here and 8 there"
-    ]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.local.model_layouts import heads_of_rank
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
-from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, Route, assign, holdings, routes
+from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, assign, holdings, routes
 from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
-from support.oracle import heads_of
 
 properties = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 
@@ -26,18 +26,12 @@ def test_tp_and_pp_have_bounds(value: int) -> None:
         ParallelShape(1, value)
 
 
-def test_a_layout_holds_the_heads_of_all_its_groups() -> None:
-    regions = [Region(name, 1, 64, 8, 8, 2, 3, (Part(0, 8),)) for name in "abc"]
-    groups = (Group(1, 1, 1, tuple(regions[:2])), Group(1, 1, 1, ()), Group(1, 1, 1, (regions[2],)))
-    layout = CacheLayout(groups, "DRAM", 0, (Span(1, 64),))
-    assert holdings(layout) == dict.fromkeys("abc", Holding((2, 5)))
-
-
-def test_a_layout_holds_the_stripes_of_its_groups() -> None:
-    layers = [Region(name, 1, 64, 8, 8, 0, 1, (Part(0, 8),)) for name in "ab"]
-    groups = Group(1, 1, 1, (layers[0],), stripe=Stripe(4, 3)), Group(1, 1, 1, (layers[1],))
+def test_a_layout_holds_the_heads_and_stripes_of_all_its_groups() -> None:
+    a, b, c = (Region(name, 1, 64, 8, 8, 2, 3, (Part(0, 8),)) for name in "abc")
+    stripe = Stripe(4, 3)
+    groups = Group(1, 1, 1, (a, b)), Group(1, 1, 1, ()), Group(1, 1, 1, (c,), stripe=stripe)
     held = holdings(CacheLayout(groups, "DRAM", 0, (Span(1, 64),)))
-    assert held == {"a": Holding((0, 1), Stripe(4, 3)), "b": Holding((0, 1))}
+    assert held == {"a": Holding((2, 5)), "b": Holding((2, 5)), "c": Holding((2, 5), stripe)}
 
 
 # --- typical cases
@@ -55,10 +49,9 @@ def engine(
     """
     ranks = []
     for names, rank in itertools.product(stages or ["".join(model)], range(tp)):
-        held = {name: heads_of(rank, tp, model[name]) for name in names}
         stripe = Stripe(stripes[0], rank % stripes[0], stripes[1])
         ranks.append(
-            {name: Holding((first, first + n), stripe) for name, (first, n) in held.items()}
+            {name: Holding(heads_of_rank(rank, tp, model[name]), stripe) for name in names}
         )
     return ranks
 
@@ -279,32 +272,3 @@ def test_a_reader_reads_from_as_few_remote_ranks_as_possible(
     readers, remotes = pair
     for held, shares in zip(readers, assign(readers, remotes), strict=True):
         assert len(shares) == fewest_remote_ranks(held, remotes)
-
-
-@pytest.mark.parametrize(
-    ("reader", "expected"),
-    [
-        pytest.param(
-            0,
-            [
-                Route(Rank(0), (Rank(0),), {"a": (0, 1)}),
-                Route(Rank(2), (Rank(0),), {"a": (1, 2)}),
-                Route(Rank(4), ()),
-                Route(Rank(6), ()),
-            ],
-            id="reader 0 reads two and releases the other even ones",
-        ),
-        pytest.param(
-            1,
-            [
-                Route(Rank(1), ()),
-                Route(Rank(3), ()),
-                Route(Rank(5), (Rank(1),), {"a": (2, 3)}),
-                Route(Rank(7), (Rank(1),), {"a": (3, 4)}),
-            ],
-            id="reader 1 reads two and releases the other odd ones",
-        ),
-    ],
-)
-def test_copies_that_nobody_reads_are_released(reader: int, expected: list[Route]) -> None:
-    assert list(routes(Rank(reader), engine(2, {"a": 4}), engine(8, {"a": 4}))) == expected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.plan import Runs, group_overlaps
+from nixl_kv.geometry.plan import OverlapGroup, Runs, group_overlaps
 from support.oracle import Blocks, Layer, Store, fewest_runs, layout
 
 properties = settings(deadline=None, database=None, derandomize=True)
@@ -55,31 +55,17 @@ def copied_bytes(runs: Runs) -> list[tuple[int, int]]:
 # --- overlaps of two ranks
 
 
-class Pair:
-    """Two ranks with one group each, and how their layers overlap."""
-
-    def __init__(
-        self,
-        orders: tuple[str, str],
-        layers: tuple[list[Layer], list[Layer]],
-        blocks: tuple[Blocks, Blocks],
-    ) -> None:
-        self.stores = [
-            Store(order, side, cut) for order, side, cut in zip(orders, layers, blocks, strict=True)
-        ]
-        sides = [
-            layout([store], base) for store, base in zip(self.stores, (1000, 9000), strict=True)
-        ]
-        self.groups = group_overlaps(sides[0], sides[1])
-
-
-def one_layer(orders: tuple[str, str], *, heads: tuple[int, int] = (2, 2), first: int = 0) -> Pair:
-    """Blocks of four tokens, K and V of one byte each. `first` is the first local head."""
-    return Pair(
-        orders,
-        ([Layer("a", heads[0], first_head=first)], [Layer("a", heads[1])]),
-        (Blocks(3, 4), Blocks(2, 4)),
+def overlaps_of(
+    orders: tuple[str, str],
+    layers: tuple[list[Layer], list[Layer]],
+    blocks: tuple[Blocks, Blocks] = (Blocks(3, 4), Blocks(2, 4)),
+) -> list[OverlapGroup]:
+    """Of two ranks with one group each, (local, remote)."""
+    local, remote = (
+        layout([Store(order, side, cut)], base)
+        for order, side, cut, base in zip(orders, layers, blocks, (1000, 9000), strict=True)
     )
+    return group_overlaps(local, remote)
 
 
 def alone(group: Group) -> tuple[CacheLayout, CacheLayout]:
@@ -106,8 +92,8 @@ def test_layers_merge_only_where_their_block_strides_are_equal() -> None:
 def test_layers_with_equal_overlaps_are_planned_once() -> None:
     layers = [Layer(f"layer.{number}", 2) for number in range(5)]
     layers[3] = replace(layers[3], key=4)
-    pair = Pair(("LBHNC", "BLHNC"), (layers, layers), (Blocks(3, 4), Blocks(2, 4)))
-    num_layers = [[bases.shape[1] for bases in group.bases.values()] for group in pair.groups]
+    groups = overlaps_of(("LBHNC", "BLHNC"), (layers, layers))
+    num_layers = [[bases.shape[1] for bases in group.bases.values()] for group in groups]
     assert num_layers == [[4], [1]]
 
 
@@ -132,16 +118,16 @@ def test_which_layouts_have_all_tokens_in_one_line(
     orders: tuple[str, str], heads: int, changes: dict[str, int], *, expected: bool
 ) -> None:
     layers = [Layer(name, heads, 2, 2) for name in "ab"]
-    blocks = Blocks(3, 4, **changes)
-    for side in (0, 1):
-        cut = (blocks, Blocks(3, 4)) if side == 0 else (Blocks(3, 4), blocks)
-        (group,) = Pair(orders, (layers, layers), cut).groups
+    changed, plain = Blocks(3, 4, **changes), Blocks(3, 4)
+    for blocks in ((changed, plain), (plain, changed)):
+        (group,) = overlaps_of(orders, (layers, layers), blocks)
         assert group.is_linear(2) == expected
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_half_of_the_heads_are_not_in_one_line(first: int) -> None:
-    (group,) = one_layer(("LBNHC", "LBNHC"), heads=(1, 2), first=first).groups
+    one, both = [Layer("a", 1, first_head=first)], [Layer("a", 2)]
+    (group,) = overlaps_of(("LBNHC", "LBNHC"), (one, both))
     assert not group.is_linear(2)
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
+from harness.local.machines import check_decode
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode import TOO_MANY
@@ -24,19 +25,20 @@ from nixl_kv.protocol.events import (
     ReadFailed,
     Send,
     StartHandshake,
-    StartRead,
     Tick,
     Transition,
 )
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import VersionRefusal
 from nixl_kv.protocol.peers import (
-    BACKOFF_S,
     CONNECT_TIMEOUT_S,
+    INCOMPATIBLE_S,
     KEPT_S,
     LOOK_AGAIN_S,
     TRANSITIONS,
     UNREADABLE_S,
+    PeerBook,
+    State,
 )
 from support.records import (
     CLAIM,
@@ -62,7 +64,6 @@ from support.records import (
     grant,
     lost,
     prepare_load,
-    rank_description,
     read_done,
     reader,
     recall,
@@ -73,39 +74,42 @@ from support.records import (
     start_load,
 )
 from support.scripts import (
+    ASK_SECOND,
     ASKING,
+    GIVEN_UP,
+    GIVEN_UP_2,
+    GOOD,
     GRANT,
     GRANTED,
     HANDSHAKING,
     PREPARED,
     READ,
     READING,
+    RELEASED,
+    SECOND,
     START,
+    START_2,
     STOP,
     Script,
     after,
     decode_machine,
     each_of,
+    impossible,
     loading,
+    moves_of,
     play,
+    rows_of,
 )
 
-ASK, ASK_SECOND = Send(RANK_0, ask()), Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+ASK = Send(RANK_0, ask())
 DESCRIBE = Send(HOME, describe())
-RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
 CLOSE_HOME = Disconnect(HOME)
-GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
 NOT_PREPARED = LoadEnded(D1, 7, Failure(FailureKind.INTERNAL, "not prepared"))
 REFUSED = PeerRefused(PEER, "another dtype")
 NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
 FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
-START_2 = start_load(D2)
-SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
-THREE = (0, 1, 2)
-AT_ONE_ENDPOINT = msgspec.structs.replace(description(2), ranks=(rank_description(),) * 2)
-OF_1 = grant(lease_s=3600.0, slot=5, fence_token=b"\2" * 16)
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
@@ -141,6 +145,7 @@ LOADS: dict[str, Script] = {
     "loads of another life of the engine go on waiting": after(
         PREPARED,
         (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE))),
+        (answered(description(), HOME), StartHandshake(PEER, description())),
         (fits(), ASK),
         (START,),
         (PeerRefused(NEXT_LIFE, "another dtype"), CLOSE_HOME),
@@ -164,33 +169,11 @@ LOADS: dict[str, Script] = {
         (100.0 + 2 * TIMEOUT_S, Tick()),
         (START, LoadEnded(D1, 7, None, PEER)),
     ),
-    "each rank is read as soon as it grants": after(
-        PREPARED,
-        (
-            fits(2, THREE),
-            Send(RANK_0, ask(readers=THREE)),
-            Send(at(1), ask(readers=THREE, number=2)),
-        ),
-        (answered(OF_1, at(1)),),
-        (START, StartRead(PEER, Rank(1), OF_1, START)),
-        (answered(GRANT), READ),
-        (read_done(1, fence_token=OF_1.fence_token), Send(at(1), release())),
-        (
-            read_done(),
-            RELEASED,
-            LoadEnded(
-                D1, 7, None, PEER, reads=(read_done(0), read_done(1, fence_token=OF_1.fence_token))
-            ),
-        ),
-    ),
     "cancelled before it has blocks, it is not reported": after(
         GRANTED, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
     ),
     "the release waits until the peer is known": after(
         PREPARED, (cancel_load(),), (fits(), GIVEN_UP), (START, NOT_PREPARED)
-    ),
-    "a failed one that is cancelled is forgotten": after(
-        ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
     ),
     "cancelling an unknown one does nothing": [(cancel_load(),)],
     "one that was never prepared is reported": [(START, NOT_PREPARED)],
@@ -227,12 +210,7 @@ ANSWERS: dict[str, Script] = {
         ASKING,
         (answered(grant(**OTHER_CLAIM)), Send(RANK_0, release(complete=False, **OTHER_CLAIM))),
     ),
-    "a grant of a rank that was not asked is released": after(
-        ASKING, (answered(GRANT, at(1)), Send(at(1), release(complete=False)))
-    ),
-    "a grant after the end is released": after(
-        ASKING, (cancel_load(), GIVEN_UP), (answered(GRANT), GIVEN_UP)
-    ),
+    "a recall of an unknown claim is answered by a release": [(answered(recall()), GIVEN_UP)],
     "a grant after the failure is released each time": after(
         ASKING, (answered(deny()),), (answered(GRANT), GIVEN_UP), (answered(GRANT), GIVEN_UP)
     ),
@@ -284,13 +262,6 @@ PEERS: dict[str, Script] = {
     "a refusal after the description is ignored": after(
         GRANTED, (answered(refusal("late"), HOME),), (PeerRefused(PEER, "late"),), (START, READ)
     ),
-    "its ranks are asked, and reads are started, while it is joined": after(
-        HANDSHAKING,
-        (answered(GRANT),),
-        (START, READ),
-        (HandshakeDone(PEER),),
-        (read_done(), RELEASED, GOOD),
-    ),
     "one that cannot be read is left alone for a while": after(
         HANDSHAKING,
         (SECOND, ASK_SECOND),
@@ -300,11 +271,11 @@ PEERS: dict[str, Script] = {
             103.0,
             REFUSED,
             STOP,
-            Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False)),
+            GIVEN_UP_2,
         ),
         (ReadFailed(D1, Rank(0), "another dtype"), GIVEN_UP, failed(NOT_COMPATIBLE)),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (103.0 + BACKOFF_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (103.0 + INCOMPATIBLE_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
     "one that is lost while it is joined is gone": after(
         HANDSHAKING,
@@ -323,7 +294,7 @@ PEERS: dict[str, Script] = {
             100.0 + CONNECT_TIMEOUT_S,
             Tick(),
             CLOSE_HOME,
-            failed(unreachable("no description")),
+            failed(unreachable("no answer in 5 s")),
         ),
     ),
     "during its pause loads fail at once": after(
@@ -332,16 +303,13 @@ PEERS: dict[str, Script] = {
         (100.1, REFUSED, CLOSE_HOME),
         (prepare_load(D2, RIVAL),),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (100.1 + BACKOFF_S, Tick()),
+        (100.1 + INCOMPATIBLE_S, Tick()),
         (prepare_load(), DESCRIBE),
-    ),
-    "a pause is not prolonged": after(
-        PAUSED, (100.9, PeerRefused(PEER, "late")), (100.0 + BACKOFF_S, Tick()), (SECOND, DESCRIBE)
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
         PAUSED,
-        (100.0 + BACKOFF_S, Tick()),
+        (100.0 + INCOMPATIBLE_S, Tick()),
         (SECOND, DESCRIBE),
         (fits(), Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL)), GIVEN_UP),
         (START, failed(NOT_COMPATIBLE)),
@@ -351,9 +319,23 @@ PEERS: dict[str, Script] = {
         for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
     },
     "one that nobody used for long is forgotten": after(
-        [*ASKING, (cancel_load(), Send(RANK_0, release(complete=False)))],
-        (100.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        ASKING,
+        (cancel_load(), GIVEN_UP),
+        (200.0, SECOND, ASK_SECOND),
+        (cancel_load(D2), GIVEN_UP_2),
+        (100.0 + KEPT_S, Tick()),
+        (200.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
+    **{
+        f"a description {name} is ignored": after(script, (answered(message, endpoint),))
+        for name, script, message, endpoint in (
+            ("of an unknown one", [], description(), HOME),
+            ("of one that is ready", ASKING, description(), HOME),
+            ("of one in its pause", PAUSED, description(), HOME),
+            ("from elsewhere", PREPARED, description(), ELSEWHERE),
+            ("of another life", PREPARED, description(incarnation=OTHER_LIFE), HOME),
+        )
+    },
     # It names a known engine and life, at somebody else's address.
     "a forged ticket does not redirect the true ones": [
         (prepare_load(D2, RIVAL, port=1), Send(FORGED.endpoint, describe())),
@@ -390,7 +372,7 @@ PEERS: dict[str, Script] = {
             PeerBroken(PEER, "refused"),
             PeerUnreadable(PEER, "refused"),
             STOP,
-            Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False)),
+            GIVEN_UP_2,
             failed(UNREADABLE, D2),
         ),
         (ReadFailed(D1, Rank(0), "refused"), GIVEN_UP, failed(UNREADABLE)),
@@ -407,50 +389,43 @@ PEERS: dict[str, Script] = {
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
-    "two ranks at one endpoint are lost together, and reported once": after(
-        PREPARED,
-        (PeerFits(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
-        (START,),
-        (lost(), failed(RANK_LOST)),
-    ),
-    "when one rank is lost the others are released": after(
-        PREPARED,
-        (fits(2), ASK, Send(at(1), ask(number=2))),
-        (START,),
-        (lost(at(1)), GIVEN_UP, failed(unreachable("prefill rank 1 is unreachable: closed"))),
+    # Another version listens where the one did that was described.
+    "a rank of another version is not waited for": after(
+        ASKING,
+        (answered(VersionRefusal(speaks=10)),),
+        (START, failed(unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}"))),
     ),
 }
 
 
-@each_of(LOADS)
-def test_a_load(script: Script) -> None:
-    loading(script).validate()
-
-
-@each_of(ANSWERS)
-def test_an_answer_of_prefill(script: Script) -> None:
-    loading(script).validate()
-
-
-@each_of(PEERS)
-def test_a_peer(script: Script) -> None:
-    loading(script).validate()
+@each_of(LOADS | ANSWERS | PEERS)
+def test_the_machine(script: Script) -> None:
+    check_decode(loading(script))
 
 
 def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     recorded: list[Transition] = []
     for script in PEERS.values():
         play(decode_machine(recorded.append), script)
-    assert {
-        (move.before, move.cause.partition(":")[0], move.after)
-        for move in recorded
-        if move.before and not move.request
-    } == {
-        (state.name, event.__name__, OVER if end is None else end.name)
-        for state, moves in TRANSITIONS.items()
-        for event, ends in moves.items()
-        for end in ends
-    }
+    assert moves_of(move for move in recorded if not move.request) == rows_of(TRANSITIONS, OVER)
+
+
+@pytest.mark.parametrize("before", State, ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "event",
+    [fits(2), HandshakeDone(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
+    ids=lambda event: type(event).__name__,
+)
+def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
+    recorded: list[Transition] = []
+    book = PeerBook(recorded.append)
+    peer, _ = book.get_or_connect(PEER, 100.0)
+    peer.state = before
+    recorded.clear()
+    for state, words in impossible(TRANSITIONS, before, event, None):
+        with pytest.raises(LocalProtocolError, match=words):
+            book._move(peer, state, event)
+    assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
@@ -460,13 +435,6 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
 
-def test_a_rank_of_another_version_is_not_waited_for() -> None:
-    """It listens where the one did that was described."""
-    failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
-    refused = (answered(VersionRefusal(speaks=10)),)
-    play(loading(ASKING), [refused, (START, failed(failure))])
-
-
 ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)
 SAME_ID = Failure(FailureKind.INTERNAL, "same id")
 
@@ -474,12 +442,12 @@ SAME_ID = Failure(FailureKind.INTERNAL, "same id")
 @each_of(
     {
         "one whose load still waits": (
-            [*GRANTED, (ANOTHER, Send(RANK_0, release(complete=False)))],
+            [*GRANTED, (ANOTHER, GIVEN_UP)],
             (START, LoadEnded(D1, 7, SAME_ID, PEER)),
         ),
         "one whose load is read": (
             [*READING, (ANOTHER, STOP), (START,)],
-            (read_done(), Send(RANK_0, release(complete=False)), LoadEnded(D1, 7, SAME_ID, PEER)),
+            (read_done(), GIVEN_UP, LoadEnded(D1, 7, SAME_ID, PEER)),
         ),
     },
     "case",
@@ -490,7 +458,7 @@ def test_a_second_request_with_an_id_costs_both_their_loads(
     """Which of them is meant from then on cannot be told; each is reported once."""
     before, end = case
     machine = loading(before)
-    machine.validate()
+    check_decode(machine)
     play(machine, [end])
     assert len(machine.loads) == 0
 
@@ -501,16 +469,12 @@ def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
     actions = machine.handle(fits(), 100.1)
     assert actions == [
         Send(RANK_0, ask(claim=RIVAL, nonce=NONCE2)),
-        Send(RANK_0, release(complete=False)),
+        GIVEN_UP,
     ]
-    machine.validate()
-    again = machine.load_of(D1)
+    check_decode(machine)
+    again = machine._by_request.get(D1)
     assert again is not None
     assert again.claim == RIVAL
-
-
-def test_a_recall_of_an_unknown_claim_is_answered_by_a_release() -> None:
-    play(decode_machine(), [(answered(recall()), Send(RANK_0, release(complete=False)))])
 
 
 def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,10 +489,11 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
 @each_of(
     {
         "a peer that is asked who it is": (PREPARED, 100.0 + CONNECT_TIMEOUT_S),
+        "a peer that is joined": ([*HANDSHAKING, (cancel_load(), GIVEN_UP)], None),
         "a rank that is asked": (ASKING, 100.0 + ASK_AGAIN_S),
         "a load that was reported": (LOADS["from arrival to report"], 100.0 + KEPT_S),
-        "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + BACKOFF_S),
-        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + BACKOFF_S, Tick())], None),
+        "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + INCOMPATIBLE_S),
+        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + INCOMPATIBLE_S, Tick())], None),
         "a lost peer": ([*READING, (lost(),)], 110.0),
         "a lost peer that is still read": ([*READING, (lost(),), (Tick(),)], 110.0 + LOOK_AGAIN_S),
         "a lost peer that is dropped": (PEERS[next(n for n in PEERS if "kept until" in n)], None),

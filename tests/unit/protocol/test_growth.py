@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, RequestId
-from nixl_kv.protocol import events, messages
+from nixl_kv.protocol import events
 from nixl_kv.protocol.prefill import PrefillMachine
 from support.records import (
     LEASE_S,
@@ -84,17 +84,11 @@ def decode_calls(held: int) -> dict[str, int]:
 
 def described(of: Any) -> events.PeerFits:
     rank = msgspec.structs.replace(rank_description(int(of.engine)), incarnation=of.incarnation)
-    engine = messages.Description(
-        **{
-            **msgspec.structs.asdict(description()),
-            "engine": of.engine,
-            "incarnation": of.incarnation,
-            "ranks": (rank,),
-        }
+    engine = msgspec.structs.replace(
+        description(), engine=of.engine, incarnation=of.incarnation, ranks=(rank,)
     )
-    return events.PeerFits(
-        events.PeerKey(of.engine, of.incarnation, of.endpoint), engine, routes(0)
-    )
+    key = events.PeerKey(of.engine, of.incarnation, of.endpoint)
+    return events.PeerFits(key, engine, routes(0))
 
 
 def prefill_calls(held: int) -> dict[str, int]:

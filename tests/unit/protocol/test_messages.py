@@ -122,9 +122,9 @@ def status(**changed: Any) -> Status:
     return Status(**{**values, **changed})
 
 
-WIRE = [
-    pytest.param(describe(), ["Describe", 9, ENGINE_LIFE, "prefill"], id="describe"),
-    pytest.param(
+WIRE: dict[str, tuple[Message, list[Any]]] = {
+    "describe": (describe(), ["Describe", 9, ENGINE_LIFE, "prefill"]),
+    "description": (
         description(),
         [
             "Description",
@@ -136,83 +136,55 @@ WIRE = [
             [RANK_WIRE],
             {},
         ],
-        id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 9, ENGINE_LIFE, "prefill", "no"], id="refusal"),
-    pytest.param(
+    "refusal": (refusal("no"), ["Refusal", 9, ENGINE_LIFE, "prefill", "no"]),
+    "ask": (
         ask(number=5, readers=(0, 1)),
         ["Ask", 9, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
-        id="ask",
     ),
-    pytest.param(
-        grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN], id="grant"
-    ),
-    pytest.param(deny(), ["Deny", 9, RANK_LIFE, *OFFER_WIRE], id="deny"),
-    pytest.param(
+    "grant": (grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN]),
+    "deny": (deny(), ["Deny", 9, RANK_LIFE, *OFFER_WIRE]),
+    "digest request": (
         digest_request(),
         ["DigestRequest", 9, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
-        id="digest request",
     ),
-    pytest.param(
-        digest_reply(),
-        ["DigestReply", 9, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
-        id="digest reply",
-    ),
-    pytest.param(
+    "digest reply": (digest_reply(), ["DigestReply", 9, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS]),
+    "pack request": (
         pack_request(3, holds=(2, 3)),
         ["PackRequest", 9, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
-        id="pack request",
     ),
-    pytest.param(pack_reply(3), ["PackReply", 9, RANK_LIFE, *OFFER_WIRE, 3, 0], id="pack reply"),
-    pytest.param(
-        pack_reply(3, slot=None), ["PackReply", 9, RANK_LIFE, *OFFER_WIRE, 3, None], id="not packed"
-    ),
-    pytest.param(
-        renew(6, CLAIM, reading=1),
-        ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
-        id="renew",
-    ),
-    pytest.param(renew(6), ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
-    pytest.param(recall(), ["Recall", 9, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(
-        renewed(CLAIM), ["HeartbeatReply", 9, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"
-    ),
-    pytest.param(release(), ["Release", 9, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
-    pytest.param(
-        release(complete=False), ["Release", 9, RANK_LIFE, *OFFER_WIRE, False], id="release"
-    ),
-    pytest.param(
+    "pack reply": (pack_reply(3), ["PackReply", 9, RANK_LIFE, *OFFER_WIRE, 3, 0]),
+    "not packed": (pack_reply(3, slot=None), ["PackReply", 9, RANK_LIFE, *OFFER_WIRE, 3, None]),
+    "renew": (renew(6, CLAIM, reading=1), ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1]),
+    "renew nothing": (renew(6), ["Heartbeat", 9, RANK_LIFE, READER_WIRE, 6, [], 0]),
+    "recall": (recall(), ["Recall", 9, RANK_LIFE, *OFFER_WIRE]),
+    "renewed": (renewed(CLAIM), ["HeartbeatReply", 9, RANK_LIFE, READER_WIRE, 2, [CLAIM]]),
+    "release, complete": (release(), ["Release", 9, RANK_LIFE, *OFFER_WIRE, True]),
+    "release": (release(complete=False), ["Release", 9, RANK_LIFE, *OFFER_WIRE, False]),
+    "status request": (
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
         ["StatusRequest", 9, ANY_INCARNATION, "d1"],
-        id="status request",
     ),
-    pytest.param(
-        Drain(incarnation=ANY_INCARNATION, undo=True),
-        ["Drain", 9, ANY_INCARNATION, True],
-        id="drain",
-    ),
-    pytest.param(
+    "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 9, ANY_INCARNATION, True]),
+    "draining": (
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
         ["Draining", 9, ENGINE_LIFE, 3, False],
-        id="draining",
     ),
-    pytest.param(
+    "set weights": (
         SetWeights(incarnation=ANY_INCARNATION, weights="step 8"),
         ["SetWeights", 9, ANY_INCARNATION, "step 8"],
-        id="set weights",
     ),
-    pytest.param(
+    "weights set": (
         WeightsSet(incarnation=ENGINE_LIFE, former="step 7", refusal="no"),
         ["WeightsSet", 9, ENGINE_LIFE, "step 7", "no"],
-        id="weights set",
     ),
-    pytest.param(status(), ["Status", 9, RANK_LIFE, FACTS, {"loads": 1}, LISTS], id="status"),
-    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 9], id="version refusal"),
-]
+    "status": (status(), ["Status", 9, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
+    "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 9]),
+}
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
 
-@pytest.mark.parametrize(("message", "wire"), WIRE)
+@pytest.mark.parametrize(("message", "wire"), WIRE.values(), ids=WIRE)
 def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any]) -> None:
     assert msgspec.msgpack.decode(encode(message)) == wire
     assert decode(msgspec.msgpack.encode(wire)) == message
@@ -227,7 +199,7 @@ def test_a_release_has_these_bytes() -> None:
 
 
 def test_every_message_of_the_wire_is_in_the_table() -> None:
-    assert {type(param.values[0]) for param in WIRE} == set(get_args(Message))
+    assert {type(message) for message, _ in WIRE.values()} == set(get_args(Message))
 
 
 @pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
@@ -258,7 +230,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
 
 
 @pytest.mark.parametrize("decoder", DIRECTIONS)
-@pytest.mark.parametrize("message", [param.values[0] for param in WIRE])
+@pytest.mark.parametrize("message", [message for message, _ in WIRE.values()], ids=WIRE)
 def test_a_socket_accepts_only_what_may_come_to_it(
     message: Message, decoder: Callable[[bytes], Message]
 ) -> None:
@@ -433,14 +405,6 @@ def test_a_record_that_checks_itself_is_refused_by_its_own_words(
         decode(msgspec.msgpack.encode(wire))
 
 
-def test_a_table_of_version_5_is_refused_as_what_it_is() -> None:
-    """Bytes alone: who sends them says another version, or lies."""
-    wire = msgspec.msgpack.decode(encode(grant()))
-    wire[-3] = [b"\7\0\0\0"]
-    with pytest.raises(RemoteProtocolError, match=re.escape("Expected `object`, got `bytes`")):
-        decode(msgspec.msgpack.encode(wire))
-
-
 # Other versions, and what is no message
 
 RELEASE = encode(release())
@@ -451,18 +415,12 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
     ("payload", "error"),
     [
         pytest.param(b"", "not msgpack: 0 bytes", id="empty"),
-        pytest.param(b"\xc1", "not msgpack: 1 bytes", id="no msgpack"),
         pytest.param(RELEASE + b"\xc0", f"not msgpack: {len(RELEASE) + 1} bytes", id="trailing"),
         pytest.param(RELEASE[:-1], f"not msgpack: {len(RELEASE) - 1} bytes", id="cut"),
         pytest.param(DEEP, "Expected `str`, got `array`", id="deep"),
-        pytest.param(b"\xdd\xff\xff\xff\xff", "not msgpack: 5 bytes", id="long array, cut"),
-        pytest.param(b"\x92\xa7Release\xa2\xff\xfe", "Expected `array`", id="no UTF-8"),
-        pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
-        pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
         pytest.param(msgspec.msgpack.encode(["Gone", 9]), "Invalid value 'Gone'", id="no such"),
         pytest.param(msgspec.msgpack.encode([1, 9]), "Expected `str`", id="tag is no string"),
-        pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
@@ -521,12 +479,6 @@ def test_an_engine_that_says_nothing_of_extras_has_none() -> None:
     assert decode(msgspec.msgpack.encode(wire)) == description()
 
 
-def test_an_error_has_its_cause() -> None:
-    with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 9]))
-    assert isinstance(raised.value.__cause__, msgspec.ValidationError)
-
-
 # What a stranger might try
 
 
@@ -569,20 +521,3 @@ def test_any_bytes_are_a_message_or_refused(payload: bytes) -> None:
     except RemoteProtocolError:
         return
     assert decode(encode(message)) == message
-
-
-@given(
-    message=st.sampled_from([param.values[0] for param in WIRE]),
-    position=st.integers(0, 10_000),
-    replacement=st.integers(0, 255),
-)
-def test_a_damaged_message_is_read_or_refused(
-    message: Message, position: int, replacement: int
-) -> None:
-    payload = bytearray(encode(message))
-    payload[position % len(payload)] = replacement
-    try:
-        damaged = decode(bytes(payload))
-    except RemoteProtocolError:
-        return
-    assert decode(encode(damaged)) == damaged

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError, TicketRefused
 from nixl_kv.ids import EngineId, Nonce
 from nixl_kv.protocol.ticket import (
     FIELD,
@@ -75,10 +75,6 @@ def having(**changed: object) -> dict[str, Any]:
     return written(list({**VALUES, **changed}.values()))
 
 
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in PARAMS.items() if name not in names}
-
-
 # The form
 
 
@@ -88,6 +84,7 @@ def test_a_ticket_has_this_form() -> None:
     assert ticket().params(None, for_in_tree=False) == PARAMS
     assert ticket().params(KEY) == {**WRITTEN, FIELD: f"9.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
+    assert tuple(VALUES) == Ticket.__struct_fields__
 
 
 def test_a_ticket_comes_back_through_json() -> None:
@@ -138,13 +135,11 @@ def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> 
         pytest.param({**PARAMS, "remote_block_ids": [1], "tp_size": 8}, id="of vLLM's frontend"),
         pytest.param({**PARAMS, "kv": {"deep": [{}]}}, id="of a router"),
         pytest.param(types.MappingProxyType(PARAMS), id="any mapping"),
-        pytest.param({FIELD: PARAMS[FIELD]}, id="nothing else"),
         pytest.param({**dict.fromkeys(PARAMS), FIELD: PARAMS[FIELD]}, id="null in place of all"),
-        pytest.param({**PARAMS, "remote_host": "http://prefill:8000"}, id="another host"),
         pytest.param({**PARAMS, "remote_host": None, "remote_port": "x"}, id="no host, no port"),
         pytest.param({**PARAMS, "remote_engine_id": {"a": [1]}}, id="no engine"),
         pytest.param({**PARAMS, "wire_version": 3, "mac": "x", "nonce": []}, id="older fields"),
-        *[pytest.param(without(name), id=f"no {name}") for name in PARAMS if name != FIELD],
+        pytest.param({FIELD: PARAMS[FIELD]}, id="nothing else"),
     ],
 )
 def test_what_is_beside_it_does_not_matter(params: object) -> None:
@@ -154,70 +149,53 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
 # What is refused
 
 
+LACKS = "kv_transfer_params lacks the field 'nixl_kv_ticket'"
+NO_OBJECT = "kv_transfer_params is of type {}; allowed: an object"
+NO_FLAG = "kv_transfer_params: {} is {}; allowed: {}"
+NO_TEXT = "kv_transfer_params: nixl_kv_ticket is {}; allowed: text"
+NO_TICKET = (
+    "kv_transfer_params: nixl_kv_ticket is not a ticket; "
+    "allowed: VERSION.MAC.PAYLOAD, as prefill wrote it"
+)
+NO_FORM = [
+    *["", "..", "9.AA", "9...AA", "9..AA=", "9..A+/A", "9..AA\n", " 9..AA", "9.0..AA"],
+    *["05..AA", "-9..AA", "\u0665..AA", "1234567890..AA", "A" * MAX_LENGTH, "\ud800"],
+    *[f"9.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
+]
+
+
 @pytest.mark.parametrize(
     ("params", "error"),
     [
-        pytest.param(None, "kv_transfer_params is of type NoneType; allowed: an object", id="null"),
-        pytest.param([], "kv_transfer_params is of type list; allowed: an object", id="list"),
-        pytest.param("{}", "kv_transfer_params is of type str; allowed: an object", id="text"),
-        *[
-            pytest.param(
-                params, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id=f"no ticket, {n}"
-            )
-            for n, params in enumerate(
-                [
-                    {},
-                    ONE_TWO,
-                    {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": []},
-                    {**without(FIELD), "wire_version": 4, "nonce": NONCE},
-                ]
-            )
-        ],
-        *[
-            pytest.param(
-                {**PARAMS, name: value},
-                f"kv_transfer_params: {name} is {words}; allowed: {allowed}",
-                id=f"{name}: {words}",
-            )
-            for name, value, words, allowed in [
-                ("do_remote_prefill", False, "false", "true"),
-                ("do_remote_prefill", 1, "of type int", "true"),
-                ("do_remote_decode", True, "true", "false"),
-                ("do_remote_decode", 10**5000, "of type int", "false"),
-            ]
-        ],
-        *[
-            pytest.param(
-                {FIELD: value},
-                f"kv_transfer_params: nixl_kv_ticket is {words}; allowed: text",
-                id=words,
-            )
-            for value, words in [
-                (None, "null"),
-                (True, "true"),
-                (10**5000, "of type int"),
-                ([["x"] * 10_000], "of type list"),
-                (b"9..AA", "of type bytes"),
-            ]
-        ],
-        pytest.param(
+        (None, NO_OBJECT.format("NoneType")),
+        ([], NO_OBJECT.format("list")),
+        ("{}", NO_OBJECT.format("str")),
+        ({}, LACKS),
+        (ONE_TWO, LACKS),
+        ({"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": []}, LACKS),
+        (
+            {**PARAMS, "do_remote_prefill": False},
+            NO_FLAG.format("do_remote_prefill", "false", "true"),
+        ),
+        (
+            {**PARAMS, "do_remote_prefill": 1},
+            NO_FLAG.format("do_remote_prefill", "of type int", "true"),
+        ),
+        ({**PARAMS, "do_remote_decode": True}, NO_FLAG.format("do_remote_decode", "true", "false")),
+        (
+            {**PARAMS, "do_remote_decode": 10**5000},
+            NO_FLAG.format("do_remote_decode", "of type int", "false"),
+        ),
+        ({FIELD: None}, NO_TEXT.format("null")),
+        ({FIELD: True}, NO_TEXT.format("true")),
+        ({FIELD: 10**5000}, NO_TEXT.format("of type int")),
+        ({FIELD: [["x"] * 10_000]}, NO_TEXT.format("of type list")),
+        ({FIELD: b"9..AA"}, NO_TEXT.format("of type bytes")),
+        (
             {FIELD: "9.." + "A" * (MAX_LENGTH - 2)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
-            id="long",
         ),
-        *[
-            pytest.param(
-                {FIELD: text},
-                "kv_transfer_params: nixl_kv_ticket is not a ticket; "
-                "allowed: VERSION.MAC.PAYLOAD, as prefill wrote it",
-                id=f"form {text[:40]!r}",
-            )
-            for text in [
-                *["", "..", "9.AA", "9...AA", "9..AA=", "9..A+/A", "9..AA\n", " 9..AA", "9.0..AA"],
-                *["05..AA", "-9..AA", "\u0665..AA", "1234567890..AA", "A" * MAX_LENGTH, "\ud800"],
-                *[f"9.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
-            ]
-        ],
+        *[({FIELD: text}, NO_TICKET) for text in NO_FORM],
     ],
 )
 def test_what_is_no_ticket_is_refused_in_words(params: object, error: str) -> None:
@@ -259,12 +237,11 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        pytest.param([], "missing required field `host`", id="empty"),
-        pytest.param(list(VALUES.values())[:2], "missing required field `nonce`", id="two"),
-        pytest.param(list(VALUES.values())[:-3], "missing required field `context`", id="short"),
-        pytest.param(VALUES, "Expected `array`", id="a map"),
-        pytest.param("text", "Expected `array`", id="text"),
-        pytest.param(None, "Expected `array`", id="null"),
+        ([], "missing required field `host`"),
+        (list(VALUES.values())[:2], "missing required field `nonce`"),
+        (list(VALUES.values())[:-3], "missing required field `context`"),
+        (VALUES, "Expected `array`"),
+        (None, "Expected `array`"),
     ],
 )
 def test_a_payload_of_another_form_is_refused(entries: object, words: str) -> None:
@@ -277,11 +254,8 @@ def test_a_payload_of_another_form_is_refused(entries: object, words: str) -> No
     [
         pytest.param(b"\x91" * 3000, id="deep"),
         pytest.param(b"\xdd\xff\xff\xff\xff", id="long array, cut"),
-        pytest.param(b"\x91\x81\x80\x01", id="a map as a key"),
         pytest.param(b"\x91\xa1\xff", id="no UTF-8"),
-        pytest.param(b"\x91\xc7\x0c\xff" + b"\xff" * 12, id="no time"),
         pytest.param(b"\xc1", id="no msgpack"),
-        pytest.param(b"\x90\xc0", id="trailing"),
         pytest.param(None, id="no base64"),
     ],
 )
@@ -363,8 +337,9 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     sealed = SealedTicket.parse(later(version, key))
     sealed.check_mac(key)
     assert sealed.head() == TicketHead(host="10.0.0.1", port=5600, nonce=NONCE)
-    with pytest.raises(ForeignVersion) as refused:
+    with pytest.raises(TicketRefused) as refused:
         sealed.open()
+    assert refused.value.reason == "version"
     assert str(refused.value) == (
         f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 9"
     )
@@ -386,31 +361,6 @@ def checked(params: object, key: bytes | None) -> Ticket:
     sealed.check_mac(key)
     sealed.head()
     return sealed.open()
-
-
-CHANGED = {
-    "host": "10.0.0.2",
-    "port": 5601,
-    "nonce": hex32(7),
-    "engine": "another",
-    "incarnation": hex32(7),
-    "num_tokens": 9,
-    "context": hex32(7),
-    "epoch": 1,
-    "weights": "step 7",
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_change_of_any_value_makes_the_mac_wrong(name: str) -> None:
-    entries = list({**VALUES, name: CHANGED[name]}.values())
-    assert opened(written(entries)) == ticket(**{name: CHANGED[name]})
-    with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket mac is wr"):
-        checked(written(entries, mac=MAC), KEY)
-
-
-def test_every_value_is_changed_above() -> None:
-    assert list(CHANGED) == list(VALUES) == list(Ticket.__struct_fields__)
 
 
 TEXT = SEALED[FIELD]

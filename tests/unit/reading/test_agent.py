@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.local.memory import MemoryTransport
-from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.ids import Endpoint, FenceToken, Rank, RequestId, new_fence_token
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token
 from nixl_kv.protocol.events import ChunksWanted, PeerBroken, ReadDone, ReadFailed, StopRead
 from nixl_kv.reading import agent as read_agent
 from nixl_kv.reading.agent import MAX_SLOT_READS, SlotOp
@@ -27,7 +27,6 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     reading.fabric.polls = 3
     before = reading.cache.view.copy()
     assert reading.start([2, 9], [7, 3], range(8)) == []
-    assert repr(reading.agent) == "<ReadAgent: 1 reads, <Ranks: 1 READY>>"
     assert reading.agent.poll() == []
     assert reading.agent.poll() == []
     assert np.array_equal(reading.cache.view, before)
@@ -83,13 +82,6 @@ def test_of_a_turn_only_so_much_data_is_known_at_once(
     assert len(reading.start([2, 9], [7, 3], range(8))) == 1
 
 
-def test_a_read_of_nothing_reads_its_slot(reading: Reading) -> None:
-    """A window has passed all of it."""
-    reading.fabric.polls = 0
-    assert reading.read_slot(3) == [ReadDone(D1, R0, fence_token=FenceToken(bytes(16)))]
-    assert reading.agent.reads == []
-
-
 @pytest.mark.parametrize(
     ("local", "remote", "words"),
     [
@@ -117,7 +109,7 @@ def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
 
 
 def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
-    """Or else the fence_token of a former read could stand for what was never read."""
+    """Or a former read's token could stand for what was never read."""
     first, second = new_fence_token(), new_fence_token()
     reading.prefill.slots.write(3, first)
     assert reading.read_slot(3) == []
@@ -142,12 +134,9 @@ def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
     reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
     assert reading.read_slot(0) == []
-
-
-def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None:
-    (event,) = reading.read_slot(8)
-    assert isinstance(event, ReadFailed)
-    assert len(reading.agent.free_entries) == MAX_SLOT_READS
+    (failed,) = reading.read_slot(8)
+    assert isinstance(failed, ReadFailed), "the peer does not have that slot"
+    assert len(reading.agent.free_entries) == 0
 
 
 @pytest.mark.parametrize("kind", ["data", "slot"])
@@ -183,49 +172,6 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
     assert len(reading.agent.free_entries) == MAX_SLOT_READS
-
-
-def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_read(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NIXL says 'disconnected' for ever of a peer whose connection failed once."""
-    transport, name = reading.agent.transport, reading.prefill.transport.name
-    broken, dropped = {name}, list[str]()
-    post, add = transport.read, transport.add_peer
-
-    def read(local: Any, remote: Any, indices: Any) -> Any:
-        if name in broken:
-            raise PeerLost("posting 4 pieces: NIXL_ERR_REMOTE_DISCONNECT")
-        return post(local, remote, indices)
-
-    def connect(metadata: bytes) -> Any:
-        broken.discard(metadata.decode())
-        return add(metadata)
-
-    reading.fabric.reads_hang = True
-    broken.clear()
-    assert reading.read_slot(3) == []
-    monkeypatch.setattr(transport, "read", read)
-    monkeypatch.setattr(transport, "add_peer", connect)
-    monkeypatch.setattr(transport, "drop_peer", dropped.append)
-    broken.add(name)
-    for _ in range(2):
-        (event,) = reading.start([2], [7], range(4))
-        assert isinstance(event, ReadFailed)
-        assert "NIXL_ERR_REMOTE_DISCONNECT" in event.reason
-    assert dropped == [], "its slot is being read"
-    reading.fabric.reads_hang = False
-    assert [type(event) for event in reading.agent.poll()] == [ReadDone, PeerBroken]
-    reading.agent.collect()
-    assert reading.agent.ranks.find(PEER, R0) is None
-    reading.prepare()
-    assert dropped == [name]
-    assert reading.start([2], [7], range(4)) == []
-    assert reading.agent.poll() == [ChunksWanted(D1, R0, (), ())]
-    (done,) = reading.agent.poll()
-    assert isinstance(done, ReadDone)
-    assert reading.start([2], [7], range(4)) == []
-    assert dropped == [name]
 
 
 def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(

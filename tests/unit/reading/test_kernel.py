@@ -19,6 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nixl_kv.geometry.match import routes
+from nixl_kv.geometry.plan import plan
+from nixl_kv.ids import Rank
+from nixl_kv.reading.tiles import Tiling
+from support.any_shape import Pair
+from support.cases import typical
+from support.oracle import Layer
+
 TESTS = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -111,14 +119,6 @@ def read_in_turn() -> None:
 
 def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Any, int, Any, Any, Any]]:
     """Of a case: the pair, decode's rank, the plan, its pieces and its tiling."""
-    from nixl_kv.geometry.match import routes  # noqa: PLC0415 - as below
-    from nixl_kv.geometry.plan import plan  # noqa: PLC0415
-    from nixl_kv.ids import Rank  # noqa: PLC0415
-    from nixl_kv.reading.tiles import Tiling  # noqa: PLC0415
-    from support.any_shape import Pair  # noqa: PLC0415
-    from support.cases import typical  # noqa: PLC0415
-    from support.oracle import Layer  # noqa: PLC0415
-
     even = tuple(Layer(name, 4, 6, 4) for name in "abc")
     pair = Pair(typical(**{"model": even} | changes))
     for number, local in enumerate(pair.decode.ranks):

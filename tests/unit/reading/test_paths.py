@@ -1,17 +1,15 @@
 """Direct reads are posted in slices: bounded work per turn, and progress after each slice."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.local.caches import Cache, Sizes
-from harness.local.memory import Fabric, MemoryTransport
+from harness.local.caches import Sizes
 from nixl_kv.errors import PeerLost
 from nixl_kv.geometry.layout import Table
-from nixl_kv.geometry.plan import plan
-from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import ChunksWanted, StartLoad, StartRead
 from nixl_kv.reading import paths
 from nixl_kv.reading.paths import (
@@ -22,46 +20,34 @@ from nixl_kv.reading.paths import (
     DirectOp,
     DirectPath,
     Read,
-    Source,
 )
-from support.readable import ReadableRank, engine_of
+from support.agent_reading import R0, Reading
 from support.records import D1, PEER, grant
 
-SIZES = Sizes(blocks=64)
 BLOCKS = 60
+SIZES = Sizes(blocks=BLOCKS)
 RUNS = BLOCKS * SIZES.layers
 
 
-class Reading:
+class Sliced:
     """A read of many runs, in slices of ten."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_tcp: bool = False) -> None:
         monkeypatch.setattr(paths, "SLICE_RUNS", 10)
-        self.fabric = Fabric(polls=0)
-        self.prefill, self.cache = ReadableRank(self.fabric, SIZES), Cache(SIZES).fill(2)
-        layout, description = self.cache.layout(), engine_of(self.prefill).ranks[0]
-        self.transport = MemoryTransport(self.fabric)
-        for span in layout.spans:
-            self.transport.register(span, "DRAM", 0)
-        name = self.transport.add_peer(description.agent)
-        planned = plan(layout, description.layout)
+        self.reading = Reading(sizes=SIZES, memory="DRAM")
+        self.fabric, self.transport = self.reading.fabric, self.reading.agent.transport
+        self.fabric.polls = 0
+        rank = self.reading.agent.ranks.find(PEER, R0)
+        assert rank is not None
+        assert rank.source is not None
         self.budget = Budget()
+        source = replace(rank.source, is_tcp=is_tcp, budget=self.budget)
         self.ids = list(range(BLOCKS)), list(reversed(range(BLOCKS)))
         local, remote = ((Table.of(ids),) for ids in self.ids)
-        load = StartLoad(D1, 0, BLOCKS * 4, local)
-        pieces = planned.pieces(local, remote, range(load.end))
-        source = Source(
-            transport=self.transport,
-            name=name,
-            description=description,
-            plan=planned,
-            local=self.transport.prepare(planned.local, "DRAM", None),
-            remote=self.transport.prepare(planned.remote, "DRAM", name),
-            is_tcp=is_tcp,
-            budget=self.budget,
-        )
-        action = StartRead(PEER, Rank(0), grant(tables=remote), load)
-        self.read = Read(action, source, pieces, planned.num_bytes(pieces), RUNS)
+        load = StartLoad(D1, 0, BLOCKS * SIZES.tokens, local)
+        pieces = source.plan.pieces(local, remote, range(load.end))
+        action = StartRead(PEER, R0, grant(tables=remote), load)
+        self.read = Read(action, source, pieces, source.plan.num_bytes(pieces), RUNS)
         self.posted: list[int] = []
         read = self.transport.read
 
@@ -77,17 +63,21 @@ class Reading:
         assert isinstance(op, DirectOp)
         return op
 
-    def check(self) -> None:
-        expected = self.prefill.cache.blocks(self.ids[1])
-        assert np.array_equal(self.cache.blocks(self.ids[0]), expected)
+    def finish(self, op: DirectOp) -> None:
+        """Poll until all bytes are there; each poll is a turn."""
+        while not op.has_ended:
+            self.budget.runs = RUNS_PER_TURN
+            op.poll()
+        expected = self.reading.prefill.cache.blocks(self.ids[1])
+        assert np.array_equal(self.reading.cache.blocks(self.ids[0]), expected)
 
 
-MakeReading = Callable[..., Reading]
+MakeReading = Callable[..., Sliced]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> MakeReading:
-    return lambda **options: Reading(monkeypatch, **options)
+    return lambda **options: Sliced(monkeypatch, **options)
 
 
 def test_all_slices_arrive_and_each_is_progress(make: MakeReading) -> None:
@@ -96,9 +86,9 @@ def test_all_slices_arrive_and_each_is_progress(make: MakeReading) -> None:
     while not op.has_ended:
         assert len(op._posted) <= MAX_SLICES
         news.append(op.poll())
-    reading.check()
+    reading.finish(op)
     assert (sum(reading.posted), set(reading.posted)) == (RUNS, {10})
-    progress = [ChunksWanted(D1, Rank(0), (), ())]
+    progress = [ChunksWanted(D1, R0, (), ())]
     assert news == [progress] * (len(news) - 1) + [[]]
     assert op.failure is None
 
@@ -116,10 +106,7 @@ def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
     op.poll()
     assert len(reading.posted) == 3
     assert not op.is_autonomous, "it needs further turns"
-    while not op.has_ended:
-        reading.budget.runs = RUNS_PER_TURN
-        op.poll()
-    reading.check()
+    reading.finish(op)
 
 
 def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
@@ -136,17 +123,9 @@ def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
     first.poll()
     second.poll()
     assert reading.posted == [RUNS], "the budget was spent by the first one"
-    reading.budget.runs = RUNS_PER_TURN
-    while not second.has_ended:
-        second.poll()
-    reading.check()
-
-
-def test_a_short_read_is_posted_at_once(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = make()
-    monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
+    reading.finish(second)
     assert reading.start().is_autonomous
-    assert reading.posted == [RUNS]
+    assert reading.posted == [RUNS] * 3, "with a budget it is posted at once"
 
 
 def test_slices_are_bounded_in_bytes(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +134,7 @@ def test_slices_are_bounded_in_bytes(make: MakeReading, monkeypatch: pytest.Monk
     monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
     monkeypatch.setitem(paths.SLICE_BYTES, "DRAM", 7 * run)
     op = reading.start()
-    while not op.has_ended:
-        op.poll()
+    reading.finish(op)
     assert max(reading.posted) == 7
 
 
@@ -177,7 +155,7 @@ def test_a_read_that_is_stopped_ends_after_what_is_in_flight(make: MakeReading) 
 def test_a_slice_that_is_lost_ends_the_read(make: MakeReading) -> None:
     reading = make()
     op = reading.start()
-    reading.fabric.lost_peers.add(reading.prefill.transport.name)
+    reading.fabric.lost_peers.add(reading.reading.prefill.transport.name)
     op.poll()
     assert op.has_ended
     assert op.is_connection_lost
@@ -202,27 +180,6 @@ def test_a_slice_that_cannot_be_posted_waits_for_the_others(
     assert (op.has_ended, op.failure, op.is_connection_lost) == (True, "disconnected", True)
 
 
-def test_nothing_is_in_flight_if_the_start_raises(
-    make: MakeReading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent then says that the read has failed, and its blocks are used again."""
-    reading = make()
-    read, calls = reading.transport.read, []
-
-    def refuse_later(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise PeerLost("disconnected")
-        return read(*arguments)
-
-    monkeypatch.setattr(reading.transport, "read", refuse_later)
-    op = reading.start()
-    assert len(calls) == 1
-    while not op.has_ended:
-        op.poll()
-    assert op.failure == "disconnected"
-
-
 def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run takes longer there, and a read has to show progress."""
     reading = make(is_tcp=True)
@@ -232,6 +189,4 @@ def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.Monk
     op.poll()
     assert set(reading.posted) == {6}
     assert not op.is_autonomous, "paced reads need calls"
-    while not op.has_ended:
-        op.poll()
-    reading.check()
+    reading.finish(op)

@@ -1,6 +1,5 @@
 """The peers of one rank: whether they fit, which of their ranks are read, and how."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +13,7 @@ from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import SAMPLE_BYTES, sample_rows
 from nixl_kv.reading.peers import (
@@ -53,13 +53,20 @@ def cache() -> Cache:
 # --- whether they fit
 
 
+def refusal(peers: RemotePeers, description: Description) -> str:
+    """Why this engine cannot be read; empty if it can."""
+    try:
+        peers.check(description)
+    except IncompatiblePeer as error:
+        return str(error)
+    return ""
+
+
 def test_another_model_is_refused_with_both_values(fabric: Fabric, cache: Cache) -> None:
     peers = peers_of(cache, {**MODEL, "dtype": "float16"})
     described = engine_of(ReadableRank(fabric, SIZES))
     there = msgspec.structs.replace(described, model={**MODEL, "dtype": "bfloat16"})
-    with pytest.raises(IncompatiblePeer) as error:
-        peers.check(there)
-    assert str(error.value) == (
+    assert refusal(peers, there) == (
         "engine 'prefill' cannot be read: dtype is 'float16' here and 'bfloat16' there"
     )
 
@@ -69,22 +76,15 @@ def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
 ) -> None:
     described = engine_of(ReadableRank(fabric, SIZES))
     there = msgspec.structs.replace(described, extras={"draft": "one"})
-    peers_of(cache).check(there)
-    peers_of(cache, extras={"draft": "one"}).check(there)
-    with pytest.raises(IncompatiblePeer) as error:
-        peers_of(cache, extras={"draft": "two"}).check(there)
-    assert str(error.value).endswith("cannot be read: draft is 'two' here and 'one' there")
-    with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
-        peers_of(cache, extras={"draft": "one"}).check(described)
+    one, two = (peers_of(cache, extras={"draft": name}) for name in ("one", "two"))
+    assert refusal(peers_of(cache), there) == refusal(one, there) == ""
+    assert refusal(two, there).endswith("cannot be read: draft is 'two' here and 'one' there")
+    assert refusal(one, described).endswith("draft is 'one' here and None there")
 
 
 @pytest.mark.parametrize(
     ("differing", "more"),
-    [
-        pytest.param(1, "", id="one"),
-        pytest.param(SHOWN_MISMATCHES, "", id="all that are shown"),
-        pytest.param(SHOWN_MISMATCHES + 3, "; and 3 more", id="more"),
-    ],
+    [(1, ""), (SHOWN_MISMATCHES, ""), (SHOWN_MISMATCHES + 3, "; and 3 more")],
 )
 def test_only_so_many_mismatches_are_shown(
     fabric: Fabric, cache: Cache, differing: int, more: str
@@ -92,73 +92,51 @@ def test_only_so_many_mismatches_are_shown(
     peers = peers_of(cache, {f"fact {n}": "1" for n in range(differing)})
     described = engine_of(ReadableRank(fabric, SIZES))
     there = msgspec.structs.replace(described, model={f"fact {n}": "2" for n in range(differing)})
-    with pytest.raises(IncompatiblePeer) as error:
-        peers.check(there)
-    assert str(error.value).count(" here and ") == min(differing, SHOWN_MISMATCHES)
-    assert str(error.value).endswith("'2' there" + more)
+    shown = refusal(peers, there)
+    assert shown.count(" here and ") == min(differing, SHOWN_MISMATCHES)
+    assert shown.endswith("'2' there" + more)
 
 
 def test_all_ranks_of_this_engine_are_compared(fabric: Fabric) -> None:
     """A rank with half of the heads does not fit alone, and does with the other half."""
     halves = [Cache(HALF, first_head=head) for head in range(2)]
     peers, described = peers_of(halves[0]), engine_of(ReadableRank(fabric, SIZES))
-    with pytest.raises(IncompatiblePeer, match="number of KV heads"):
-        peers.check(described)
+    assert "number of KV heads" in refusal(peers, described)
     peers.set_layouts(tuple(half.layout() for half in halves))
-    peers.check(described)
+    assert refusal(peers, described) == ""
 
 
-@pytest.mark.parametrize(
-    ("cidr", "is_allowed"), [("10.0.0.0/24", True), ("10.0.1.0/24", False)], ids=["inside", "not"]
-)
-def test_a_description_leads_only_to_allowed_hosts(
-    fabric: Fabric, cache: Cache, cidr: str, *, is_allowed: bool
-) -> None:
+def test_a_description_leads_only_to_allowed_hosts(fabric: Fabric, cache: Cache) -> None:
     """The engine may be on an allowed host, and a rank of it on another one."""
-    allowed = Config.parse({"peers": [cidr]}, {}).allowed_hosts
-    peers = peers_of(cache, allowed=allowed)
     described = engine_of(ReadableRank(fabric, SIZES))
-    if is_allowed:
-        peers.check(described)
-        return
-    with pytest.raises(IncompatiblePeer) as error:
-        peers.check(described)
-    endpoint = described.ranks[0].endpoint
-    assert str(error.value) == (
-        f"engine 'prefill' has a rank at {endpoint}; allowed by 'peers': {cidr}"
+    inside, outside = (
+        peers_of(cache, allowed=Config.parse({"peers": [cidr]}, {}).allowed_hosts)
+        for cidr in ("10.0.0.0/24", "10.0.1.0/24")
+    )
+    assert refusal(inside, described) == ""
+    assert refusal(outside, described) == (
+        f"engine 'prefill' has a rank at {described.ranks[0].endpoint}; "
+        "allowed by 'peers': 10.0.1.0/24"
     )
 
 
 def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> None:
-    described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
-    first, second = described.ranks
+    first, second = two_halves(fabric)[0].ranks
     same = msgspec.structs.replace(second, endpoint=first.endpoint)
-    with pytest.raises(IncompatiblePeer, match="has several ranks at one endpoint"):
-        peers_of(cache).check(msgspec.structs.replace(described, ranks=(first, same)))
-
-
-def test_each_rank_reads_its_heads_from_those_that_have_them(fabric: Fabric) -> None:
-    halves = [Cache(HALF, first_head=head) for head in range(2)]
-    described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
-    readers = {}
-    for number, half in enumerate(halves):
-        peers = RemotePeers(half.layout(), Rank(number), MODEL)
-        peers.set_layouts(tuple(each.layout() for each in halves))
-        routes = peers.routes(described)
-        readers[number] = {route.remote_rank: route.readers for route in routes if route.readers}
-    assert readers == {0: {0: (0,)}, 1: {1: (1,)}}
+    twice = msgspec.structs.replace(two_halves(fabric)[0], ranks=(first, same))
+    assert "has several ranks at one endpoint" in refusal(peers_of(cache), twice)
 
 
 # --- what an agent has prepared of them
 
 
 class CountingTransport(MemoryTransport):
-    """Keeps whom it knows, and fails where a test says so."""
+    """Keeps whom it knows, and fails for the rank that a test names."""
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__(fabric)
         self.known: list[PeerName] = []
-        self.on_prepare: Callable[[PeerName | None, int], None] = lambda *_: None
+        self.refused = ""
 
     def add_peer(self, metadata: bytes) -> PeerName:
         self.known.append(super().add_peer(metadata))
@@ -168,15 +146,9 @@ class CountingTransport(MemoryTransport):
         self.known = [name for name in self.known if name != peer]
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> ListHandle:
-        self.on_prepare(peer, len(self.known))
+        if peer == self.refused:
+            raise TransportError("no such memory")
         return super().prepare(rows, memory, peer)
-
-
-@pytest.fixture
-def transport(fabric: Fabric, cache: Cache) -> CountingTransport:
-    transport = CountingTransport(fabric)
-    transport.register(Span(cache.memory.ctypes.data, cache.memory.nbytes), "DRAM", 0)
-    return transport
 
 
 def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
@@ -185,23 +157,25 @@ def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
 
 
 class Preparing:
-    """One agent's peers, and what is told of them."""
+    """One agent's peers, of which `described` has two ranks with half of the heads each."""
 
-    def __init__(self, transport: MemoryTransport, peers: RemotePeers) -> None:
+    def __init__(self, fabric: Fabric, cache: Cache) -> None:
+        self.described, self.halves = two_halves(fabric)
         self.background, self.is_reading = Background(is_held=True), False
         self.ready: list[int] = []
         self.ended: list[Ended] = []
-        self.peers = peers
+        self.transport, self.peers = CountingTransport(fabric), peers_of(cache)
+        self.transport.register(cache.layout().spans[0], "DRAM", 0)
         self.prepared = Ranks(
-            transport,
-            peers,
+            self.transport,
+            self.peers,
             self.background,
             is_reading=lambda _name: self.is_reading,
             on_ready=lambda rank: self.ready.append(rank.rank),
         )
 
-    def prepare(self, description: Description) -> None:
-        self.prepared.prepare(PEER, description, self.peers.routes(description))
+    def prepare(self, peer: PeerKey = PEER) -> None:
+        self.prepared.prepare(peer, self.described, self.peers.routes(self.described))
 
     def step(self) -> None:
         """What a turn does, and the background before the next one."""
@@ -217,25 +191,20 @@ class Preparing:
 
 
 @pytest.fixture
-def preparing(transport: CountingTransport, cache: Cache) -> Preparing:
-    return Preparing(transport, peers_of(cache))
+def preparing(fabric: Fabric, cache: Cache) -> Preparing:
+    return Preparing(fabric, cache)
 
 
-def test_all_ranks_that_are_read_are_prepared(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, ranks = two_halves(fabric)
+def test_all_ranks_that_are_read_are_prepared(preparing: Preparing) -> None:
     prepared = preparing.prepared
-    assert repr(prepared) == "<Ranks: none>"
-    preparing.prepare(described)
+    preparing.prepare()
     assert prepared.is_preparing(PEER)
     assert not prepared.is_preparing(OTHER)
     assert preparing.run() == [Ended(PEER)]
     assert not prepared.is_preparing(PEER)
     assert preparing.ready == [0, 1]
-    assert transport.known == [rank.transport.name for rank in ranks]
-    assert repr(prepared) == "<Ranks: 2 READY>"
-    for number, rank in enumerate(ranks):
+    assert preparing.transport.known == [rank.transport.name for rank in preparing.halves]
+    for number, rank in enumerate(preparing.halves):
         one = prepared.find(PEER, Rank(number))
         assert one is not None
         assert (one.state, one.name) == (RankState.READY, rank.transport.name)
@@ -245,10 +214,9 @@ def test_all_ranks_that_are_read_are_prepared(
         assert prepared.find(missing, Rank(0)) is None
 
 
-def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Preparing) -> None:
+def test_one_rank_is_planned_while_one_is_added(preparing: Preparing) -> None:
     """So each has a thread; and a rank can be read before the next one is added."""
-    described, _ = two_halves(fabric)
-    preparing.prepare(described)
+    preparing.prepare()
     for _ in range(2):
         preparing.prepared.begin_next()
         assert len(preparing.background) == 2, "one is planned, one is added"
@@ -257,120 +225,100 @@ def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Prepa
     assert not preparing.prepared.is_adding
     assert preparing.prepared.collect() == []
     assert preparing.ready == [0]
-    assert [rank.state for rank in preparing.prepared._all()] == [
-        RankState.READY,
-        RankState.PREPARING,
-    ]
     assert preparing.run() == [Ended(PEER)]
 
 
-def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
-    fabric: Fabric, preparing: Preparing
-) -> None:
-    preparing.prepared.prepare(PEER, two_halves(fabric)[0], [Route(Rank(0), ())])
+def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(preparing: Preparing) -> None:
+    preparing.prepared.prepare(PEER, preparing.described, [Route(Rank(0), ())])
     assert preparing.prepared.collect() == [Ended(PEER)]
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
     fabric: Fabric, preparing: Preparing
 ) -> None:
-    described, ranks = two_halves(fabric)
-    name = ranks[1].transport.name
+    name = preparing.halves[1].transport.name
     fabric.lost_peers.add(name)
-    preparing.prepare(described)
+    preparing.prepare()
     assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
     assert preparing.prepared.num_left == 1, "the other one's connections stay open"
-    assert repr(preparing.prepared) == "<Ranks: none>"
+    assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
-def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    def refuse(peer: PeerName | None, num_known: int) -> None:
-        if peer is not None and num_known == 2:
-            raise TransportError("no such memory")
-
-    transport.on_prepare = refuse
-    preparing.prepare(two_halves(fabric)[0])
+def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(preparing: Preparing) -> None:
+    preparing.transport.refused = preparing.halves[1].transport.name
+    preparing.prepare()
     assert preparing.run() == [Ended(PEER, "no such memory")]
     assert preparing.prepared.num_left == 2
-    assert repr(preparing.prepared) == "<Ranks: none>"
+    assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
-def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
+def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(preparing: Preparing) -> None:
     for _ in range(3):
-        preparing.prepare(described)
+        preparing.prepare()
         preparing.run()
         assert preparing.prepared.num_left == 0
         preparing.prepared.drop(PEER)
         preparing.run()
         assert preparing.prepared.num_left == 2
-    assert len(set(transport.known)) == 2
+    assert len(set(preparing.transport.known)) == 2
 
 
 def test_a_lost_peer_is_dropped_by_the_transport_once_nothing_reads_it(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+    preparing: Preparing,
 ) -> None:
-    preparing.prepare(two_halves(fabric)[0])
+    preparing.prepare()
     preparing.run()
     preparing.prepared.drop(OTHER, is_lost=True)
     preparing.run()
-    assert len(transport.known) == 2
+    assert len(preparing.transport.known) == 2
     preparing.is_reading = True
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.step()
-    assert len(transport.known) == 2, "it is being read"
+    assert len(preparing.transport.known) == 2, "it is being read"
     assert not preparing.prepared.is_busy
     preparing.is_reading = False
     preparing.run()
-    assert transport.known == []
+    assert preparing.transport.known == []
     assert preparing.prepared.num_left == 2, "only the end of the agent closes its connections"
 
 
-def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
+def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(preparing: Preparing) -> None:
     for peer in (PEER, OTHER):
-        preparing.prepared.prepare(peer, described, preparing.peers.routes(described))
+        preparing.prepare(peer)
     preparing.run()
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.run()
     assert preparing.prepared.find(OTHER, Rank(0)) is None
-    assert set(transport.known) == set()
+    assert set(preparing.transport.known) == set()
 
 
-def test_a_peer_that_comes_back_while_it_is_still_read_stays(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
-) -> None:
-    described, _ = two_halves(fabric)
-    preparing.prepare(described)
+def test_a_peer_that_comes_back_while_it_is_still_read_stays(preparing: Preparing) -> None:
+    preparing.prepare()
     preparing.run()
     preparing.is_reading = True
     preparing.prepared.drop(PEER)
-    preparing.prepare(described)
+    preparing.prepare()
     preparing.step()
     preparing.is_reading = False
     assert preparing.run()[-1] == Ended(PEER)
     assert preparing.prepared.find(PEER, Rank(1)) is not None
-    assert set(transport.known) == {rank.agent.decode() for rank in described.ranks}
+    assert set(preparing.transport.known) == {
+        rank.agent.decode() for rank in preparing.described.ranks
+    }
 
 
-def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) -> None:
-    preparing.prepare(two_halves(fabric)[0])
+def test_nothing_is_added_after_the_end(preparing: Preparing) -> None:
+    preparing.prepare()
     preparing.prepared.begin_next()
     preparing.prepared.close()
     preparing.background.work()
     assert preparing.prepared.collect() == []
-    assert repr(preparing.prepared) == "<Ranks: none>"
+    assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
 def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Preparing) -> None:
     with pytest.raises(ValueError, match="KV head 1"):
-        preparing.prepare(engine_of(ReadableRank(fabric, HALF)))
+        preparing.peers.routes(engine_of(ReadableRank(fabric, HALF)))
 
 
 def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
@@ -386,11 +334,10 @@ def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
 @pytest.mark.parametrize("event", RankEvent)
 @pytest.mark.parametrize("state", RankState)
 def test_a_rank_changes_its_state_by_the_table_only(
-    fabric: Fabric, preparing: Preparing, state: RankState, event: RankEvent
+    preparing: Preparing, state: RankState, event: RankEvent
 ) -> None:
-    described, _ = two_halves(fabric)
-    (route, _) = preparing.peers.routes(described)
-    rank = RemoteRank(PEER, route, described.ranks[0], state)
+    (route, _) = preparing.peers.routes(preparing.described)
+    rank = RemoteRank(PEER, route, preparing.described.ranks[0], state)
     if event in TRANSITIONS[state]:
         rank.move(event)
         assert rank.state is (TRANSITIONS[state][event] or state)

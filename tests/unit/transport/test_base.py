@@ -124,14 +124,6 @@ def test_each_reader_gets_its_own_reply(world: World) -> None:
         assert world.receive(reader) == [FromEndpoint(world.endpoint, b"to %d" % number)]
 
 
-def test_messages_keep_their_order_and_their_connection(world: World) -> None:
-    for number in range(500):
-        world.reader.send(world.endpoint, b"%d" % number)
-    requests = world.requests(world.server, 500)
-    assert [request.payload for request in requests] == [b"%d" % number for number in range(500)]
-    assert len({request.route for request in requests}) == 1
-
-
 def test_disconnecting_is_no_loss_and_drops_late_answers(world: World) -> None:
     world.reader.send(world.endpoint, b"hello")
     (request,) = world.requests(world.server)
@@ -200,21 +192,7 @@ def test_a_peer_that_closes_is_lost_and_may_come_back(world: World) -> None:
     assert request.payload == b"hello again"
     successor.reply(request.route, b"who are you")
     assert world.receive(world.reader) == [FromEndpoint(world.endpoint, b"who are you")]
-
-
-@in_time
-def test_a_link_that_is_opened_again_at_once_does_not_hear_of_the_loss_before_it(
-    world: World,
-) -> None:
-    for _ in range(10):
-        world.reader.send(world.endpoint, b"hello")
-        world.requests(world.server)
-        successor = world.restart_server()
-        assert world.receive(world.reader) == [Lost(world.endpoint, "connection closed")]
-        world.reader.send(world.endpoint, b"hello again")
-        assert world.requests(successor)[0].payload == b"hello again"
-        assert world.nothing_comes(world.reader)
-        world.reader.disconnect(world.endpoint)
+    assert world.nothing_comes(world.reader), "the new link does not hear of the loss before it"
 
 
 @in_time
@@ -295,15 +273,9 @@ def test_writing_and_clearing_a_slot_touches_no_other() -> None:
     for slot in range(4):
         page.write(slot, fence_token(101))
     page.write(2, fence_token(1))
-    assert contents(page) == [fence_token(101), fence_token(101), fence_token(1), fence_token(101)]
     page.clear(1)
-    assert contents(page) == [fence_token(101), CLEAR, fence_token(1), fence_token(101)]
-    assert [page.read(slot) for slot in range(4)] == [
-        fence_token(101),
-        CLEAR,
-        fence_token(1),
-        fence_token(101),
-    ]
+    expected = [fence_token(101), CLEAR, fence_token(1), fence_token(101)]
+    assert contents(page) == [page.read(slot) for slot in range(4)] == expected
 
 
 @pytest.mark.parametrize("length", [0, 15, 17])

@@ -20,16 +20,36 @@ from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each transport that is made."""
+    options: list[dict[str, Any]] = []
+
+    def make(*_: object, **given: Any) -> MemoryTransport:
+        options.append(given)
+        return MemoryTransport(Fabric())
+
+    monkeypatch.setattr(nixl, "NixlTransport", make)
+    return options
+
+
+def settings_of(options: dict[str, Any]) -> list[str]:
+    settings: str = options["engine_config"]
+    return settings.split(",")
+
+
 @pytest.mark.parametrize(
     ("memory", "num_cores", "expected"),
     [("DRAM", 1, 2), ("DRAM", 2, 2), ("DRAM", 3, 3), ("DRAM", 64, 4), ("VRAM", 64, 2)],
 )
 def test_where_a_read_is_a_copy_cores_copy_together(
-    memory: Memory, num_cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    memory: Memory,
+    num_cores: int,
+    expected: int,
+    made: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[dict[str, Any]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
-    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **options: made.append(options))
     nixl.nixl_transport(Config(), memory)
     (options,) = made
     assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
@@ -51,21 +71,11 @@ PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
     ],
 )
 def test_an_engine_for_this_machine_alone_uses_loopback_alone(
-    changed: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    is_decode: bool,
-    only_loopback: bool,
+    changed: dict[str, Any], made: list[dict[str, Any]], *, is_decode: bool, only_loopback: bool
 ) -> None:
-    made: list[str] = []
-
-    def make(*_: object, engine_config: str, **__: object) -> None:
-        made.append(engine_config)
-
-    monkeypatch.setattr(nixl, "NixlTransport", make)
     nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
-    (settings,) = made
-    assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
+    (options,) = made
+    assert ("NET_DEVICES=lo" in settings_of(options)) is only_loopback
 
 
 def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,33 +110,26 @@ def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 def test_paced_reads_overrides_the_rule(
     paced_reads: str,
     backend: str,
-    monkeypatch: pytest.MonkeyPatch,
+    made: list[dict[str, Any]],
     *,
     is_tcp_near: bool,
     is_tcp_far: bool,
 ) -> None:
-    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: MemoryTransport(Fabric()))
     near = Place.find({"TLS": "tcp,sm"})
     far = replace(near, host="another")
     config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
     transport = nixl.nixl_transport(config, "DRAM")
     assert transport._is_tcp(near.suffix()) is is_tcp_near
     assert transport._is_tcp(far.suffix()) is is_tcp_far
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(("key", "only_loopback"), [(None, True), ("k", False)])
 def test_further_agents_have_the_settings_of_the_first_and_tcp_only(
-    key: str | None, monkeypatch: pytest.MonkeyPatch, *, only_loopback: bool
+    key: str | None, made: list[dict[str, Any]], *, only_loopback: bool
 ) -> None:
-    made: list[list[str]] = []
-
-    def make(*_: object, engine_config: str, **__: object) -> MemoryTransport:
-        made.append(engine_config.split(","))
-        return MemoryTransport(Fabric())
-
-    monkeypatch.setattr(nixl, "NixlTransport", make)
     nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent()
-    first, further = made
+    first, further = map(settings_of, made)
     assert further == [*first, "TLS=tcp"]
     assert ("NET_DEVICES=lo" in first) is only_loopback
 

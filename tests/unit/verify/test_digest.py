@@ -5,37 +5,36 @@ Both programs compute it: numpy's, and torch's on tensors of this process's memo
 NIXL_KV_EXAMPLES and NIXL_KV_SEED are those of test_any_shape.py.
 """
 
-import ctypes
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from nixl_kv.geometry.layout import Table, extent
-from nixl_kv.geometry.match import holdings, routes
+from nixl_kv.geometry.layout import extent
+from nixl_kv.geometry.match import routes
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, describe_difference
 from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
+from support import any_shape
 from support.cases import Case, cases, typical
-from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
+from support.digest_caches import is_equal, window
+from support.oracle import Blocks, CacheGroup, Dense, Layer
 from support.records import D1
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
 SECRET = "5ec2e7" * 5 + "00"
 MASK = 2**64 - 1
-NOISE = (0, 256)
 
 
 # --- the formula in plain integers
@@ -68,11 +67,6 @@ def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) 
     return found
 
 
-class Sums(NamedTuple):
-    rows: list[int]
-    columns: list[int]
-
-
 def tokens_of(kv: KVSlice, end: int) -> list[int]:
     return [
         token
@@ -81,8 +75,10 @@ def tokens_of(kv: KVSlice, end: int) -> list[int]:
     ]
 
 
-def expected_sums(dense: Dense, slices: Sequence[KVSlice], end: int, size: int) -> Sums:
-    """From the dense arrays, for columns of `size` tokens."""
+def expected_sums(
+    dense: Dense, slices: Sequence[KVSlice], end: int, size: int
+) -> tuple[list[int], list[int]]:
+    """Rows and columns from the dense arrays, for columns of `size` tokens."""
     rows: list[int] = []
     columns = [0] * -(-end // size)
     for kv in slices:
@@ -94,14 +90,10 @@ def expected_sums(dense: Dense, slices: Sequence[KVSlice], end: int, size: int) 
                     row += term
                     columns[token // size] += (2 * len(rows) + 1) * term
                 rows.append(row & MASK)
-    return Sums(rows, [total & MASK for total in columns])
+    return rows, [total & MASK for total in columns]
 
 
 # --- both sides
-
-
-def memory(address: int, length: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
 
 def run(slices: Sequence[LocalSlice], secret: str = SECRET) -> tuple[Digest, int]:
@@ -125,63 +117,40 @@ def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Diges
     torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
     begin = min(local.region.base for local in slices) // 4 * 4
     end = max(local.region.base + extent(local.region, local.group) for local in slices)
-    view = torch.from_numpy(memory(begin, -(-(end - begin) // 4) * 4))
+    view = torch.from_numpy(window(begin, -(-(end - begin) // 4) * 4))
     groups = {local.table_number: local.group for local in slices}
     filled = [groups.get(number, slices[0].group) for number in range(max(groups) + 1)]
     *_, sums = gpu.TorchDigester(view, begin, filled).launch(secret, slices)
     return Digest(*(one.numpy().view(np.uint64) for one in sums))
 
 
-def equal(one: Digest, two: Digest) -> bool:
-    return np.array_equal(one.rows, two.rows) and np.array_equal(one.columns, two.columns)
-
-
-def tables_of(cut: Cut, start: int) -> tuple[Table, ...]:
-    """From the entry of token `start` on."""
-    firsts = [(group.table, start // group.entry_size) for group in cut.groups]
-    return tuple(Table.of(table[first:], first) for table, first in firsts)
-
-
-class Pair:
+class Pair(any_shape.Pair):
     """Prefill and decode with the same KV where decode reads it, and different noise elsewhere."""
 
     def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.decode.write(self.dense)
+        # Tokens after the end are noise, and in decode those before the beginning too.
         rng = np.random.default_rng(case.seed)
-        self.case = case
-        self.dense = random_dense(case.model, case.table_tokens, rng, 256)
-        self.prefill, self.decode = (
-            Engine(cut, case.model, rng, NOISE) for cut in (case.prefill, case.decode)
-        )
-        for engine in (self.prefill, self.decode):
-            engine.write(self.dense)
-        self._overwrite_other_tokens(rng)
-
-    def _overwrite_other_tokens(self, rng: np.random.Generator) -> None:
-        """With noise: tokens after the end, and in decode those before the beginning too."""
-        for engine, begin in ((self.prefill, 0), (self.decode, self.case.tokens.start)):
+        for engine, begin in ((self.prefill, 0), (self.decode, case.tokens.start)):
             for rank in engine.ranks:
                 for layer in rank.layers:
                     present = rank.present(layer.name)
-                    other = present[(present >= self.case.tokens.stop) | (present < begin)]
+                    other = present[(present >= case.tokens.stop) | (present < begin)]
                     for offsets in rank.offsets(layer.name, other) if len(other) else ():
                         rank.memory[offsets] = rng.integers(0, 256, offsets.shape, dtype=np.uint8)
 
     def reads(self) -> Iterator[tuple[tuple[KVSlice, ...], list[LocalSlice], list[LocalSlice]]]:
         """For each read of decode: its slices, and where they are on both sides."""
-        held = [
-            [holdings(rank.layout) for rank in engine.ranks]
-            for engine in (self.decode, self.prefill)
-        ]
         start, end = self.case.tokens.start, self.case.tokens.stop
+        tables, remote_tables = self.tables()
         for number, rank in enumerate(self.decode.ranks):
-            tables = tables_of(self.case.decode, start)
-            for route in routes(Rank(number), *held):
+            for route in routes(Rank(number), *self.held):
                 if not route.readers:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
-                load = StartLoad(D1, start, end, tables)
+                load = StartLoad(D1, start, end, tuple(tables))
                 slices = name_slices(rank.layout, route, remote, load)
-                remote_tables = tables_of(self.case.prefill, 0)
                 if slices:
                     yield (
                         slices,
@@ -198,16 +167,13 @@ def check(case: Case) -> int:
     """Both sides' digests of all reads match the formula. Returns the number of reads."""
     pair, count = Pair(case), 0
     for slices, local, remote in pair.reads():
-        expected = expected_sums(pair.dense, slices, case.tokens.stop, 64)
-        digests = tuple(
+        rows, columns = expected_sums(pair.dense, slices, case.tokens.stop, 64)
+        digests = [
             made for side in (local, remote) for made in (digest_of(side), torch_digest_of(side))
-        )
-        for digest_of_side in digests:
-            assert digest_of_side.rows.tolist() == expected.rows
-            assert digest_of_side.columns.tolist() == expected.columns
+        ]
+        for made in digests:
+            assert (made.rows.tolist(), made.columns.tolist()) == (rows, columns)
         assert describe_difference(digests[0], digests[-1], local) is None
-        weighted = sum((2 * number + 1) * row for number, row in enumerate(expected.rows))
-        assert weighted & MASK == sum(expected.columns) & MASK
         count += 1
     return count
 
@@ -256,22 +222,19 @@ def test_any_two_engines_have_the_digest_of_the_formula() -> None:
 def test_the_digest_does_not_depend_on_the_size_of_a_step(
     monkeypatch: pytest.MonkeyPatch, step_bytes: int
 ) -> None:
-    pair = Pair(typical(tokens=range(8, 150)))
-    slices = pair.first_read()
+    slices = Pair(typical(tokens=range(8, 150))).first_read()
     before = digest_of(slices)
     monkeypatch.setattr(digest, "STEP_BYTES", step_bytes)
     after, steps = run(slices)
-    assert equal(before, after)
+    assert is_equal(before, after)
     num_blocks = sum(len(kv.ids) for kv in slices)
     assert steps == {1: num_blocks + 1, 1 << 30: 1}.get(step_bytes, steps)
 
 
 def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt of many layers must not need a turn of the thread for each layer."""
-    pair = Pair(typical(tokens=range(8, 150)))
-    slices = pair.first_read()
-    num_bytes = count_bytes(slices)
-    monkeypatch.setattr(digest, "STEP_BYTES", num_bytes // 3)
+    slices = Pair(typical(tokens=range(8, 150))).first_read()
+    monkeypatch.setattr(digest, "STEP_BYTES", count_bytes(slices) // 3)
     _, steps = run(slices)
     assert 2 <= steps <= 4 < len(slices)
 
@@ -335,29 +298,10 @@ def test_columns_are_longer_where_they_would_be_too_many(end: int, tokens: int) 
 # --- faults
 
 
-def small_pair() -> Pair:
-    """Two layers of two heads, tokens 60 to 66: two columns, a prefix hit, an end inside a block.
-
-    The parts are 1 and 6 bytes long.
-    """
-    model = (Layer("a", 2, 1, 6), Layer("b", 2, 1, 6))
-    return Pair(typical(model=model, tokens=range(60, 67), orders=("BHLNC", "LBNHC")))
-
-
-DIFFERENCE = re.compile(
-    r"(?P<part>\w+) of head (?P<head>\d+) of layer (?P<layer>\w+)( and (?P<more>\d+) more heads)? "
-    r"(differs in tokens (?P<first>\d+) to (?P<last>\d+) .*|in no single place)"
-)
-
-
-def place_of(text: str) -> dict[str, str | None]:
-    match = DIFFERENCE.fullmatch(text)
-    assert match, text
-    return match.groupdict()
-
-
 def test_a_flipped_bit_of_any_byte_is_detected_and_named() -> None:
-    pair = small_pair()
+    """Two columns, a prefix hit, an end inside a block; parts of 1 and 6 bytes."""
+    model = (Layer("a", 2, 1, 6), Layer("b", 2, 1, 6))
+    pair = Pair(typical(model=model, tokens=range(60, 67), orders=("BHLNC", "LBNHC")))
     rank = pair.decode.ranks[0]
     reads = [(local, digest_of(remote)) for _, local, remote in pair.reads()]
     flipped = 0
@@ -365,85 +309,16 @@ def test_a_flipped_bit_of_any_byte_is_detected_and_named() -> None:
         tokens = np.array(pair.case.tokens)
         for part, offsets in zip("KV", rank.offsets(layer.name, tokens), strict=True):
             for (token, head, _), offset in np.ndenumerate(offsets):
-                place = {"part": part, "head": str(head), "layer": layer.name, "more": None}
-                edges = ("60", "63") if tokens[token] < 64 else ("64", "66")
-                place |= {"first": edges[0], "last": edges[1]}
+                first, last = (60, 63) if tokens[token] < 64 else (64, 66)
+                place = f"{part} of head {head} of layer {layer.name} differs in tokens"
                 for bit in (0, 7):
                     rank.memory[offset] ^= 1 << bit
                     texts = [describe_difference(digest_of(kv), proof, kv) for kv, proof in reads]
                     rank.memory[offset] ^= 1 << bit
-                    assert [place_of(text) for text in texts if text] == [place]
+                    (text,) = filter(None, texts)
+                    assert text.startswith(f"{place} {first} to {last} ")
                     flipped += 1
     assert flipped == 7 * 2 * 2 * 7 * 2
-
-
-def swap(array: np.ndarray, one: Any, two: Any) -> None:
-    array[one], array[two] = array[two].copy(), array[one].copy()
-
-
-def swap_tokens_of_one_head(dense: Dense) -> None:
-    swap(dense["a"][1], (3, 1), (4, 1))
-
-
-def swap_blocks(dense: Dense) -> None:
-    for parts in dense.values():
-        for part in parts:
-            swap(part, slice(0, 4), slice(8, 12))
-
-
-def swap_heads(dense: Dense) -> None:
-    swap(dense["a"][0], (slice(None), 0), (slice(None), 1))
-
-
-def swap_layers(dense: Dense) -> None:
-    for one, two in zip(dense["a"], dense["b"], strict=True):
-        one[...], two[...] = two.copy(), one.copy()
-
-
-def swap_parts(dense: Dense) -> None:
-    key, value = dense["b"]
-    key[...], value[...] = value.copy(), key.copy()
-
-
-@pytest.mark.parametrize(
-    ("fault", "place"),
-    [
-        (swap_tokens_of_one_head, "V of head 1 of layer a differs in tokens 0 to 20"),
-        (swap_blocks, "K of head 0 of layer a and 23 more heads"),
-        (swap_heads, "K of head 0 of layer a and 1 more heads differs in tokens 0 to 20"),
-        (swap_layers, "K of head 0 of layer a and 15 more heads differs in tokens 0 to 20"),
-        (swap_parts, "K of head 0 of layer b and 7 more heads differs in tokens 0 to 20"),
-    ],
-)
-def test_faults_of_a_whole_cache_are_detected_and_named(
-    fault: Callable[[Dense], None], place: str
-) -> None:
-    model = [Layer(name, 4, 8, 8) for name in "abc"]
-    pair = Pair(typical(model=model, orders=("BHLNC", "LBNHC")))
-    fault(pair.dense)
-    pair.decode.write(pair.dense)
-    ((_, local, remote),) = pair.reads()
-    text = describe_difference(digest_of(local), digest_of(remote), local)
-    assert text is not None
-    assert text.startswith(place)
-
-
-# --- statistics
-
-
-@pytest.mark.parametrize(
-    ("second", "hidden"), [(2**33 - 1, True), (2**33 + 1, False)], ids=["hidden", "detected"]
-)
-def test_two_sign_flips_are_hidden_by_one_pair_of_multipliers_in_2_to_the_32(
-    monkeypatch: pytest.MonkeyPatch, second: int, *, hidden: bool
-) -> None:
-    """Two multipliers whose sum is a multiple of 2^33 hide two flipped sign bits."""
-    multipliers = np.array([1, second])
-    monkeypatch.setattr(digest, "numbers_of", lambda *_: (np.int64(7), np.int64(9), multipliers))
-    content = np.zeros((2, 8), dtype=np.uint8)
-    content[1, [3, 7]] = 0x80
-    one, other = terms(SECRET, np.array([5, 5]), content)
-    assert (one == other) is np.bool_(hidden)
 
 
 # --- descriptions of differences

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +90,7 @@ def test_the_sums_are_those_of_the_reference(
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", limit)
     calls = Calls(monkeypatch)
     for order in ("LBHNC", "BLNHC"):
-        host = noise(int(np.prod(sizes.shape(order))))
+        host = noise(sizes.num_bytes)
         layout = with_opaque_layer(layout_of(host.ctypes.data, sizes, order))
         digester = digester_of(layout)
         for end, begin in ((127, 0), (65, 64), (1, 0)):
@@ -118,7 +118,7 @@ def test_the_kernel_has_the_same_sums() -> None:
 def interpret() -> None:
     for sizes in (*KINDS[:2], Sizes(layers=1, blocks=8, heads=1, parts=(656,))):
         for order in ("LBHNC", "BHLNC"):
-            host = noise(int(np.prod(sizes.shape(order))))
+            host = noise(sizes.num_bytes)
             for stripe in (ALL_TOKENS, Stripe(2, 1, 4)):
                 layout = layout_of(host.ctypes.data, sizes, order, stripe=stripe)
                 digester = digester_of(layout)
@@ -147,9 +147,10 @@ def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch
 def test_long_columns_are_summed() -> None:
     """In a long prompt a column has more than 64 tokens."""
     sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
-    host = noise(int(np.prod(sizes.shape("LBHNC"))))
-    slices = slices_of(layout_of(host.ctypes.data, sizes, "LBHNC"), 64 * 8192 - 5, 100)
-    made = digest(digester_of(layout_of(host.ctypes.data, sizes, "LBHNC")), slices)
+    host = noise(sizes.num_bytes)
+    layout = layout_of(host.ctypes.data, sizes, "LBHNC")
+    slices = slices_of(layout, 64 * 8192 - 5, 100)
+    made = digest(digester_of(layout), slices)
     assert is_equal(made, reference(slices))
     assert len(made.columns) == 4096
 
@@ -180,26 +181,22 @@ class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be
 
 
 @pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
+    """Of this process's memory, digested as if it were a GPU's."""
     monkeypatch.setattr(gpu, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    host = noise(KINDS[0].num_bytes)
+    yield layout_of(host.ctypes.data, KINDS[0], "LBHNC")  # noqa: PT022 - `host` lives until then
 
 
-@pytest.fixture
-def host() -> np.ndarray:
-    return noise(int(np.prod(KINDS[0].shape("LBHNC"))))
-
-
-@pytest.mark.usefixtures("_no_gpu")
 def test_without_a_compiler_the_array_program_digests(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nMore")
 
     monkeypatch.setattr(gpu.TorchDigester, "compile", fail)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         digester = Memory(layout)
     assert "Failed to find C compiler." in caplog.text
@@ -209,14 +206,12 @@ def test_without_a_compiler_the_array_program_digests(
     assert digester._stream.waited
 
 
-@pytest.mark.usefixtures("_no_gpu")
 def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", 1 << 11)
     calls = Calls(monkeypatch)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     digester, slices = Memory(layout), slices_of(layout, 100)
     digester._stream.may_end = False
     steps = digester(SECRET, slices)
@@ -228,15 +223,13 @@ def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
     assert is_equal(finished(steps), reference(slices))
 
 
-@pytest.mark.usefixtures("_no_gpu")
 def test_an_error_of_torch_fails_that_digest(
-    host: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
-    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     digester, slices = Memory(layout), slices_of(layout, 100)
     with monkeypatch.context() as patched:
         patched.setattr(gpu, "gathered_sums", fail)
@@ -245,15 +238,14 @@ def test_an_error_of_torch_fails_that_digest(
     assert is_equal(finished(digester(SECRET, slices)), reference(slices))
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_a_cache_that_cannot_be_opened_leaves_no_thread(host: np.ndarray) -> None:
+def test_a_cache_that_cannot_be_opened_leaves_no_thread(layout: CacheLayout) -> None:
     class Refused(Memory):
         def _map(self, layout: CacheLayout) -> tuple[Any, int]:
             raise RuntimeError(f"no CUDA device {layout.device}")
 
     before = threading.active_count()
     with pytest.raises(DigestError, match="no CUDA"):
-        Refused(layout_of(host.ctypes.data, KINDS[0], "LBHNC"))
+        Refused(layout)
     assert threading.active_count() == before
 
 

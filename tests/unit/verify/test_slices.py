@@ -44,7 +44,8 @@ def layout(*, windowed: bool = False) -> CacheLayout:
     return CacheLayout(groups, "DRAM", 0, (Span(BASE, SIZE),))
 
 
-FULL, WINDOWED = layout(windowed=True).groups
+FULL = layout().groups[0]
+A = KVSlice("a", 2, 3, 0)
 
 
 def named(
@@ -141,21 +142,12 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
-@pytest.mark.parametrize(
-    ("count", "names"),
-    [
-        pytest.param(1, ["KV"], id="one part"),
-        pytest.param(2, ["K", "V"], id="two parts"),
-        pytest.param(3, ["part", "part", "part"], id="three parts"),
-    ],
-)
+@pytest.mark.parametrize(("count", "names"), [(1, ["KV"]), (2, ["K", "V"]), (3, ["part"] * 3)])
 def test_each_head_has_a_name(count: int, names: list[str]) -> None:
-    group = replace(FULL, regions=(region("x", parts=count),))
-    slices = find_slices(
-        replace(layout(), groups=(group,)), [KVSlice("x", 3, 5, 0)], [table([1])], end=8
-    )
+    cache = replace(layout(), groups=(replace(FULL, regions=(region("x", parts=count),)),))
+    slices = find_slices(cache, [KVSlice("x", 3, 5, 0)], [table([1])], end=8)
     assert [kv.names for kv in slices] == [
-        [f"{name} of head 3 of layer x", f"{name} of head 4 of layer x"] for name in names
+        [f"{name} of head {head} of layer x" for head in (3, 4)] for name in names
     ]
 
 
@@ -174,14 +166,9 @@ def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> Non
 
 
 def test_a_state_is_not_divided() -> None:
-    group = replace(FULL, window=1)
+    cache = replace(layout(), groups=(replace(FULL, window=1),))
     with pytest.raises(ValueError, match=r"'a' has 1 stripes .* this rank's; allowed: 0$"):
-        find_slices(
-            replace(layout(), groups=(group,)),
-            [KVSlice("a", 2, 3, 0, (Stripe(2),))],
-            [table([5])],
-            end=4,
-        )
+        find_slices(cache, [replace(A, stripes=(Stripe(2),))], [table([5])], end=4)
 
 
 # --- requests of peers
@@ -193,43 +180,25 @@ def test_slices_without_heads_are_refused(first: int) -> None:
         KVSlice("a", first, 1, 0)
 
 
-A = KVSlice("a", 2, 3, 0)
+TWICE = "a layer occurs twice among the slices; allowed: once"
 
 
 @pytest.mark.parametrize(
     ("wanted", "end", "message"),
     [
-        pytest.param([replace(A, layer="z")], 4, "layer 'z' is not on this rank", id="layer"),
-        pytest.param(
-            [replace(A, first_head=1)],
-            4,
-            "heads of 'a' are 1 to 3; allowed: within 2 to 6",
-            id="heads before the first",
-        ),
-        pytest.param(
-            [replace(A, end_head=7)],
-            4,
-            "heads of 'a' are 2 to 7; allowed: within 2 to 6",
-            id="heads after the last",
-        ),
-        pytest.param([replace(A, begin=4)], 4, "begin of 'a' is 4; allowed: below 4", id="begin"),
-        pytest.param(
-            [A, A], 4, "a layer occurs twice among the slices; allowed: once", id="twice the same"
-        ),
-        pytest.param(
-            [A, KVSlice("a", 3, 4, 0)],
-            4,
-            "a layer occurs twice among the slices; allowed: once",
-            id="a layer twice",
-        ),
-        pytest.param(
+        ([replace(A, layer="z")], 4, "layer 'z' is not on this rank"),
+        ([replace(A, first_head=1)], 4, "heads of 'a' are 1 to 3; allowed: within 2 to 6"),
+        ([replace(A, end_head=7)], 4, "heads of 'a' are 2 to 7; allowed: within 2 to 6"),
+        ([replace(A, begin=4)], 4, "begin of 'a' is 4; allowed: below 4"),
+        ([A, A], 4, TWICE),
+        ([A, KVSlice("a", 3, 4, 0)], 4, TWICE),
+        (
             [replace(A, stripes=(Stripe(2), Stripe(4)))],
             4,
             "'a' has 2 stripes that are not this rank's; allowed: 1",
-            id="stripes",
         ),
-        pytest.param([A], 17, "block table has 2 entries; needed: 3", id="a short table"),
-        pytest.param([replace(A, layer="c")], 12, "the block of token 4 is absent", id="absent"),
+        ([A], 17, "block table has 2 entries; needed: 3"),
+        ([replace(A, layer="c")], 12, "the block of token 4 is absent"),
     ],
 )
 def test_slices_that_are_not_on_this_rank_are_refused(
@@ -239,11 +208,8 @@ def test_slices_that_are_not_on_this_rank_are_refused(
         find_slices(layout(windowed=True), wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
 
 
-def test_a_token_before_the_first_entry_is_absent() -> None:
+def test_blocks_that_the_cache_or_the_table_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="the block of token 0 is absent"):
         find_slices(layout(), [A], tables([5, 3], [], first=2), end=4)
-
-
-def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="block id 10; allowed: 0 to 9"):
         find_slices(layout(), [A], tables([10], []), end=4)

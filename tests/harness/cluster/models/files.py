@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from harness.cluster.models.qwen3 import TinyModel
+from harness.cluster.models.families import TinyModel
 from harness.cluster.models.recipe import Family
 
 REPO: Final = Path(__file__).resolve().parents[4]
@@ -61,16 +61,13 @@ def write_model(folder: Path, model: Family, *, weights: bool = True) -> None:
     vocabulary = [*SPECIALS, *words()]
     write_json(folder / "config.json", model.config(len(vocabulary)))
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
-    write_tokenizer(folder, vocabulary, model.max_positions, chat_template=CHAT_TEMPLATE)
+    write_tokenizer(folder, vocabulary, model.max_positions)
     if weights:
         dtype = getattr(torch, model.dtype)
         tensors = model.weights(len(vocabulary)).items()
+        weighted = {name: torch.from_numpy(values).to(dtype) for name, values in tensors}
         path = folder / "model.safetensors"
-        save_file(
-            {name: torch.from_numpy(values).to(dtype) for name, values in tensors},
-            path,
-            metadata={"format": "pt"},
-        )
+        save_file(weighted, path, metadata={"format": "pt"})
         path.chmod(0o644)
 
 
@@ -78,10 +75,8 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(
-    folder: Path, vocabulary: Sequence[str], max_length: int, *, chat_template: str | None = None
-) -> None:
-    """One token per word, by its place in the vocabulary, which begins with SPECIALS."""
+def write_tokenizer(folder: Path, vocabulary: Sequence[str], max_length: int) -> None:
+    """One token per word, by its place in the vocabulary."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - see write_model
     from tokenizers.models import WordLevel  # noqa: PLC0415
     from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: PLC0415
@@ -91,14 +86,13 @@ def write_tokenizer(
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, object] = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # the name in all versions of transformers
         "unk_token": SPECIALS[0],
         "eos_token": SPECIALS[1],
         "pad_token": SPECIALS[2],
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
-    if chat_template is not None:
-        settings["chat_template"] = chat_template
     write_json(folder / "tokenizer_config.json", settings)

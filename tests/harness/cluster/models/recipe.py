@@ -19,14 +19,10 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float32]
 Tensors = dict[str, FloatArray]
 
-FORMAT: Final = 2
-"""Raise it when the same numbers shall give other files."""
-DTYPES: Final = ("float32", "bfloat16", "float16")
+FORMAT: Final = 2  # raise it when the same numbers shall give other files
 ATTENTION_GAIN: Final = 4.0
-SHARPNESS: Final = 2.0
-"""One word among thousands still shows in attention."""
-LOGIT_GAIN: Final = SHARPNESS**2
-"""How widely scores of attention spread."""
+SHARPNESS: Final = 2.0  # one word among thousands still shows in attention
+LOGIT_GAIN: Final = SHARPNESS**2  # how widely scores of attention spread
 DECAY: Final = (-6.0, -3.0)
 """The logarithms of what heads forget with each token: a state has early words in it, and all."""
 FULL: Final = "full_attention"
@@ -43,8 +39,7 @@ class Family(ABC):
     """The size per element that a matrix gives vectors of size 1, by the end of its name."""
     constants: ClassVar[Mapping[str, float]] = {}
     """The value of all elements of a vector, by the end of its name."""
-    neutral_norm: ClassVar[float] = 1.0
-    """The weight of a norm that scales nothing."""
+    neutral_norm: ClassVar[float] = 1.0  # the weight of a norm that scales nothing
 
     layers: int = 4
     heads: int = 8
@@ -52,17 +47,9 @@ class Family(ABC):
     head_dim: int = 64
     hidden: int = 256
     intermediate: int = 512
-    max_positions: int = 4096
-    """How long a prompt and its answer may be."""
+    max_positions: int = 4096  # how long a prompt and its answer may be
     dtype: str = "float32"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that vLLM would refuse only after half a minute."""
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
 
     def digest(self) -> str:
         """A short name for all numbers."""

@@ -24,11 +24,9 @@ class CpuDriver(DriverBase):  # type: ignore[misc]
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Nothing is compiled."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        """A target without warps."""
         return GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self) -> torch.device:

@@ -1,5 +1,6 @@
 """Memory of another process that is mapped: by what it is read, and when it is unmapped."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -128,19 +129,16 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
 EVENT_S = 60.0
 
 
-class Watched:
-    """A watch, and what it has told."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Semaphore(0)
-        self.watch = OwnerWatch(self.ended.release)
+@pytest.fixture
+def told() -> threading.Semaphore:
+    """Released for each end that is told."""
+    return threading.Semaphore(0)
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    one = Watched()
-    yield one
-    one.watch.close()
+def watch(told: threading.Semaphore) -> Iterator[OwnerWatch]:
+    with contextlib.closing(OwnerWatch(told.release)) as one:
+        yield one
 
 
 @pytest.fixture
@@ -152,32 +150,32 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_end_of_a_process_is_counted_and_told_once(
-    watched: Watched, process: subprocess.Popen[bytes]
+    watch: OwnerWatch, told: threading.Semaphore, process: subprocess.Popen[bytes]
 ) -> None:
     descriptor = os.pidfd_open(process.pid)
-    watched.watch.add(descriptor)
-    assert watched.watch.num_ended == 0
+    watch.add(descriptor)
+    assert watch.num_ended == 0
     process.kill()
-    assert watched.ended.acquire(timeout=EVENT_S)
-    assert watched.watch.num_ended == 1
-    watched.watch.close()
-    assert watched.watch.num_ended == 1, "told again"
+    assert told.acquire(timeout=EVENT_S)
+    assert watch.num_ended == 1
+    watch.close()
+    assert watch.num_ended == 1, "told again"
     os.close(descriptor)
 
 
 def test_a_process_whose_descriptor_is_closed_is_not_watched(
-    watched: Watched, process: subprocess.Popen[bytes]
+    watch: OwnerWatch, told: threading.Semaphore, process: subprocess.Popen[bytes]
 ) -> None:
     other = os.pidfd_open(process.pid)
-    watched.watch.add(other)
+    watch.add(other)
     os.close(other)
     process.kill()
     process.wait()
     with subprocess.Popen([sys.executable, "-c", ""]) as second:
         descriptor = os.pidfd_open(second.pid)
-        watched.watch.add(descriptor)
-        assert watched.ended.acquire(timeout=EVENT_S)
-    assert watched.watch.num_ended == 1, "the first one's end was told, too"
+        watch.add(descriptor)
+        assert told.acquire(timeout=EVENT_S)
+    assert watch.num_ended == 1, "the first one's end was told, too"
     os.close(descriptor)
 
 
@@ -203,16 +201,16 @@ def test_an_error_of_who_is_told_does_not_end_the_watch(
     assert "the wake-up descriptor is closed" in caplog.text
 
 
-def test_its_thread_ends_with_it(watched: Watched) -> None:
+def test_its_thread_ends_with_it(watch: OwnerWatch) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate()}
 
     assert "nixl-kv-owners" in names()
-    watched.watch.close()
-    watched.watch.close()
+    watch.close()
+    watch.close()
     assert "nixl-kv-owners" not in names()
     with pytest.raises(OSError, match="closed epoll"):
-        watched.watch.add(0)
+        watch.add(0)
 
 
 # Which ranks map the memory of others

@@ -61,28 +61,17 @@ def test_prefill_packs_in_runs_that_are_as_long_as_its_own_layout_has_them(
     assert reads.num_bytes == entry_bytes(staged(order, 2, 4)) == 2 * 2 * 4 * 16
 
 
-def test_all_of_a_block_is_one_run_where_prefill_has_it_in_one_piece() -> None:
-    pack = plan(staged("BLHNC", 0, 4), remote("BLHNC"))
-    assert pack.reads([Table.of([5])], [Table.of([1])], range(4)).num_runs == 1
-
-
-@pytest.mark.parametrize(("first", "end"), [(0, 5), (3, 3), (-1, 2)])
-def test_heads_that_are_not_there_are_refused(first: int, end: int) -> None:
-    with pytest.raises(ValueError, match="allowed: within 0 to 4"):
-        staged("LBHNC", first, end)
-
-
-def test_a_layer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="layer 'z' is not in the group"):
-        staged_layout(remote("LBHNC").groups[0], {"z": (0, 1)}, RING, memory="DRAM", device=0)
-
-
-def test_a_ring_without_room_for_a_block_is_refused() -> None:
-    small = Span(1 << 20, 511)
-    with pytest.raises(ValueError, match="a block has 512 bytes"):
-        staged_layout(
-            remote("LBHNC").groups[0], {"a": (0, 4), "b": (0, 4)}, small, memory="DRAM", device=0
-        )
+def test_what_is_not_there_or_has_no_room_is_refused() -> None:
+    group = remote("LBHNC").groups[0]
+    for share, ring, why in (
+        ({"a": (0, 5)}, RING, "allowed: within 0 to 4"),
+        ({"a": (3, 3)}, RING, "allowed: within 0 to 4"),
+        ({"a": (-1, 2)}, RING, "allowed: within 0 to 4"),
+        ({"z": (0, 1)}, RING, "layer 'z' is not in the group"),
+        ({"a": (0, 4), "b": (0, 4)}, Span(1 << 20, 511), "a block has 512 bytes"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            staged_layout(group, share, ring, memory="DRAM", device=0)
 
 
 @pytest.mark.parametrize("entry", [1, 7, 24, 100, 101])

@@ -4,7 +4,6 @@ A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two 
 """
 
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.offers import check_prefill
+from harness.local.machines import by_name, check_prefill
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
-from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
@@ -26,14 +24,14 @@ from nixl_kv.reading.paths import ExtraMemory, Feature
 from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
+from support.records import pack_request
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
 
-TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
-TOKENS = 23
-CHUNKS = 3
+TOKENS, CHUNKS = 23, 3
+SHORT = [2, 8, 4, 6, 1, 3], [7, 3, 9, 1, 5, 0], TOKENS
+"""Blocks of decode, blocks of prefill, tokens."""
 
-LONG, LONG_OTHER = [*TABLE, 2, 8, 4, 6], [*OTHER, 7, 9, 5, 0]
-LONG_TOKENS = 40
+LONG = [*SHORT[0], 7, 9, 5, 0], [*SHORT[1], 2, 8, 4, 6], 40
 LONG_CHUNKS = 5
 
 
@@ -42,36 +40,25 @@ LONG_CHUNKS = 5
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    return staged_world(make_world)
-
-
-def staged_world(make_world: MakeWorld, **changed: Any) -> World:
-    config = Config(host=HOST, path="staged", **changed)
+    config = Config(host=HOST, path="staged")
     return make_world(config, ("prefill and decode", "prefill and decode"))
 
 
-def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
-    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
-    world.decode.start_load(number, table, TOKENS, verify=verify)
+def start(world: World, number: int = 1, *, long: bool = False, verify: bool = False) -> None:
+    local, remote, tokens = LONG if long else SHORT
+    world.decode.prepare_load(number, world.prefill.offer(number, remote, tokens))
+    world.decode.start_load(number, local, tokens, verify=verify)
 
 
-def start_long(world: World) -> None:
-    world.decode.prepare_load(1, world.prefill.offer(1, LONG, LONG_TOKENS))
-    world.decode.start_load(1, LONG_OTHER, LONG_TOKENS)
+def is_there(world: World, *, long: bool = False) -> bool:
+    local, remote, _ = LONG if long else SHORT
+    return np.array_equal(world.decode.cache.blocks(local), world.prefill.cache.blocks(remote))
 
 
-def long_is_there(world: World) -> bool:
-    arrived = world.decode.cache.blocks(LONG_OTHER)
-    return np.array_equal(arrived, world.prefill.cache.blocks(LONG))
-
-
-def has_ended(world: World) -> Callable[[], bool]:
-    """Whether decode has reported a load."""
-    return lambda: any(isinstance(result, LoadEnded) for result in world.decode.results)
-
-
-def blocks_are_there(world: World) -> bool:
-    return np.array_equal(world.decode.cache.blocks(OTHER), world.prefill.cache.blocks(TABLE))
+def ended(world: World) -> LoadEnded:
+    """The report of a load, as soon as there is one."""
+    world.until(lambda: any(isinstance(result, LoadEnded) for result in world.decode.results))
+    return world.decode.ended_load()
 
 
 def staged_path(world: World) -> StagedPath:
@@ -102,10 +89,9 @@ def nothing_is_left(world: World) -> bool:
 
 def arrives(world: World) -> tuple[str, int]:
     """All of the only load, and nothing of it is left. Its path, and the bytes read directly."""
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
+    end = ended(world)
     assert end.failure is None
-    assert blocks_are_there(world)
+    assert is_there(world)
     world.run()
     assert nothing_is_left(world)
     (read,) = end.reads
@@ -132,49 +118,22 @@ def test_a_prompt_arrives_by_chunks(
 ) -> None:
     packs = sent_packs(world, monkeypatch)
     start(world, verify=verify)
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
+    end = ended(world)
     assert (end.failure, end.verified) == (None, verify)
     assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
-    assert blocks_are_there(world)
+    assert is_there(world)
     assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
     world.run()
+    total = Counter(by_name(world.prefill.parts.counts))
+    for result in world.prefill.results:
+        total.update(by_name(result) if isinstance(result, Counts) else {})
+    assert (total["pack_seconds"], total["packed_bytes"]) == (CHUNKS, 6 * 288)
     assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
     assert nothing_is_left(world)
 
 
-def test_what_is_packed_and_how_long_it_took_is_counted(world: World) -> None:
-    start(world)
-    world.until(has_ended(world))
-    world.run()
-    total = Counter(world.prefill.parts.counts)
-    for result in world.prefill.results:
-        total.update(result.counts if isinstance(result, Counts) else {})
-    assert (total["chunks_packed"], total["chunk_bytes"]) == (CHUNKS, 6 * 288)
-    assert total["chunk_seconds"] == 0.0
-
-
 def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
     return messages.LayerHeads(layer=layer, first=0, end=end)
-
-
-def pack_request(world: World, **changed: Any) -> messages.PackRequest:
-    """Sizes() has three layers, `layer.0` to `layer.2`."""
-    values: dict[str, Any] = {
-        "incarnation": world.prefill.parts.description.incarnation,
-        "nonce": Nonce("0" * 32),
-        "claim": Claim("1" * 32),
-        "reader": messages.Reader(
-            engine=EngineId("other"), incarnation=Incarnation("2" * 32), rank=Rank(0)
-        ),
-        "number": 1,
-        "chunk": 0,
-        "begin": 0,
-        "end": TOKENS,
-        "layers": tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers)),
-        "holds": (0,),
-    }
-    return messages.PackRequest(**{**values, **changed})
 
 
 def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
@@ -192,28 +151,46 @@ def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
 def test_a_read_that_advances_is_not_late(world: World) -> None:
     """However long all of it takes."""
     world.prefill.copying.is_held = True
-    start_long(world)
+    start(world, long=True)
     for _ in range(LONG_CHUNKS):
         world.run(8)
         world.clock.now += 0.8 * world.config.request_timeout_s
         world.prefill.copying.work()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    assert long_is_there(world)
+    assert ended(world).failure is None
+    assert is_there(world, long=True)
 
 
+def failing(copier: Any, name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls of this method raise."""
+    method, faults = getattr(copier, name), iter([TransportError("no kernel")] * times)
+
+    def fail(*arguments: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return method(*arguments)
+
+    monkeypatch.setattr(copier, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "expected"),
+    [
+        pytest.param("start", CHUNKS, ("direct", 0), id="nothing can be packed"),
+        pytest.param("poll", 1, ("staged", 2 * 288), id="one chunk cannot"),
+    ],
+)
 def test_what_cannot_be_packed_is_read_as_it_is(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    times: int,
+    expected: tuple[str, int],
 ) -> None:
-    def fail(*_: object) -> None:
-        raise TransportError("no kernel")
-
-    staging = pack_queue(world)._staging
-    monkeypatch.setattr(staging.copier, "start", fail)
+    failing(pack_queue(world)._staging.copier, name, times, monkeypatch)
     start(world)
-    assert arrives(world) == ("direct", 0)
+    assert arrives(world) == expected
 
 
 def test_what_makes_too_many_views_is_read_as_it_is(
@@ -222,10 +199,7 @@ def test_what_makes_too_many_views_is_read_as_it_is(
     """Each costs a copy a call of numpy's."""
     monkeypatch.setattr(host_copy, "MAX_VIEWS", 0)
     start(world)
-    world.until(has_ended(world))
-    end = world.decode.ended_load()
-    assert (end.failure, [read.path for read in end.reads]) == (None, ["direct"])
-    assert blocks_are_there(world)
+    assert arrives(world) == ("direct", 0)
 
 
 @pytest.mark.parametrize("error", [TransportError("too many views"), MemoryError()])
@@ -242,50 +216,24 @@ def test_what_cannot_be_planned_is_planned_once(
     monkeypatch.setattr(staging.copier, "prepare", refuse)
     for number in (1, 2):
         start(world, number)
-        world.until(has_ended(world))
-        assert world.decode.ended_load().failure is None
+        assert ended(world).failure is None
     assert len(planned) == 1
-
-
-def test_a_fault_in_packing_costs_that_chunk_its_way(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging = pack_queue(world)._staging
-    poll, faults = staging.copier.poll, iter([TransportError("out of memory")])
-
-    def fail_once(copy: Any) -> bool:
-        for fault in faults:
-            raise fault
-        return poll(copy)
-
-    monkeypatch.setattr(staging.copier, "poll", fail_once)
-    start(world)
-    assert arrives(world) == ("staged", 2 * 288)
 
 
 def test_what_cannot_be_scattered_fails_that_load_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = staged_path(world).staging
-    begin, faults = staging.copier.start, iter([TransportError("no kernel")])
-
-    def fail_once(*arguments: Any) -> Any:
-        for fault in faults:
-            raise fault
-        return begin(*arguments)
-
-    monkeypatch.setattr(staging.copier, "start", fail_once)
+    failing(staged_path(world).staging.copier, "start", 1, monkeypatch)
     start(world)
-    world.until(has_ended(world))
-    failure = world.decode.failed_load()
+    failure = ended(world).failure
+    assert failure is not None
     assert failure.kind is FailureKind.BROKEN
     assert failure.detail == "reading prefill rank 0 failed: no kernel"
     world.run()
     assert nothing_is_left(world)
     start(world, 2)
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    assert blocks_are_there(world)
+    assert ended(world).failure is None
+    assert is_there(world)
 
 
 def test_one_slot_is_enough_for_all_of_a_read(
@@ -294,17 +242,16 @@ def test_one_slot_is_enough_for_all_of_a_read(
     """Others take the rest of decode's ring while its first chunks are packed."""
     packs = sent_packs(world, monkeypatch)
     world.prefill.copying.is_held = True
-    start_long(world)
+    start(world, long=True)
     world.until(lambda: len(packs) == 3)
     slots = staged_path(world).slots
     for _ in range(RING_SLOTS - 1):
         slots.popleft()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
+    assert ended(world).failure is None
     assert len(packs) == LONG_CHUNKS
-    assert long_is_there(world)
+    assert is_there(world, long=True)
     assert free_slots(world) == 1
 
 
@@ -317,7 +264,7 @@ def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
     world.run()
     assert world.decode.failed_load().kind is FailureKind.LATE
     assert free_slots(world) == RING_SLOTS
-    assert "agents_recycled" not in world.decode.parts.counts
+    assert "replaced_agents stuck_read" not in by_name(world.decode.parts.counts)
     assert not nothing_is_left(world)  # prefill writes into its ring still
     world.prefill.copying.work()
     world.run()
@@ -338,8 +285,8 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
 
     monkeypatch.setattr(machine, "_packed", lie)
     start(world)
-    world.until(has_ended(world))
-    failure = world.decode.failed_load()
+    failure = ended(world).failure
+    assert failure is not None
     assert (failure.kind, "slot 1000" in failure.detail) == (FailureKind.BROKEN, True)
     assert free_slots(world) == RING_SLOTS
 
@@ -358,10 +305,10 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
 def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
     world: World, changed: dict[str, Any], why: str
 ) -> None:
-    request = pack_request(world, **changed)
-    table = Table.of(TABLE)
+    layers = tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers))
+    request = pack_request(**{"end": TOKENS, "layers": layers, **changed})
     packs = pack_queue(world)
-    packs.add(PackChunk(b"route", request, (table,), 0))
+    packs.add(PackChunk(b"route", request, (Table.of(SHORT[1]),), 0))
     (packed,) = packs.poll()
     assert why in (packed.refusal or "")
 
@@ -371,12 +318,13 @@ def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
 MANY = 100_000
 
 
-def is_staged(memory: Memory, num_runs: int, run: int, **options: bool) -> bool:
-    ring = SimpleNamespace(num_slots=4)
-    staging: Any = SimpleNamespace(ring=ring)
+def is_staged(
+    memory: Memory, num_runs: int, run: int, *, is_forced: bool = False, is_tcp: bool = False
+) -> bool:
+    staging: Any = SimpleNamespace(ring=SimpleNamespace(num_slots=4))
     layout: Any = SimpleNamespace(memory=memory)
-    path = StagedPath(layout, staging, is_forced=options.get("is_forced", False))
-    source = SimpleNamespace(is_tcp=options.get("is_tcp", False))
+    path = StagedPath(layout, staging, is_forced=is_forced)
+    source = SimpleNamespace(is_tcp=is_tcp)
     read: Any = SimpleNamespace(num_runs=num_runs, num_bytes=num_runs * run, source=source)
     rank: Any = None
     with pytest.MonkeyPatch.context() as patch:
@@ -391,6 +339,7 @@ def test_many_short_runs_are_staged(memory: Memory) -> None:
     assert not is_staged(memory, MANY, run)
     assert is_staged(memory, few + 1, 1)
     assert not is_staged(memory, few, 1)
+    assert is_staged(memory, 1, 1 << 30, is_forced=True)
 
 
 def test_over_tcp_also_few_runs_and_longer_ones_are_staged() -> None:
@@ -398,10 +347,6 @@ def test_over_tcp_also_few_runs_and_longer_ones_are_staged() -> None:
     assert not is_staged("DRAM", 100, LONG_TCP_RUN - 1)
     assert is_staged("DRAM", 100, LONG_TCP_RUN - 1, is_tcp=True)
     assert not is_staged("DRAM", 100, LONG_TCP_RUN, is_tcp=True)
-
-
-def test_the_setting_overrides_the_rule() -> None:
-    assert is_staged("VRAM", 1, 1 << 30, is_forced=True)
 
 
 # Which ranks pack, and how they divide their staging memory

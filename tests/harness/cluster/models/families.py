@@ -1,0 +1,353 @@
+"""The families of tiny models, each as small as vLLM's kernels and its cuts over ranks allow."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+
+from harness.cluster.models.recipe import (
+    ATTENTION_GAIN,
+    FULL,
+    LOGIT_GAIN,
+    SHARP_ATTENTION,
+    SHARPNESS,
+    Family,
+    FloatArray,
+    Tensors,
+    layer_types,
+)
+
+VOCABULARY_UNIT: Final = 3 * 64
+SLIDING: Final = "sliding_attention"
+QUIET: Final = 1 / 256  # how much less a layer adds that shall not matter much
+
+
+@dataclass(frozen=True)
+class TinyModel(Family):
+    """A Qwen3: full attention in all layers."""
+
+    family = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    gains = SHARP_ATTENTION
+    constants: ClassVar = {"q_norm": SHARPNESS, "k_norm": SHARPNESS}
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {"hidden_act": "silu", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class PaddedQwen3(TinyModel):
+    """A TinyModel with a vocabulary that three ranks can share: vLLM pads to 64 only.
+
+    The words more have no name; their scores are 0, and so they are never the best.
+    """
+
+    family = "qwen3-padded"
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(-(-vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT)
+
+    def weights(self, vocab_size: int) -> Tensors:
+        weights = super().weights(vocab_size)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name][vocab_size:] = 0
+        return weights
+
+
+@dataclass(frozen=True)
+class Gemma3(Family):
+    """Sliding windows, and full attention in the last layer of each `period`."""
+
+    family = "gemma3"
+    architecture = "Gemma3ForCausalLM"
+    model_type = "gemma3_text"
+    # A norm's weight is 1 less than what it multiplies by.
+    neutral_norm = 0.0
+    constants: ClassVar = {
+        "post_attention_layernorm": ATTENTION_GAIN - 1.0,
+        "q_norm": SHARPNESS - 1.0,
+        "k_norm": SHARPNESS - 1.0,
+    }
+
+    layers: int = 6
+    window: int = 200
+    period: int = 6
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "sliding_window": self.window,
+            "layer_types": layer_types(self.layers, self.period, SLIDING),
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Gemma4(Family):
+    """A Gemma whose last layers read the cache of earlier ones.
+
+    Layers of full attention may have KV heads of another number and size than the others.
+    """
+
+    family = "gemma4"
+    architecture = "Gemma4ForCausalLM"
+    model_type = "gemma4_text"
+    constants: ClassVar = {"post_attention_layernorm": ATTENTION_GAIN}
+
+    layers: int = 8
+    shared_layers: int = 4
+    window: int = 200
+    period: int = 4
+    full_kv_heads: int = 4
+    full_head_dim: int = 64
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {
+            "global_head_dim": self.full_head_dim,
+            "num_global_key_value_heads": self.full_kv_heads,
+            # The only way in which this family may have fewer KV heads in some layers.
+            "attention_k_eq_v": self.full_kv_heads != self.kv_heads,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": self.shared_layers,
+            "sliding_window": self.window,
+            "layer_types": layer_types(self.layers, self.period, SLIDING),
+        }
+
+    def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
+        """Scores of attention are not scaled by the model."""
+        if name.endswith(("q_norm", "k_norm")):
+            return np.full(shape, LOGIT_GAIN**0.5 / shape[0] ** 0.25, np.float32)
+        return super().values(name, shape, random)
+
+
+@dataclass(frozen=True)
+class DeepseekV2(Family):
+    """Multi-head latent attention without experts: one latent head, which every rank holds.
+
+    The latent sizes are DeepSeek's own: kernels know no others.
+    """
+
+    family = "deepseek-v2"
+    architecture = "DeepseekV2ForCausalLM"
+    model_type = "deepseek_v2"
+    gains: ClassVar = {**SHARP_ATTENTION, "q_proj": LOGIT_GAIN}
+
+    heads: int = 16
+    kv_heads: int = 16
+    head_dim: int = 128
+    latent: int = 512
+    rope_dim: int = 64
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        config = super().config(vocab_size) | {
+            "hidden_act": "silu",
+            "kv_lora_rank": self.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.head_dim,
+            "first_k_dense_replace": self.layers,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        del config["head_dim"]  # it is that of the part with rotary embedding here
+        return config
+
+
+@dataclass(frozen=True)
+class KimiLinear(DeepseekV2):
+    """Latent attention in the last layer of each `period`, delta nets elsewhere, and no experts."""
+
+    family = "kimi-linear"
+    architecture = "KimiLinearForCausalLM"
+    model_type = "kimi_linear"
+
+    period: int = 4
+    state_heads: int = 4
+    state_dim: int = 128  # the size of keys and values in a state
+    kernel: int = 4  # the length of the convolutions
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        layers = range(1, self.layers + 1)
+        return super().config(vocab_size) | {
+            "mla_use_nope": True,
+            "num_experts": None,
+            "linear_attn_config": {
+                "full_attn_layers": [n for n in layers if n % self.period == 0],
+                "kda_layers": [n for n in layers if n % self.period],
+                "num_heads": self.state_heads,
+                "head_dim": self.state_dim,
+                "short_conv_kernel_size": self.kernel,
+            },
+        }
+
+    def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
+        """A delta net normalizes its queries: they need no gain."""
+        if name.endswith("q_proj") and shape[0] == self.state_heads * self.state_dim:
+            return super().values("", shape, random)
+        return super().values(name, shape, random)
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """transformers writes the name that layers with experts have in vLLM."""
+        weights = super().weights(vocab_size)
+        return {name.replace("block_sparse_moe", "mlp"): part for name, part in weights.items()}
+
+
+@dataclass(frozen=True)
+class Qwen3Next(Family):
+    """Full attention in the last layer of each `period`, experts in the first of `sparse_step`.
+
+    All experts compute each token: a choice would turn a rounding into another answer. vLLM wants
+    experts and attention in each pipeline stage.
+    """
+
+    family = "qwen3-next"
+    architecture = "Qwen3NextForCausalLM"
+    model_type = "qwen3_next"
+    gains = SHARP_ATTENTION
+    # A norm's weight is 1 less than what it multiplies by, but that within a delta net.
+    neutral_norm = 0.0
+    constants: ClassVar = {
+        "q_norm": SHARPNESS - 1.0,
+        "k_norm": SHARPNESS - 1.0,
+        "linear_attn.norm": 1.0,
+        "dt_bias": 1.0,
+    }
+
+    dtype: str = "bfloat16"
+    period: int = 4
+    sparse_step: int = 4
+    key_heads: int = 2
+    value_heads: int = 4
+    state_dim: int = 128  # the size of keys and values in a state
+    kernel: int = 4  # the length of the convolution
+    experts: int = 2
+    expert_dim: int = 64
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {
+            "hidden_act": "silu",
+            "attn_output_gate": True,
+            "layer_types": layer_types(self.layers, self.period, "linear_attention"),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "linear_conv_kernel_dim": self.kernel,
+            "linear_key_head_dim": self.state_dim,
+            "linear_value_head_dim": self.state_dim,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [n for n in range(self.layers) if n % self.sparse_step],
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts,
+            "moe_intermediate_size": self.expert_dim,
+            "shared_expert_intermediate_size": self.expert_dim,
+            "norm_topk_prob": True,
+        }
+
+
+@dataclass(frozen=True)
+class Qwen3NextMtp(Qwen3Next):
+    """A Qwen3-Next that predicts its own words, and is mostly right.
+
+    Its last layer says almost all, and the predictor is that layer once more, for the word after.
+    So a word that is predicted is right where the predictor has its KV of the whole prompt.
+    """
+
+    family = "qwen3-next-mtp"
+
+    layers: int = 2
+    period: int = 2
+    sparse_step: int = 1  # vLLM's predictor has experts
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {"num_nextn_predict_layers": 1}
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """The predictor is given a word and what the model makes of it; this one sees the word.
+
+        transformers knows no predictor.
+        """
+        weights = super().weights(vocab_size)
+        last = f"model.layers.{self.layers - 1}."
+        predictor = {
+            name.replace(last, "mtp.layers.0."): part
+            for name, part in weights.items()
+            if name.startswith(last)
+        }
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        predictor |= {f"mtp.{norm}.weight": np.zeros(self.hidden, np.float32) for norm in norms}
+        predictor["mtp.fc.weight"] = np.eye(self.hidden, 2 * self.hidden, dtype=np.float32)
+        return weights | predictor
+
+    def values(self, name: str, shape: tuple[int, ...], random: np.random.Generator) -> FloatArray:
+        """The layers before the last one add little."""
+        values = super().values(name, shape, random)
+        is_last = f".{self.layers - 1}." in name
+        is_added = name.endswith(("out_proj", "down_proj"))
+        return values * np.float32(QUIET) if is_added and not is_last else values
+
+
+@dataclass(frozen=True)
+class Granite4(Family):
+    """Full attention in the last layer of each `period`, and no experts.
+
+    All heads of a Mamba2 share one group of B and C: each tensor-parallel rank has a copy.
+    """
+
+    family = "granite4"
+    architecture = "GraniteMoeHybridForCausalLM"
+    model_type = "granitemoehybrid"
+    gains: ClassVar = {**SHARP_ATTENTION, "q_proj": LOGIT_GAIN}
+    constants: ClassVar = {"conv1d.bias": 0.0}
+
+    hidden: int = 512
+    period: int = 4
+    expand: int = 2  # how much wider Mamba2 is than the model
+    mamba_head_dim: int = 64
+    groups: int = 1
+    state_dim: int = 128
+    kernel: int = 4  # the length of the convolution
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        return super().config(vocab_size) | {
+            "hidden_act": "silu",
+            "layer_types": layer_types(self.layers, self.period, "linear_attention"),
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "attention_multiplier": self.head_dim**-0.5,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": self.intermediate,
+            "mamba_expand": self.expand,
+            "mamba_n_heads": self.expand * self.hidden // self.mamba_head_dim,
+            "mamba_d_head": self.mamba_head_dim,
+            "mamba_n_groups": self.groups,
+            "mamba_d_state": self.state_dim,
+            "mamba_d_conv": self.kernel,
+            "mamba_conv_bias": True,  # without it vLLM cannot cut the model
+            "mamba_proj_bias": False,
+        }
+
+
+_ALL: Final = (
+    TinyModel,
+    PaddedQwen3,
+    Gemma3,
+    Gemma4,
+    DeepseekV2,
+    Qwen3Next,
+    Qwen3NextMtp,
+    Granite4,
+    KimiLinear,
+)
+FAMILIES: Final[Mapping[str, Callable[..., Family]]] = {family.family: family for family in _ALL}
