@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import protocol_tables
+from benchmarks import plot
 from nixl_kv.config import Config
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,13 +41,18 @@ def table(document: str) -> dict[str, str]:
     return {cells[0].strip(" `"): cells[1].strip() for cells in rows}
 
 
-def metrics() -> dict[str, str]:
-    """Gauges and counters. Read, not imported: the module needs vLLM."""
-    found: dict[str, str] = {}
+def metrics() -> dict[str, tuple[str, ...]]:
+    """Type, role, labels and description of each. Read, not imported: the module needs vLLM."""
+    found: dict[str, tuple[str, ...]] = {}
     for node in ast.parse(read("nixl_kv/connector/stats.py")).body:
-        name = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else ""
-        if name in ("COUNTERS", "GAUGES", "RANK_GAUGES"):
-            found |= ast.literal_eval(ast.unparse(node).partition(" = ")[2])
+        kind = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else ""
+        if kind in ("COUNTERS", "GAUGES", "HISTOGRAMS"):
+            entries: Any = node.value  # type: ignore[attr-defined]
+            for name, metric in zip(entries.keys, entries.values, strict=True):
+                labels = ", ".join(f"`{label.arg}`" for label in metric.keywords)
+                description = ast.literal_eval(metric.args[0])
+                role = metric.func.id.strip("_")
+                found[name.value] = (kind.lower().rstrip("s"), role, labels, description)
     return found
 
 
@@ -99,7 +105,11 @@ def test_the_table_of_keys_is_complete_and_its_defaults_are_true() -> None:
 
 
 def test_the_table_of_metrics_is_the_code() -> None:
-    assert table("docs/reference/metrics.md") == metrics()
+    lines = read("docs/reference/metrics.md").splitlines()
+    rows = [[cell.strip(" ") for cell in line.strip("|").split("|")] for line in lines]
+    described = {row[0].strip("`"): tuple(row[1:]) for row in rows if len(row) == 5}
+    del described["name"], described["---"]
+    assert described == metrics()
 
 
 def test_the_tables_of_the_protocol_are_the_code() -> None:
@@ -121,6 +131,10 @@ def test_all_files_name_the_same_versions_of_vllm() -> None:
     lane = read("scripts/test")
     assert f'RELEASES=({" ".join(releases[:-1])} "$NEWEST")' in lane
     assert f"NEWEST={releases[-1]} " in lane
+
+
+def test_the_plot_shows_its_records() -> None:
+    assert read(plot.PLOT) == plot.draw()
 
 
 # --- what is named exists

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,19 @@ def test_it_brings_nothing_heavy(said: Any) -> None:
 
 def test_its_metadata_is_complete(said: Any) -> None:
     metadata = said["metadata"]
-    assert metadata["description"] == (REPO / "README.md").read_text(encoding="utf-8")
+    assert metadata["description"].startswith("# nixl_kv\n")
+    links = re.findall(r"\]\(([^)]+)\)", metadata["description"])
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert metadata["license_expression"] == "Apache-2.0"
-    assert metadata["requires_python"] == ">=3.10"
-    assert {"summary", "keywords", "classifier", "license_file"} <= set(metadata)
+    assert metadata["requires_python"] == "<3.15,>=3.10"
+    named = {"summary", "keywords", "classifier", "license_file", "author", "project_url"}
+    assert named <= set(metadata)
+
+
+def test_no_extra_can_replace_vllm_or_torch(said: Any) -> None:
+    assert said["metadata"]["provides_extra"] == ["nixl"]
+    (asked,) = [line for line in said["metadata"]["requires_dist"] if "extra ==" in line]
+    assert asked.startswith("nixl<2,>=1.5.1")
 
 
 def test_it_has_the_whole_package_and_no_more(said: Any) -> None:

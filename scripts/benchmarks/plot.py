@@ -1,0 +1,111 @@
+"""Draw docs/benchmarks/in-tree.svg, vLLM's NixlConnector beside nixl_kv, from two records.
+
+PYTHONPATH=scripts python -m benchmarks.plot
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+FOLDER: Final = Path(__file__).resolve().parents[2] / "docs/benchmarks"
+PLOT: Final = FOLDER / "in-tree.svg"
+
+NAMES: Final = {"in-tree": "vLLM's NixlConnector", "nixl-kv": "nixl_kv"}
+COLORS: Final = {"in-tree": "#9aa3ad", "nixl-kv": "#1a7f5a"}
+PANELS: Final = (  # record, title, column that tells rows apart, bars: (label, column)
+    (
+        "load-h200",
+        "Under load: milliseconds until decode's first token",
+        None,
+        (("median", "leg p50 ms"), ("99th percentile", "leg p99 ms")),
+    ),
+    (
+        "load-h200",
+        "Under load: pause between two tokens, ms",
+        None,
+        (("99th percentile", "gap p99 ms"), ("maximum", "gap max ms")),
+    ),
+    (
+        "tp2-h200",
+        "KV from one GPU to two (TP 1 to 2), ms",
+        "tokens",
+        (("tokens", "transfer ms"),),
+    ),
+)
+WIDTH: Final = 760
+LEFT: Final = 150  # of the bars
+SCALE: Final = 2.1  # pixels per millisecond
+BAR: Final = 15  # pixels high
+
+
+def draw() -> str:
+    """The plot as SVG."""
+    lines, y = list(_legend()), 48
+    for name, title, key, bars in PANELS:
+        record = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+        lines.append(_text(16, y, title, weight="bold"))
+        y += 12
+        for label, values in _groups(record["rows"], key, bars):
+            lines.append(_text(LEFT - 8, y + BAR + 4, label, anchor="end"))
+            for engines, value in values.items():
+                length = max(value * SCALE, 1)
+                lines.append(
+                    f'<rect x="{LEFT}" y="{y}" width="{length:.0f}" height="{BAR - 1}" '
+                    f'fill="{COLORS[engines]}"/>'
+                )
+                lines.append(_text(LEFT + length + 6, y + BAR - 3, f"{value:.3g}"))
+                y += BAR
+            y += 8
+        y += 22
+    lines.append(
+        _text(
+            16,
+            y - 6,
+            "Shorter is better. 2 H200 of one host, the shape of Qwen3-8B, vLLM 0.32",
+            color="#666",
+        )
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}" '
+        'font-family="sans-serif" font-size="13" role="img" '
+        'aria-label="vLLM\'s NixlConnector and nixl_kv compared">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *lines, "</svg>\n"])
+
+
+def _groups(
+    rows: list[dict[str, Any]], key: str | None, bars: tuple[tuple[str, str], ...]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Bars that stand together: a label, and the value of each connector."""
+    for of_group in dict.fromkeys(row[key] if key else None for row in rows):
+        for label, column in bars:
+            chosen = [row for row in rows if key is None or row[key] == of_group]
+            text = label if key is None else f"{of_group:,} {label}"
+            values = {row["engines"]: row[column] for row in chosen}
+            yield text, {engines: values[engines] for engines in NAMES}
+
+
+def _legend() -> Iterator[str]:
+    for x, name in ((16, "in-tree"), (210, "nixl-kv")):
+        yield f'<rect x="{x}" y="12" width="12" height="12" fill="{COLORS[name]}"/>'
+        yield _text(x + 18, 23, NAMES[name])
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    weight: str = "normal",
+    color: str = "#222",
+) -> str:
+    return (
+        f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" '
+        f'fill="{color}">{text}</text>'
+    )
+
+
+if __name__ == "__main__":
+    PLOT.write_text(draw(), "utf-8")
