@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Final, Literal, TypeAlias
 
 from vllm.config import VllmConfig
@@ -24,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+import nixl_kv
 from nixl_kv.config import Config
 from nixl_kv.connector.plugin import own_config
 from nixl_kv.errors import TICKET_REASONS, get_logger
@@ -536,7 +536,7 @@ class PromMetrics(KVConnectorPromMetrics):
 
     def _show_build(self, gauge: Any, config: Config) -> None:
         facts = {
-            "version": version("nixl-kv"),
+            "version": nixl_kv.__version__,
             "wire": str(WIRE_VERSION),
             "role": "+".join(self._roles),
             "verify": f"{config.verify:g}",

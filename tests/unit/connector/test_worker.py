@@ -159,7 +159,7 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     assert results.finished_recving == results.failed_recving == {load.request}
     reports = worker.build_connector_worker_meta().reports  # type: ignore[union-attr]
     assert reports.loads[load.request].reason == "dropped"
-    assert reports.offers == {P1: OfferEnd.LOST}
+    assert reports.offers[P1].end is OfferEnd.LOST
     again = worker.get_transfer_results(set())
     assert again.finished_sending == again.finished_recving == set()
 
