@@ -81,7 +81,9 @@ def compare(connectors: Sequence[Connector], log_dir: Path | None) -> bool:
     if not has_moved:
         print("nothing was moved: the decode engine computed every prompt itself")
     total = len(questions) * len(connectors)
-    print(f"{num_right}/{total} answers match")
+    print(f"{num_right}/{total} answers match those of a single engine")
+    print("Next: scripts/demo --serve leaves the engines running; `. .venv/bin/activate` puts")
+    print("`nixl-kv` on your PATH: nixl-kv doctor checks this host.")
     return has_moved and num_right == total
 
 
@@ -93,6 +95,9 @@ def serve(connector: Connector, log_dir: Path | None) -> None:
         body = f'{{"model": "{MODEL_NAME}", "prompt": "{random_prompt(6, seed=0)}"}}'
         print(f"curl {url}/v1/completions \\")
         print(f"  -H 'Content-Type: application/json' -d '{body}'")
+        print("Then, in another terminal, after `. .venv/bin/activate`:")
+        for engine in (prefill, decode):
+            print(f"nixl-kv status --at 127.0.0.1:{engine.side_port}    # {engine.spec.role}")
         print("Ctrl-C ends it.", flush=True)
         while True:
             cluster.check_alive()
