@@ -36,7 +36,8 @@ def test_prefill_and_decode_apart_answer_right(
     accuracy.run_pair(outcome, subject, settings, cluster)
     assert [*accuracy.faults(outcome, subject, settings.knobs)] == []
     assert (outcome.accuracy, outcome.items, outcome.errors) == (1.0, 8, 0)
-    assert outcome.counters["loads_total"] == outcome.counters["loads_verified_total"] == 8
+    loaded = outcome.counters["loads_total{outcome=loaded}"]
+    assert loaded == outcome.counters["verified_loads_total"] == 8
     assert outcome.computed == 8  # the last token of each prompt
 
 
@@ -58,7 +59,11 @@ def test_the_launcher_evaluates_all_items_beside_a_single_engine(tmp_path: Path)
     assert ended.stdout.endswith("1/1 models are good\n")
     assert f"logs in {tmp_path / 'logs'}" in ended.stderr
     (one,) = json.loads(result.read_text(encoding="utf-8"))
-    assert (one["items"], one["computed"], one["counters"]["loads_total"]) == (200, 200, 200)
+    assert (one["items"], one["computed"], one["counters"]["loads_total{outcome=loaded}"]) == (
+        200,
+        200,
+        200,
+    )
     assert min(one["accuracy"], one["single"]) >= one["expected"] - one["tolerance"]
 
 

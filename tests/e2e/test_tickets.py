@@ -73,7 +73,7 @@ def test_what_a_router_does_beside_the_ticket_does_not_matter(
         pytest.param(having(nonce="../etc/passwd"), "nonce", id="bad nonce"),
         pytest.param(having(port=-1), "$.port", id="negative port"),
         pytest.param(having(host="example.org"), "example.org", id="host name"),
-        pytest.param(having(context="0" * 32), "context", id="another prompt's"),
+        pytest.param(having(context="0" * 32), "for another prompt", id="another prompt's"),
     ],
 )
 def test_a_malformed_ticket_is_computed_locally(
