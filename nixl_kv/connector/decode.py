@@ -140,7 +140,7 @@ class DecodeScheduler:
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
 
-        A connector cannot reject a request, so vLLM is told of a load that fails.
+        A connector cannot reject a request, so this pretends a load that fails.
         """
         self._loads[request] = _Load(num_tokens - self._computed, is_refused=True)
 

@@ -370,7 +370,7 @@ class Scheduler:
             self._directory.history.count(reason, detail=detail)
 
     def _refuse(self, request: Request, reason: str, detail: str) -> str:
-        """Do what on_load_failure says; returns that in words."""
+        """Follow on_load_failure; returns the outcome for the log."""
         self._note(f"ticket_{reason}", detail)
         request_id = RequestId(request.request_id)
         self._counts.count_refused(request_id, reason, request.num_prompt_tokens)

@@ -200,7 +200,7 @@ IN_TREE_COUNTERS: Final[Mapping[str, Metric]] = {
 _EXPIRED: Final = (events.OfferEnd.UNCLAIMED.value, events.OfferEnd.EXPIRED.value)
 
 
-# --- what a step counted
+# --- the counts of a step
 
 
 @dataclass
@@ -433,7 +433,7 @@ class RequestCounts:
         self._stats = stats
         self._recomputes = recomputes
         self._reports = RankReports()
-        self._refused: set[RequestId] = set()  # requests that fail, which are no loads
+        self._refused: set[RequestId] = set()  # requests that fail without a load
 
     def add(self, reports: RankReports) -> None:
         self._reports.join(reports)
@@ -529,8 +529,10 @@ class PromMetrics(KVConnectorPromMetrics):
                 **options,
             )
             values = [known or self._values[label] for label, known in metric.labels.items()]
-            for engine, *labels in itertools.product(self.per_engine_labelvalues, *values):
-                made.labels(*self.per_engine_labelvalues[engine], *labels)  # 0 from the start
+            for engine, labels in itertools.product(
+                self.per_engine_labelvalues.values(), itertools.product(*values)
+            ):
+                made.labels(*engine, *labels)  # 0 from the start
             series[name] = made
         return series
 

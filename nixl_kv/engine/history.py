@@ -1,4 +1,4 @@
-"""What went wrong in the last hour, by peer and reason, for `nixl-kv status`.
+"""The failures of the last hour, by peer and reason, for `nixl-kv status`.
 
 Counting takes about a microsecond. Memory is bounded, because a client may invent peers.
 """

@@ -206,7 +206,7 @@ def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
 
 
 def check_reverse(engines: Sequence[Engine]) -> Iterator[Check]:
-    """What each peer's decode ranks know of the engine at --at."""
+    """The view of each peer's decode ranks on the engine at --at."""
     own = next((each for each in engines if not each.is_peer), None)
     if own is None or "prefill" not in own.roles:
         return

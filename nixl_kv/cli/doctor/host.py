@@ -38,7 +38,7 @@ TESTED: Final[Mapping[str, Tested]] = {
     "NIXL": Tested(("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm"), ("1.5.1",)),
     "torch": Tested(("torch",), ("2.11", "2.13")),
 }
-"""As docs/compatibility.md says; a test compares the two."""
+"""The versions in docs/compatibility.md; a test compares the two."""
 
 TESTED_PYTHONS: Final = ("3.10", "3.11", "3.12", "3.13")
 
@@ -234,7 +234,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What torch says of the GPUs of this host or container."""
+    """The GPUs of this host or container, according to torch."""
 
     num_nodes: int  # device files
     names: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ MEASURED_S: Final = 0.5  # at least, because other processes may disturb a singl
 STEP_TIMEOUT_S: Final = 60.0  # to import NIXL and make an agent, or to read in one direction
 GIGA: Final = 1e9
 
-# Of what a plain copy reaches between two buffers, sockets or GPUs of this host. Measured with two
+# Shares of the speed of a plain copy between two buffers, sockets or GPUs of this host. Measured with two
 # H200s: 4 to 5 in shared memory (several threads copy), 0.8 to 0.95 over TCP, 0.48 over NVLink, and
 # 0.01 between GPUs without cuda_ipc.
 LEAST_SHARE: Final = 0.25
@@ -51,7 +51,7 @@ SLOW: Final[Mapping[Memory, str]] = {
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one process lets the other one read, and where it reads to."""
+    """The memory that the other process may read, and the memory that it reads into."""
 
     source: int
     target: int
@@ -82,7 +82,7 @@ def check_reads(config: Config, num_gpus: int) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class Link:
-    """What two processes read from each other, and how."""
+    """A read of two processes from each other: over which transport, and how much."""
 
     config: Config
     memory: Memory
@@ -225,7 +225,7 @@ def _read(
     return speed
 
 
-# --- what this host reaches without NIXL, in GB/s
+# --- the speed of this host without NIXL, in GB/s
 
 
 def _best(step: Callable[[], object]) -> float:
