@@ -33,9 +33,9 @@ MEASURED_S: Final = 0.5  # at least, because other processes may disturb a singl
 STEP_TIMEOUT_S: Final = 60.0  # to import NIXL and make an agent, or to read in one direction
 GIGA: Final = 1e9
 
-# Shares of the speed of a plain copy between two buffers, sockets or GPUs of this host. Measured with two
-# H200s: 4 to 5 in shared memory (several threads copy), 0.8 to 0.95 over TCP, 0.48 over NVLink, and
-# 0.01 between GPUs without cuda_ipc.
+# A share of the speed of a plain copy between two buffers, sockets or GPUs of this host. Measured
+# with two H200s: 4 to 5 in shared memory (several threads copy), 0.8 to 0.95 over TCP, 0.48 over
+# NVLink, and 0.01 between GPUs without cuda_ipc.
 LEAST_SHARE: Final = 0.25
 
 NOT_COVERED: Final = (
@@ -82,7 +82,7 @@ def check_reads(config: Config, num_gpus: int) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class Link:
-    """A read of two processes from each other: over which transport, and how much."""
+    """Two processes that read from each other, and their memory, devices and environment."""
 
     config: Config
     memory: Memory
