@@ -60,6 +60,10 @@ OUTER_POLICY: Final = (
     "request %s failed because its KV load failed, although on_load_failure is 'recompute'; with a "
     "MultiConnector, also set kv_load_failure_policy of --kv-transfer-config to 'recompute'"
 )
+LOOPBACK: Final = (
+    "%s is %s, which tickets name: decode engines on other machines cannot connect to it; set it "
+    "to 'auto', or to an address that they reach"
+)
 IN_TREE_PREFILL: Final = (
     "request %s %s: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
     'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
@@ -287,6 +291,8 @@ class Scheduler:
         )
         log = "serving the description of engine %s on %s:%d; it has %s"
         logger.info(log, engine, host, port, self._trust)
+        if self._is_prefill and self._config.has_key and self._config.is_this_machine_only:
+            logger.warning(LOOPBACK, self._config.host_name, host)
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""

@@ -202,11 +202,14 @@ class DirectoryServer:
             if message.incarnation == ANY_INCARNATION:
                 return encoded
             if message.engine != own.engine:
-                reason = f"engine is {message.engine!r}, but here is {own.engine!r}"
+                reason = (
+                    f"engine {own.engine!r} answers here instead of {message.engine!r}: prefill "
+                    "restarted, or another engine took its port"
+                )
             elif message.incarnation != own.incarnation:
                 reason = (
-                    f"incarnation is {short(message.incarnation)}, but {own.engine!r} "
-                    f"has begun the life {short(own.incarnation)} since"
+                    f"engine {own.engine!r} has restarted, slept or reset its cache since: "
+                    f"incarnation {short(own.incarnation)} instead of {short(message.incarnation)}"
                 )
             else:
                 return encoded

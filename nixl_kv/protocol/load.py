@@ -93,12 +93,14 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.DRAINING})
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
+DENIED: Final = "denied the ask: the offer was used, expired or revoked; its log has the reason"
+
 _Refusal: TypeAlias = (
     messages.Deny | messages.Recall | messages.HeartbeatReply | events.EndpointLost
 )
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
 _REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
-    messages.Deny: (FailureKind.DENIED, "denied"),
+    messages.Deny: (FailureKind.DENIED, DENIED),
     messages.Recall: (FailureKind.RECALLED, "recalled its blocks before decode had its own"),
     messages.HeartbeatReply: (FailureKind.LEASE_LOST, "let the lease run out"),
     events.EndpointLost: (FailureKind.UNREACHABLE, "is unreachable"),

@@ -75,6 +75,18 @@ TRANSITIONS: Final[Table[State]] = {
         events.Tick: (None,),
     },
 }
+MAX_ENDED: Final = 4096  # ended offers that are remembered, oldest first
+ENDED: Final = {
+    OfferEnd.NOT_NEEDED: "the offer was released unread",
+    OfferEnd.READ: "the offer was read already; a ticket is good for one load",
+    OfferEnd.UNCLAIMED: "the offer has expired: no ask came within offer_ttl_s of the ticket",
+    OfferEnd.ABORTED: "the reader of the offer aborted it",
+    OfferEnd.REVOKED: "the offer's blocks were needed for other requests",
+    OfferEnd.EXPIRED: "the lease of the offer's reader has expired (lease_s)",
+    OfferEnd.LOST: "the offer was lost when the transfer thread restarted",
+}
+"""Why an ask for an ended offer is denied."""
+
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
 _Kind: TypeAlias = Callable[..., messages.ClaimAnswer]
@@ -280,6 +292,7 @@ class PrefillMachine:
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots))
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
+        self._ended: dict[Nonce, OfferEnd] = {}  # the latest, for the reason of a denial
         self._due = Deadlines[Nonce]()
 
     def handle(self, event: events.PrefillEvent, now: float) -> Actions:
@@ -319,7 +332,7 @@ class PrefillMachine:
     def clear(self, writing: Collection[int] = ()) -> None:
         """Forget all but the ring slots that are still written. Clear all fence slots before."""
         self.ring.clear(writing)
-        for table in (self.offers, self._by_reader, self._due):
+        for table in (self.offers, self._by_reader, self._due, self._ended):
             table.clear()
         self.free_slots = list(range(self.num_slots))
 
@@ -394,7 +407,8 @@ class PrefillMachine:
         if ask.incarnation != self._incarnation:
             return f"meant for incarnation {short(ask.incarnation)}"
         if offer is None:
-            return "no such offer: used, expired, or never made"
+            end = self._ended.get(ask.nonce)
+            return "no such offer: used, expired, or never made" if end is None else ENDED[end]
         if offer.prepared.context != ask.context:
             return "another prompt"
         if offer.binding is not None:
@@ -621,6 +635,7 @@ class PrefillMachine:
         binding, offer.binding = offer.binding, None
         peer = "" if binding is None else f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
+        self._ended[offer.nonce] = end
         self._remove(offer)
         if binding is None:
             return [events.OfferEnded(offer.nonce, offer.request, end)]
@@ -637,4 +652,6 @@ class PrefillMachine:
 
     def _remove(self, offer: Offer) -> None:
         del self.offers[offer.nonce]
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
         self._due.set(offer.nonce, math.inf)

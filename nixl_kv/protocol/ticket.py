@@ -51,6 +51,9 @@ _decoder = msgspec.msgpack.Decoder(list)
 _Head = TypeVar("_Head", bound="TicketHead")
 
 
+UNCHANGED: Final = "a client or router changed it; it must reach decode as prefill wrote it"
+
+
 class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that a ticket of any version has: the engine's address, and the offer."""
 
@@ -137,7 +140,10 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
                     f"allowed: {_words(allowed)}"
                 )
         if FIELD not in params:
-            raise TicketRefused(f"kv_transfer_params lacks the field {FIELD!r}")
+            raise TicketRefused(
+                f"kv_transfer_params lacks the field {FIELD!r}: prefill does not run nixl_kv, or a "
+                "router dropped it; kv_transfer_params must reach decode unchanged"
+            )
         text = params[FIELD]
         if not isinstance(text, str):
             raise _refused(f"is {_words(text)}; allowed: text")
@@ -185,7 +191,8 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             values = dict(zip(kind.__struct_fields__, _decoder.decode(packed), strict=False))
             return msgspec.convert(values, kind, strict=True)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _refused(printable(str(error), MAX_REASON), sep=": ") from error
+            detail = printable(str(error), MAX_REASON)
+            raise _refused(f"{detail}; {UNCHANGED}", sep=": ") from error
 
 
 def _mac(version: int, payload: str, key: bytes) -> str:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+from nixl_kv.protocol import load
 from nixl_kv.reading import paths
 from sim.repeatable import repeatable
 from sim.schedule import Run
@@ -14,7 +15,7 @@ from sim.world import Shape
 
 OFFER_TTL_S, LEASE_S = 3.0, 1.0
 FENCED = "prefill rank 0 took its blocks back during the read (fenced)"
-DENIED = "prefill rank 0 denied (denied)"
+DENIED = f"prefill rank 0 {load.DENIED} (denied)"
 
 
 class Scenario(Run):
@@ -214,4 +215,4 @@ def test_an_engine_sleeps_when_its_offers_have_ended_and_wakes_to_another_life(
     one.do("end calm")
     assert one.good == 1
     (failure,) = one.failures
-    assert failure.startswith("incarnation is ")
+    assert "has restarted, slept or reset its cache since" in failure

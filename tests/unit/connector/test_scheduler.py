@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from nixl_kv.config import KEY_VARIABLE
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import TransportError
@@ -292,6 +293,23 @@ def test_parameters_of_another_connector_hide_no_ticket(make: Make) -> None:
     scheduler = make()
     scheduler.on_new_request(new_request(TICKET | {"remote_decoder": P2P}))
     assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
+
+
+@pytest.mark.parametrize(("role", "told"), [("kv_producer", 1), ("kv_consumer", 0)])
+def test_a_key_and_an_address_of_this_machine_only_are_a_warning(
+    make: Make,
+    role: str,
+    told: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The key is meant for other machines, but tickets name an address that they cannot reach."""
+    monkeypatch.setenv(KEY_VARIABLE, "0" * 64)
+    extra = {"port": 0, "host": "127.0.0.1"}
+    scheduler = make(extra, kv_role=role, is_described=False)
+    described = HandshakeMetadata(encode(rank_description()))
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
+    assert caplog.text.count("which tickets name") == told
 
 
 def test_a_connector_that_was_to_push_says_that_it_pulls(

@@ -116,13 +116,14 @@ def test_an_engine_that_was_asked_for_is_described(
     [
         pytest.param(
             Describe(incarnation=ENGINE_LIFE, engine=EngineId("other")),
-            "engine is 'other', but here is 'prefill'",
+            "engine 'prefill' answers here instead of 'other': prefill restarted, or another "
+            "engine took its port",
             id="another engine",
         ),
         pytest.param(
             describe(OTHER_LIFE),
-            f"incarnation is {OTHER_LIFE[:8]}, but 'prefill' has begun the life "
-            f"{ENGINE_LIFE[:8]} since",
+            "engine 'prefill' has restarted, slept or reset its cache since: incarnation "
+            f"{ENGINE_LIFE[:8]} instead of {OTHER_LIFE[:8]}",
             id="a former life",
         ),
     ],

@@ -31,7 +31,7 @@ from nixl_kv.protocol.events import (
     WriteSlot,
 )
 from nixl_kv.protocol.messages import DigestRequest, PackRequest
-from nixl_kv.protocol.prefill import RECALL_S, TRANSITIONS, Offer, PrefillMachine, State
+from nixl_kv.protocol.prefill import ENDED, RECALL_S, TRANSITIONS, Offer, PrefillMachine, State
 from support.records import (
     CLAIM,
     HOLD_S,
@@ -130,6 +130,12 @@ UNCLAIMED, NOT_NEEDED, REVOKED = (
 ASK, ASK_SECOND = asked(ask()), asked(ask(reader=SECOND, readers=BOTH))
 ASK_AGAIN = asked(ask(number=2, readers=BOTH))
 DENIED_UNKNOWN = (ASK, *denied(UNKNOWN))
+
+
+def denied_as(end: OfferEnd) -> tuple[Any, ...]:
+    return (ASK, *denied(ENDED[end]))
+
+
 RELEASE_SECOND = asked(release(reader=SECOND))
 OFFER_2 = prepare_offer(nonce=NONCE2, request=P2)
 OFFER_3 = prepare_offer(nonce=Nonce(hex32(3)), request=RequestId("p3"))
@@ -223,7 +229,7 @@ DENIALS: dict[str, Script] = {
             ("a rank that was not announced", {"reader": SECOND}, BOTH),
         )
     },
-    "an ask after the end": after(GRANTED, READ, DENIED_UNKNOWN),
+    "an ask after the end": after(GRANTED, READ, denied_as(OfferEnd.READ)),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "another claim": {"claim": RIVAL},
@@ -275,7 +281,7 @@ RELEASES: dict[str, Script] = {
         f"one of an unclaimed offer ends it, {how}": after(
             OFFERED,
             (asked(release(complete=complete)), NOT_NEEDED),
-            DENIED_UNKNOWN,
+            denied_as(OfferEnd.NOT_NEEDED),
             (1000.0, Tick()),
         )
         for how, complete in COMPLETE.items()
@@ -630,7 +636,7 @@ RECALLS: dict[str, Script] = {
 }
 COMMANDS: dict[str, Script] = {
     "an unclaimed offer can be revoked": after(
-        OFFERED, (RevokeOffer(NONCE), REVOKED), DENIED_UNKNOWN, (RevokeOffer(NONCE),)
+        OFFERED, (RevokeOffer(NONCE), REVOKED), denied_as(OfferEnd.REVOKED), (RevokeOffer(NONCE),)
     ),
     "a granted offer cannot be revoked": after(
         GRANTED, (RevokeOffer(NONCE),), (asked(ask(number=2)), GRANT), READ

@@ -149,7 +149,10 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
 # What is refused
 
 
-LACKS = "kv_transfer_params lacks the field 'nixl_kv_ticket'"
+LACKS = (
+    "kv_transfer_params lacks the field 'nixl_kv_ticket': prefill does not run nixl_kv, or a "
+    "router dropped it; kv_transfer_params must reach decode unchanged"
+)
 NO_OBJECT = "kv_transfer_params is of type {}; allowed: an object"
 NO_FLAG = "kv_transfer_params: {} is {}; allowed: {}"
 NO_TEXT = "kv_transfer_params: nixl_kv_ticket is {}; allowed: text"
