@@ -97,7 +97,7 @@ def test_a_malformed_ticket_is_computed_locally(
     ("spoil", "named"),
     [
         pytest.param(having(port=1), "cannot connect", id="nobody listens"),
-        pytest.param(having(engine="other"), "engine is 'other'", id="another engine"),
+        pytest.param(having(engine="other"), "instead of 'other'", id="another engine"),
         pytest.param(having(incarnation="f" * 32), "incarnation", id="a former life"),
         pytest.param(having(nonce="0" * 32), "prefill rank 0 denied", id="unknown nonce"),
     ],
