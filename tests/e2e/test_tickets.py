@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.client import Client, Ticket
+from harness.cluster.client import Client, RefusedError, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
@@ -137,6 +137,26 @@ def test_a_request_without_a_ticket_is_counted(pair: Pair, single: Client) -> No
     since = CountersSince(pair.to_decode)
     assert pair.to_decode.complete(prompt).tokens == single.complete(prompt).tokens
     assert since.wait_for(TICKETS_MISSING, timeout_s=EVENT_S)[TICKETS_MISSING] == 1
+
+
+@pytest.mark.slow
+def test_a_refused_ticket_is_an_error_if_the_operator_says_so(
+    cluster: Cluster, single: Client
+) -> None:
+    spec = EngineSpec(
+        "strict",
+        ensure_tiny_model(),
+        "decode",
+        "nixl-kv",
+        kv_cache_bytes=64 << 20,
+        connector_config={"on_load_failure": "fail"},
+    )
+    prompt = random_prompt(210, seed=209)
+    with started(cluster, spec) as (strict,), Client(strict.url) as client:
+        with pytest.raises(RefusedError, match="500"):
+            client.complete(prompt, kv_transfer_params={FIELD: "not a ticket"})
+        assert "fails with HTTP 500" in strict.log_text()
+        assert client.complete(prompt).tokens == single.complete(prompt).tokens
 
 
 def test_a_peer_of_another_model_is_refused_in_words(cluster: Cluster, pair: Pair) -> None:
