@@ -26,6 +26,20 @@ def is_local(host: str) -> bool:
     return True
 
 
+def try_bind(host: str, port: int) -> None:
+    """Bind like `LimitedPort`, but do not listen, so that two checks do not collide.
+
+    Raises:
+        OSError: if an engine could not listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((host, port))
+
+
 def of_interface(name: str) -> str:
     """The first address of an interface, IPv4 before IPv6; a ValueError if it has none."""
     for address in _addresses(name):

@@ -4,7 +4,6 @@ An unknown key or a bad value raises a ConfigError that names the key, the value
 values. No other module reads options, and only the CLI also reads the environment.
 """
 
-import difflib
 import ipaddress
 import re
 import socket
@@ -18,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv import addresses
-from nixl_kv.errors import ConfigError
+from nixl_kv.errors import ConfigError, did_you_mean
 from nixl_kv.ids import endpoint_host
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -328,11 +327,9 @@ class Config:
         """
         known = cls.parsers()
         for key in sorted(set(extra) - {*known, *FOREIGN_KEYS}):
-            close = difflib.get_close_matches(key, [*known, *FOREIGN_KEYS], 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
                 f"kv_connector_extra_config has the unknown key {key!r} (value {extra[key]!r}); "
-                f"{hint}allowed keys are {', '.join(known)}"
+                f"{did_you_mean(key, [*known, *FOREIGN_KEYS])}allowed keys are {', '.join(known)}"
             )
         given = _from_environment(environ)
         theirs = {"offer_ttl_s": LEASE_KEY} if LEASE_KEY in extra else {}

@@ -8,10 +8,11 @@ Strangers can cause log lines and choose parts of them. Every module gets its lo
 `get_logger`, which escapes and cuts these texts. LimitedLog bounds the number of lines.
 """
 
+import difflib
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 MAX_TEXT: Final = 2000  # characters of one argument of a log record
@@ -75,6 +76,12 @@ def get_logger(name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.addFilter(_make_harmless)
     return logger
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question with the known name that is closest, and a space; or ''."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 class LimitedLog:

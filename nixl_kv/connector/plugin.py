@@ -9,12 +9,12 @@ import errno
 import functools
 import itertools
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from nixl_kv import addresses
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, get_logger
 
@@ -63,7 +63,7 @@ def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None
     until = time.monotonic() + PORT_WAIT_S
     for attempt in itertools.count():
         try:
-            _bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
+            addresses.try_bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
             break
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
@@ -143,13 +143,3 @@ def _is_ours(transfer: Mapping[str, Any]) -> bool:
     module = transfer.get("kv_connector_module_path") or ""
     is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
     return is_named or str(module).partition(".")[0] == "nixl_kv"
-
-
-def _bind(host: str, port: int) -> None:
-    """Bind like `LimitedPort`, but do not listen, so that two checks do not collide."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        probe.bind((host, port))

@@ -126,7 +126,7 @@ class Scheduler:
         # no effect, because a child sees only its own part of the configuration.
         self._recomputes = policy == "recompute"
         transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
-        self._counts = RequestCounts(self.stats, recomputes=self._recomputes)
+        self._counts = RequestCounts(self.stats, self._config.entry_of, recomputes=self._recomputes)
         self._traces = Traces(vllm_config)
         if self._is_decode:
             logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -328,23 +328,21 @@ class LoadReport:
     num_tokens: int
     reason: str = ""  # why it failed
     verified: bool = False
-    peer: str = ""  # prefill's entry in `peers`
     waits: tuple[float, ...] = ()  # see `events.PHASES`
     began_at: float = 0.0  # in Unix seconds, if `waits` is known
-    source: str = ""  # the prefill engine
+    source: events.PeerKey | None = None  # the prefill engine; None: none was asked
     num_bytes: int = 0
     paths: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, ended: events.LoadEnded, config: Config) -> "LoadReport":
+    def of(cls, ended: events.LoadEnded) -> "LoadReport":
         return cls(
             ended.num_tokens,
             "" if ended.failure is None else ended.failure.kind.value,
             ended.verified,
-            "" if ended.peer is None else config.entry_of(ended.peer.endpoint),
             ended.waits,
             _unix(ended.ended_at) - sum(ended.waits),
-            "" if ended.peer is None else str(ended.peer),
+            ended.peer,
             sum(read.num_bytes for read in ended.reads),
             frozenset(read.path for read in ended.reads if read.num_bytes),
         )
@@ -362,7 +360,6 @@ class LoadReport:
             max(self.num_tokens, other.num_tokens),
             self.reason or other.reason,
             self.verified and other.verified,
-            self.peer or other.peer,
             slowest.waits,
             slowest.began_at,
             self.source or other.source,
@@ -406,11 +403,11 @@ class RankReports:
     def __bool__(self) -> bool:
         return bool(self.loads or self.offers)
 
-    def add(self, results: Iterable[events.Result], config: Config) -> None:
+    def add(self, results: Iterable[events.Result]) -> None:
         for result in results:
             match result:
                 case events.LoadEnded():
-                    self.loads[result.request] = LoadReport.of(result, config)
+                    self.loads[result.request] = LoadReport.of(result)
                 case events.OfferEnded():
                     self.offers[result.request] = OfferReport.of(result)
 
@@ -429,8 +426,10 @@ _ORDER: Final = list(events.OfferEnd)
 class RequestCounts:
     """Counts each load and each offer once, when vLLM has heard of its end from all ranks."""
 
-    def __init__(self, stats: Stats, *, recomputes: bool) -> None:
+    def __init__(self, stats: Stats, entry_of: Callable[[str], str], *, recomputes: bool) -> None:
+        """`entry_of` finds the entry of `peers` that allows an endpoint; see `Config`."""
         self._stats = stats
+        self._entry_of = entry_of
         self._recomputes = recomputes
         self._reports = RankReports()
         self._refused: set[RequestId] = set()  # requests that fail without a load
@@ -453,13 +452,14 @@ class RequestCounts:
 
     def _count_load(self, load: LoadReport) -> None:
         stats, reason = self._stats, load.reason
-        stats.count("loads", 1, load.outcome, load.peer)
+        peer = "" if load.source is None else self._entry_of(load.source.endpoint)
+        stats.count("loads", 1, load.outcome, peer)
         if load.outcome == "cancelled":
             return
         for phase, seconds in zip(events.PHASES, load.waits, strict=False):
             stats.observe("wait_seconds", [seconds], phase)
         if reason:
-            stats.count("load_failures", 1, reason, load.peer)
+            stats.count("load_failures", 1, reason, peer)
             self.count_recomputed(reason, load.num_tokens)
             return
         stats.count("loaded_tokens", load.num_tokens)

@@ -77,7 +77,7 @@ class Traces:
                 attributes: dict[str, str | float] = {
                     "outcome": load.outcome,
                     "reason": load.reason,
-                    "peer": load.source,
+                    "peer": str(load.source or ""),
                     "bytes": load.num_bytes,
                     "path": ",".join(sorted(load.paths)),
                 }

@@ -86,9 +86,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
         self.reports.join(other.reports)
-        return WorkerMetadata(
-            {**self.rank_descriptions, **other.rank_descriptions}, reports=self.reports
-        )
+        descriptions = {**self.rank_descriptions, **other.rank_descriptions}
+        return WorkerMetadata(descriptions, self.reports)
 
 
 @dataclass
@@ -129,7 +128,6 @@ class Worker:
         self._handshake: HandshakeMetadata | None = None  # once registered
         self._new_life: HandshakeMetadata | None = None  # if the scheduler does not know it yet
         self._late_results: list[events.Result] = []  # to report with the next step
-        self._config = parse_config(vllm_config)
         self._reports = RankReports()  # for the scheduler, with the output of this step
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
@@ -241,7 +239,7 @@ class Worker:
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
         self.stats.count_rank(results)
-        self._reports.add(results, self._config)
+        self._reports.add(results)
         transferred = KVConnectorTransferResults()
         for result in results:
             match result:
@@ -256,10 +254,8 @@ class Worker:
         return transferred
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        (life, self._new_life), (reports, self._reports) = (
-            (self._new_life, None),
-            (self._reports, RankReports()),
-        )
+        life, self._new_life = self._new_life, None
+        reports, self._reports = self._reports, RankReports()
         if life is None and not reports:
             return None
         rank = worker_rank(self._vllm_config)

@@ -7,7 +7,7 @@ is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -51,7 +51,21 @@ LINK_KEPT_S: Final = 5.0
 # per second. Others get one line each.
 STORY_LINES: Final = 10
 STORIES_PER_S: Final = 20
-# Offers that cost a prefill or its blocks for nothing.
+UNUSABLE: Final[Mapping[type, str]] = {
+    events.PeerUnreadable: (
+        "%s answers, but its memory cannot be read: %s; loads from it fail at once, and it is "
+        "tried again after 1, 2, 4, ... up to 64 s"
+    ),
+    events.PeerUnreachable: (
+        "%s is unreachable: %s; loads from it fail at once, and it is probed after 1, 2, 4, ... up "
+        "to 64 s"
+    ),
+}
+USABLE: Final[Mapping[type, str]] = {
+    events.PeerReadable: "%s can be read again",
+    events.PeerReachable: "%s can be reached again",
+}
+# Ends of offers whose KV no engine read, although it was computed and held for one.
 OFFER_FAULTS: Final = frozenset(events.OfferEnd) - {
     events.OfferEnd.READ,
     events.OfferEnd.NOT_NEEDED,
@@ -492,23 +506,12 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.PeerUnreadable():
-                self.parts.counts.count("unreadable_peers")
-                message = (
-                    "%s answers, but its memory cannot be read: %s; loads from it fail at once, "
-                    "and it is tried again after 1, 2, 4, ... up to 64 s"
-                )
-                logger.warning(message, action.peer, action.reason)
-            case events.PeerReadable():
-                logger.warning("%s can be read again", action.peer)
-            case events.PeerUnreachable():
-                message = (
-                    "%s is unreachable: %s; loads from it fail at once, and it is probed after 1, "
-                    "2, 4, ... up to 64 s"
-                )
-                logger.warning(message, action.peer, action.reason)
-            case events.PeerReachable():
-                logger.warning("%s can be reached again", action.peer)
+            case events.PeerUnreadable() | events.PeerUnreachable():
+                if isinstance(action, events.PeerUnreadable):
+                    self.parts.counts.count("unreadable_peers")
+                logger.warning(UNUSABLE[type(action)], action.peer, action.reason)
+            case events.PeerReadable() | events.PeerReachable():
+                logger.warning(USABLE[type(action)], action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
                 self.parts.history.count("ask_denied", detail=action.reason)

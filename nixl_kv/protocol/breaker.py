@@ -9,6 +9,7 @@ good read. A restarted engine has none, so its tickets are tried at once.
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,7 +25,7 @@ MAX_FAILURES: Final = 2  # in a row until loads fail at once; one happens by its
 PAUSE_S: Final = 1.0  # before the first probe
 MAX_PAUSE_S: Final = 64.0
 PROBE_S: Final = 5.0  # for the answers of an engine's directory and ranks
-KEPT_S: Final = 600.0  # without a load; then a probe would be for nothing
+KEPT_S: Final = 600.0  # without a load; after that no load needs the result of a probe
 MAX_CIRCUITS: Final = 1 << 12  # without a key, a client may invent engines
 
 
@@ -90,7 +91,7 @@ class Breaker:
         if len(self.circuits) > MAX_CIRCUITS:
             oldest = next(iter(self.circuits))
             del self.circuits[oldest]
-            self.deadlines.set(oldest, float("inf"))
+            self.deadlines.set(oldest, math.inf)
         circuit.failures += 1
         circuit.failure = msgspec.structs.replace(failure, is_known=True)
         if circuit.state is not State.CLOSED or circuit.failures < MAX_FAILURES:
@@ -150,7 +151,7 @@ class Breaker:
         return actions
 
     def _probed(self, endpoint: Endpoint) -> list[Circuit]:
-        if not self.deadlines.next < float("inf"):  # no circuit is open
+        if self.deadlines.next == math.inf:  # no circuit is open
             return []
         return [
             circuit
@@ -168,7 +169,7 @@ class Breaker:
         was_closed = circuit.state is State.CLOSED
         self._move(circuit, None, event)
         del self.circuits[circuit.key]
-        self.deadlines.set(circuit.key, float("inf"))
+        self.deadlines.set(circuit.key, math.inf)
         return [] if was_closed else [events.PeerReachable(circuit.key)]
 
     def _move(self, circuit: Circuit, after: State | None, event: object, detail: str = "") -> None:

@@ -398,12 +398,16 @@ class DecodeMachine:
         actions: Actions = []
         failed, self.peers.failed = self.peers.failed, []
         for peer in failed:
+            failure = peer.failure
+            if failure is None:
+                continue
             for load in self._of_peer(peer.key):
-                if not load.is_over and peer.failure is not None:
-                    load.fail(peer.failure)
-            is_silent = peer.failure is not None and peer.failure.kind is FailureKind.UNREACHABLE
-            if peer.failure is not None and is_silent and peer.state is not PeerState.UNREADABLE:
-                actions += self.breaker.on_failure(peer.key, peer.failure, now)
+                if not load.is_over:
+                    load.fail(failure)
+            # An UNREADABLE peer answers, and has pauses of its own.
+            is_silent = failure.kind is FailureKind.UNREACHABLE
+            if is_silent and peer.state is not PeerState.UNREADABLE:
+                actions += self.breaker.on_failure(peer.key, failure, now)
         return actions
 
     def _settle(self, now: float) -> Actions:

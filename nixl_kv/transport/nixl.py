@@ -12,7 +12,6 @@
 - Never use an agent name twice: a restarted process is another agent.
 """
 
-import difflib
 import gc
 import importlib
 import os
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError, PeerLost, TransportError, get_logger
+from nixl_kv.errors import ConfigError, PeerLost, TransportError, did_you_mean, get_logger
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
 from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
@@ -144,11 +143,9 @@ def _check_backends(names: Sequence[str], agent: api.nixl_agent) -> None:
     known = agent.get_plugin_list()
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"backends has {name!r}, which this NIXL does not have; {hint}allowed: "
-                f"{', '.join(known)}"
+                f"backends has {name!r}, which this NIXL does not have; "
+                f"{did_you_mean(name, known)}allowed: {', '.join(known)}"
             )
 
 

@@ -12,7 +12,7 @@ import typer
 from nixl_kv.cli.client import endpoints_at
 from nixl_kv.cli.doctor import engines, host, report, settings
 from nixl_kv.cli.doctor.report import Check, Group, skipped
-from nixl_kv.cli.options import AsJson, KeyFile, errors_exit
+from nixl_kv.cli.options import AsJson, Insecure, KeyFile, errors_exit
 from nixl_kv.cli.tables import open_console
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 
@@ -50,9 +50,7 @@ def doctor(  # noqa: PLR0913 - options
     ] = None,
     key_file: KeyFile = None,
     *,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="The engines run with `insecure` and have no key.")
-    ] = False,
+    insecure: Insecure = False,
     self_test: Annotated[
         bool,
         typer.Option("--self-test", help="Two processes here read 64 MiB from each other."),

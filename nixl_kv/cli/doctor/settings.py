@@ -4,7 +4,6 @@ import errno
 import ipaddress
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -210,7 +209,7 @@ def check_address(
     for host in far:
         yield _route(config, host)
     yield _port(config, keys, is_prefill=setup.is_prefill)
-    if config.rank_port and _why_in_use(config.host, config.rank_port):
+    if config.rank_port and _is_in_use(config.host, config.rank_port):
         about = f"rank_port {config.rank_port} is in use by {_owner(config.rank_port)}"
         yield warning("rank_port", about, "if this engine does not run yet, choose a free range")
 
@@ -250,7 +249,7 @@ def _port(config: Config, keys: Keys | None, *, is_prefill: bool) -> Check:
     name = "port"
     if not config.port:
         return ok(name, "0: the engine takes any free port")
-    if not _why_in_use(config.host, config.port):
+    if not _is_in_use(config.host, config.port):
         return ok(name, f"{config.port} of {config.host} is free")
     where = f"{config.port} of {config.host}"
     try:
@@ -272,15 +271,12 @@ def _port(config: Config, keys: Keys | None, *, is_prefill: bool) -> Check:
     )
 
 
-def _why_in_use(host: str, port: int) -> str:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as reason:
-            return str(reason.strerror) if reason.errno == errno.EADDRINUSE else ""
-    return ""
+def _is_in_use(host: str, port: int) -> bool:
+    try:
+        addresses.try_bind(host, port)
+    except OSError as reason:
+        return reason.errno == errno.EADDRINUSE
+    return False
 
 
 def _owner(port: int) -> str:

@@ -201,6 +201,23 @@ def test_parameters_that_are_not_valid_are_counted_and_logged(
     assert is_computed_here(scheduler, request)
 
 
+@pytest.mark.parametrize("local", [0, NUM_TOKENS - 1], ids=["", "all in the local cache"])
+def test_a_refused_ticket_fails_its_request_if_the_operator_says_so(make: Make, local: int) -> None:
+    """vLLM hears of a load that fails. The local cache needs no ticket."""
+    scheduler = make({"port": 0, "on_load_failure": "fail"}, kv_role="kv_consumer")
+    request = new_request(LOST)
+    scheduler.on_new_request(request)
+    missing = NUM_TOKENS - 1 - local
+    assert scheduler.get_num_new_matched_tokens(request, local) == (missing, missing > 0)
+    scheduler.update_state_after_alloc(request, BLOCKS, missing)
+    step = scheduler.build_connector_meta(empty_output())
+    assert step.failed == ([request.request_id] if missing else [])
+    ended = {request.request_id}
+    report(scheduler, finished_recving=ended, failed_recving=ended)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert counted(scheduler) == {"refused_tickets": {"malformed": 1}}
+
+
 OF_IN_TREE: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

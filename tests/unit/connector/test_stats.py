@@ -59,10 +59,10 @@ def count(
 ) -> dict[str, Any]:
     """The counts of an engine whose ranks each have these results."""
     stats = Stats()
-    counts = RequestCounts(stats, recomputes=recomputes)
+    counts = RequestCounts(stats, config.entry_of, recomputes=recomputes)
     for results in ranks:
         reports = RankReports()
-        reports.add(results, config)
+        reports.add(results)
         counts.add(reports)
     requests = dict.fromkeys(r.request for r in ranks[0] if isinstance(r, LoadEnded))
     counts.count_loads(requests, held_back)
@@ -146,7 +146,7 @@ def test_an_entry_of_peers_tells_prefill_engines_apart() -> None:
 
 def test_refused_tickets_and_requests_without_one_are_recomputed() -> None:
     stats = Stats()
-    counts = RequestCounts(stats, recomputes=True)
+    counts = RequestCounts(stats, CONFIG.entry_of, recomputes=True)
     counts.count_refused(D1, "key", 5)
     counts.count_recomputed(NO_TICKET, 3)
     assert stats.data == {
@@ -158,13 +158,16 @@ def test_refused_tickets_and_requests_without_one_are_recomputed() -> None:
 
 def test_a_request_that_fails_for_its_ticket_is_no_load() -> None:
     stats = Stats()
-    counts, reports = RequestCounts(stats, recomputes=False), RankReports()
+    counts, reports = RequestCounts(stats, CONFIG.entry_of, recomputes=False), RankReports()
     counts.count_refused(D1, "prompt", 5)
-    reports.add([failed(FailureKind.DROPPED)], CONFIG)
+    reports.add([failed(FailureKind.DROPPED)])
     counts.add(reports)
     counts.count_loads([D1], [])
     assert stats.data == {"refused_tickets": {"prompt": 1}}
     counts.forget(D1)
+    counts.add(reports)
+    counts.count_loads([D1], [])
+    assert stats.data["loads"] == {"cancelled|": 1}, "a later request has the same id"
 
 
 # --- the events of a rank

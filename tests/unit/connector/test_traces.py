@@ -97,7 +97,7 @@ def report(engine: SteppedScheduler, *ranks: Result, **finished: set[str]) -> No
     reports = RankReports()
     for result in ranks:
         mine = RankReports()
-        mine.add([result], CONFIG)
+        mine.add([result])
         reports.join(mine)
     meta = WorkerMetadata({}, reports)
     engine.end(engine.vllm.schedule(), kv_connector_worker_meta=meta, **finished)
