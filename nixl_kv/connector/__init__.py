@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
+    from nixl_kv.connector.early_answer import EarlyAnswer
 
     NixlConnector = NixlPullConnector = NixlPushConnector = NixlKVConnector
 
-__all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushConnector"]
+__all__ = [
+    "EarlyAnswer",
+    "NixlConnector",
+    "NixlKVConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "EarlyAnswer":
+        from nixl_kv.connector.early_answer import EarlyAnswer  # noqa: PLC0415 - see above
+
+        return EarlyAnswer
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it

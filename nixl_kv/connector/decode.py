@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
@@ -55,6 +57,7 @@ class _Load:
     """A request with a valid ticket, until its load has ended or vLLM has finished it."""
 
     num_tokens: int  # the upper bound of tokens to load
+    is_ready: bool = True  # not an early one before prefill computes its request
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
     is_retracted: bool = False  # must not end well
@@ -104,8 +107,11 @@ class DecodeScheduler:
             TicketRefused: if the ticket is not valid; this engine computes the request.
         """
         sealed = self._check_trust(params)  # before anything connects to the ticket's host
-        ticket = sealed.open()
-        prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
+        ticket, is_early = sealed.open(), False
+        if ticket.is_pair:  # prefill compares the hash of this prompt with its own
+            context, is_early = prompt.context(ticket.nonce), True
+            ticket = replace(ticket, num_tokens=prompt.num_tokens, context=context)
+        prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early)
         self._forget_used()
         if ticket.nonce in self._used:
             if is_rejected:  # the client hung up after the request had arrived
@@ -134,7 +140,7 @@ class DecodeScheduler:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
-        self._loads[prompt.request] = _Load(num_tokens)
+        self._loads[prompt.request] = _Load(num_tokens, is_ready=not is_early)
         self._commands.append(prepare)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
@@ -144,13 +150,18 @@ class DecodeScheduler:
         """
         self._loads[request] = _Load(num_tokens - self._computed, is_refused=True)
 
-    def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int, bool]:
-        """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing."""
+    def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
+        """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
+
+        None: the request waits without blocks until prefill computes it.
+        """
         load = self._loads.get(request)
         if load is None or load.is_started:
             return 0, False
         load.local = local
         num_tokens = max(0, load.num_tokens - local)
+        if num_tokens and not load.is_ready:
+            return None, False
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
@@ -178,6 +189,10 @@ class DecodeScheduler:
                 verify=self._draw() < self._verify,  # drawn here: all ranks must decide alike
             )
         )
+
+    def on_ready(self, requests: Iterable[RequestId]) -> None:
+        for request in self._loads.keys() & requests:
+            self._loads[request].is_ready = True
 
     def has_begun(self, request: RequestId) -> bool:
         load = self._loads.get(request)

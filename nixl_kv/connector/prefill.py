@@ -38,6 +38,9 @@ BLOCK_WAIT_S: Final = 1.0
 
 ALL_BLOCKS: Final = 1 << 31  # more than any cache has
 
+# Pair tickets that are remembered, so that a second request with one makes an offer of its own.
+MAX_PAIRS: Final = 1 << 16
+
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _NO_NONCE: Final = Nonce("")
 
@@ -63,6 +66,7 @@ class _Offer:
     make_context: Callable[[Nonce], str] = field(repr=False)  # deleted when the ticket leaves
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
+    pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
     context: str = ""
     tables: tuple[Table, ...] = ()
@@ -97,6 +101,7 @@ class PrefillScheduler:
         self._allowed = int(blocks.num_blocks * offer_share)
         self._held = _DistinctBlocks(blocks.num_blocks)
         self._unclaimed = _DistinctBlocks(blocks.num_blocks)
+        self._pairs: dict[Nonce, None] = {}  # the latest pair tickets, oldest first
         self._num_expected = 0
         self._is_full = False  # in this step, for prompts that will be offered
         self._commands: list[events.Command] = []
@@ -119,10 +124,38 @@ class PrefillScheduler:
         return next((offer.left_at for offer in self._offers.values()), 0.0)
 
     def on_new_request(
-        self, request: RequestId, num_tokens: int, make_context: Callable[[Nonce], str]
+        self,
+        request: RequestId,
+        num_tokens: int,
+        make_context: Callable[[Nonce], str],
+        pair: Ticket | None = None,
     ) -> None:
-        """Another engine decodes this request. `make_context` hashes its prompt with a nonce."""
-        self._awaited[request] = _Offer(request, num_tokens, make_context)
+        """Another engine decodes this request. `make_context` hashes its prompt with a nonce.
+
+        A `pair` ticket of this engine is out already. One that was used before is ignored.
+        """
+        offer = self._awaited[request] = _Offer(request, num_tokens, make_context)
+        if pair is not None and self._is_own(pair) and pair.nonce not in self._pairs:
+            offer.pair = pair.nonce
+            self._pairs[pair.nonce] = None
+            if len(self._pairs) > MAX_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+            offer.context = make_context(pair.nonce)
+            self._commands.append(events.ExpectOffer(pair.nonce, request, offer.context))
+
+    def decline(self, pair: Ticket) -> None:
+        """A request with a pair ticket of this engine will not be offered."""
+        if self._is_own(pair) and pair.nonce not in self._pairs:
+            self._commands.append(events.WithdrawOffer(pair.nonce))
+
+    def _is_own(self, pair: Ticket) -> bool:
+        # Its epoch may be older: then decode engines that were reset refuse it.
+        address = self.address
+        return (
+            pair.is_pair
+            and address is not None
+            and (pair.engine, pair.incarnation) == (address.engine, address.incarnation)
+        )
 
     def may_begin(self, request: RequestId, num_tokens: int) -> bool:
         """Whether a waiting request, of any kind, may have blocks now if vLLM finds enough."""
@@ -175,7 +208,7 @@ class PrefillScheduler:
         reason = reason or self._why_not_offered(offer, tables)
         if reason or self.address is None:
             logger.info("request %s is not offered: %s", request, reason)
-            self._withdraw(offer)
+            self._withdraw(offer, is_final=True)
             self._release(offer)
             return False, None
         self._commands.append(events.PublishOffer(offer.nonce, request))
@@ -208,10 +241,11 @@ class PrefillScheduler:
 
     def reset_cache(self) -> None:
         for request, offer in list(self._awaited.items()):
-            self._withdraw(offer)
             # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,
             # which has none, so that one is offered.
-            if self._blocks.has_blocks(request):
+            is_mixed = self._blocks.has_blocks(request)
+            self._withdraw(offer, is_final=is_mixed)
+            if is_mixed:
                 logger.info("request %s is not offered: the cache was reset meanwhile", request)
                 del self._awaited[request]
                 self._release(offer)
@@ -219,8 +253,9 @@ class PrefillScheduler:
             self._commands.append(events.ReclaimBlocks(ALL_BLOCKS))
 
     def _prepare(self, offer: _Offer) -> None:
-        offer.nonce = new_nonce()
-        offer.context = offer.make_context(offer.nonce)
+        offer.nonce = offer.pair or new_nonce()
+        if not offer.pair:
+            offer.context = offer.make_context(offer.nonce)
         current = self._blocks.current(offer.request)
         offer.tables = self._blocks.tables(offer.num_tokens, current, offer.pins)
         self._commands.append(
@@ -231,6 +266,7 @@ class PrefillScheduler:
                 offer.num_tokens,
                 offer.tables,
                 is_written=not self._writes_late,
+                is_pair=bool(offer.pair),
             )
         )
 
@@ -243,9 +279,11 @@ class PrefillScheduler:
             return "its blocks changed since its prompt was computed"
         return ""
 
-    def _withdraw(self, offer: _Offer) -> None:
-        if offer.nonce:
-            self._commands.append(events.WithdrawOffer(offer.nonce))
+    def _withdraw(self, offer: _Offer, *, is_final: bool = False) -> None:
+        nonce = offer.nonce or (offer.pair if is_final else _NO_NONCE)
+        if nonce:
+            is_over = is_final or not offer.pair
+            self._commands.append(events.WithdrawOffer(nonce, is_over))
             offer.nonce = _NO_NONCE
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:

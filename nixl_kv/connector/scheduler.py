@@ -48,7 +48,7 @@ from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportErro
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
-from nixl_kv.protocol.ticket import FIELD
+from nixl_kv.protocol.ticket import FIELD, Ticket
 
 logger = get_logger(__name__)
 
@@ -207,6 +207,7 @@ class Scheduler:
         if isinstance(metadata, WorkerMetadata):
             self._follow_ranks(metadata)
             self._counts.add(metadata.reports)
+            self._decode.on_ready(metadata.reports.ready)
         self._follow_label()
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)
@@ -388,6 +389,7 @@ class Scheduler:
 
     def _begin_offer(self, request: Request) -> None:
         arrived, reason = copy(request), ""  # `shorten` changes the request
+        pair = self._pair_of(request)
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine is draining"
         elif request.resumable:
@@ -396,6 +398,8 @@ class Scheduler:
             reason = why_not_shortened(request)
         if reason:
             logger.info("request %s is not offered: %s", request.request_id, reason)
+            if pair is not None:
+                self._prefill.decline(pair)
             return
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
@@ -405,7 +409,19 @@ class Scheduler:
             RequestId(request.request_id),
             request.num_prompt_tokens,
             lambda nonce: prompt_of(arrived).context(nonce),
+            pair,
         )
+
+    def _pair_of(self, request: Request) -> Ticket | None:
+        """The pair ticket that `EarlyAnswer` has put into a request; None for any other text."""
+        fields = request.kv_transfer_params or {}
+        if FIELD not in fields:
+            return None
+        try:
+            return self._trust.open_own({FIELD: fields[FIELD]})
+        except TicketRefused as error:
+            logger.info("request %s: no pair ticket: %s", request.request_id, error)
+            return None
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))

@@ -399,9 +399,10 @@ class RankReports:
 
     loads: dict[RequestId, LoadReport] = field(default_factory=dict)
     offers: dict[RequestId, OfferReport] = field(default_factory=dict)
+    ready: set[RequestId] = field(default_factory=set)  # early loads; see `events.LoadReady`
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.offers)
+        return bool(self.loads or self.offers or self.ready)
 
     def add(self, results: Iterable[events.Result]) -> None:
         for result in results:
@@ -410,6 +411,8 @@ class RankReports:
                     self.loads[result.request] = LoadReport.of(result)
                 case events.OfferEnded():
                     self.offers[result.request] = OfferReport.of(result)
+                case events.LoadReady():
+                    self.ready.add(result.request)
 
     def join(self, other: "RankReports") -> None:
         for request, load in other.loads.items():
@@ -418,6 +421,7 @@ class RankReports:
         for request, offer in other.offers.items():
             known = self.offers.get(request)
             self.offers[request] = offer if known is None else known.join(offer)
+        self.ready |= other.ready
 
 
 _ORDER: Final = list(events.OfferEnd)

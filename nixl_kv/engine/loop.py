@@ -117,6 +117,7 @@ class Outstanding:
         """Loads whose machine is gone."""
         self._results = results
         self._loads: dict[RequestId, int] = {}  # number of tokens
+        self._unready: set[RequestId] = set()  # early loads, until `LoadReady`
         self._prepared: dict[Nonce, events.OfferEnd | None] = {}  # None: it has not ended
         self._published: dict[Nonce, RequestId] = {}
 
@@ -135,6 +136,10 @@ class Outstanding:
         The blocks of an offer that has ended may belong to another request by now.
         """
         match command:
+            case events.PrepareLoad() if command.is_early:
+                self._unready.add(command.request)
+            case events.CancelLoad():
+                self._unready.discard(command.request)
             case events.StartLoad():
                 self._loads[command.request] = command.num_tokens
             case events.PrepareOffer():
@@ -150,6 +155,11 @@ class Outstanding:
             case events.RevokeOffer():
                 return command.nonce in self._published or command.nonce in self._prepared
         return True
+
+    def announce(self, ready: events.LoadReady) -> None:
+        if ready.request in self._unready:
+            self._unready.remove(ready.request)
+            self._results.append(ready)
 
     def settle(self, report: events.LoadEnded | events.OfferEnded) -> bool:
         """Report a result to the caller if it is owed, and return whether it was."""
@@ -167,6 +177,8 @@ class Outstanding:
     def lose_machines(self) -> None:
         """All machines are gone: report the offers. `drained` has the reports of the loads."""
         self.orphans.update(self._loads)
+        for request in list(self._unready):  # to start them, so that they fail
+            self.announce(events.LoadReady(request))
         self.lose_offers()
 
     def lose_offers(self) -> None:
@@ -477,7 +489,7 @@ class Loop:
                 parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
-            case events.LoadEnded() | events.OfferEnded():
+            case events.LoadReady() | events.LoadEnded() | events.OfferEnded():
                 self._report(action)
             case events.PackChunk():
                 self._pack(action)
@@ -534,7 +546,10 @@ class Loop:
         if parts.counts:
             self._results.append(parts.counts.pop())
 
-    def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
+    def _report(self, report: events.LoadReady | events.LoadEnded | events.OfferEnded) -> None:
+        if isinstance(report, events.LoadReady):
+            self.outstanding.announce(report)
+            return
         # An idle rank makes no further turn, so the caller gets a load's counts with its end.
         self._publish_counts()
         if not self.outstanding.settle(report):

@@ -152,6 +152,7 @@ class DecodeMachine:
             ticket=ticket,
             claim=command.claim,
             peer=key,
+            is_early=command.is_early,
             timeout_s=self._timeout_s,
             since=now,
             record=self._record,
@@ -418,6 +419,9 @@ class DecodeMachine:
                 actions += load.cancel(load.failure, now)
             for read in load.reads.values():
                 self._requeue(load, read, now)
+            if load.is_early and not load.is_announced and load.is_ready:
+                load.is_announced = True
+                actions.append(events.LoadReady(load.request))
             is_over = load.is_over
             if is_over and (load.start is not None or load.is_cancelled):
                 actions += load.end(now)

@@ -37,8 +37,9 @@ OVER = "OVER"  # the name of the state after the last transition
 
 class PrepareLoad(msgspec.Struct, frozen=True):
     request: RequestId
-    ticket: Ticket
+    ticket: Ticket  # a pair ticket has got the prompt's length and hash
     claim: Claim
+    is_early: bool = False  # by a pair ticket
 
 
 class StartLoad(msgspec.Struct, frozen=True):
@@ -75,6 +76,14 @@ class SetEngine(msgspec.Struct, frozen=True):
 # --- commands of the caller on prefill
 
 
+class ExpectOffer(msgspec.Struct, frozen=True):
+    """A request with a pair ticket has arrived: asks for its offer wait from now on."""
+
+    nonce: Nonce
+    request: RequestId
+    context: str
+
+
 class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
@@ -87,6 +96,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     num_tokens: int
     tables: tuple[Table, ...]  # one per cache group
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
+    is_pair: bool = False  # asks may precede the pin: the rank grants it after `PublishOffer`
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
@@ -103,7 +113,10 @@ class PublishOffer(msgspec.Struct, frozen=True):
 
 
 class WithdrawOffer(msgspec.Struct, frozen=True):
-    nonce: Nonce  # no ticket went out
+    """No ticket went out. The offer of a pair may be prepared again, unless it `is_final`."""
+
+    nonce: Nonce
+    is_final: bool = True
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
@@ -471,6 +484,12 @@ class OfferEnded(msgspec.Struct, frozen=True):
     asked_at: float = 0.0  # when that was, in monotonic seconds
 
 
+class LoadReady(msgspec.Struct, frozen=True):
+    """An early load can use local blocks: prefill computes its request, or it has failed."""
+
+    request: RequestId
+
+
 class NewLife(msgspec.Struct, frozen=True):
     """This rank began another incarnation; its former description is void."""
 
@@ -505,7 +524,13 @@ class Counts(msgspec.Struct):
 
 
 PrefillCommand: TypeAlias = (
-    PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
+    ExpectOffer
+    | PrepareOffer
+    | MarkWritten
+    | PublishOffer
+    | WithdrawOffer
+    | RevokeOffer
+    | ReclaimBlocks
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
@@ -518,7 +543,7 @@ DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | Stop
 Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
-LocalAction: TypeAlias = PackChunk | WriteSlot | ClearSlot | LoadEnded | OfferEnded
+LocalAction: TypeAlias = PackChunk | WriteSlot | ClearSlot | LoadReady | LoadEnded | OfferEnded
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
-Result: TypeAlias = LoadEnded | OfferEnded | NewLife | Counts
+Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | NewLife | Counts

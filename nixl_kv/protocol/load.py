@@ -174,6 +174,10 @@ class Load:
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
+    is_early: bool = False  # by a pair ticket
+    told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
+    told_at: float = -math.inf  # when prefill last said that it will compute the request
+    is_announced: bool = False  # the caller knows that it can use local blocks
     is_open: bool = False  # the peer is known, and so are all reads
     reads: dict[Rank, RankRead] = field(default_factory=dict)
     start: events.StartLoad | None = None  # with the local blocks
@@ -201,6 +205,12 @@ class Load:
         waits = [state.value for state in states if state not in ENDED]
         own = State.GRANTED.value if self.start is None else None
         return ", ".join("local blocks" if each == own else each for each in waits)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether local blocks would be of use: prefill computes the request, or it has failed."""
+        is_granted = any(read.grant is not None for read in self.reads.values())
+        return self.told == "computing" or is_granted or self.failure is not None
 
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
@@ -233,7 +243,8 @@ class Load:
     def deadline(self) -> float:
         """When it is late unless something moves before; infinity for never."""
         if self.start is None or not self.reads:
-            return math.inf if self.lacks_only_blocks else self.since + self.timeout_s
+            began = max(self.since, self.told_at)
+            return math.inf if self.lacks_only_blocks else began + self.timeout_s
         unfinished = [read for read in self.reads.values() if read.state not in ENDED]
         return min(map(self._late_at, unfinished), default=math.inf)
 
@@ -296,7 +307,7 @@ class Load:
                 read.ask_again_at = now + ASK_AGAIN_S
                 context, number = self.ticket.context, self.numbers.next()
                 fields = {"context": context, "number": number, "readers": read.route.readers}
-                return [self._send(read, messages.Ask, **fields)]
+                return [self._send(read, messages.Ask, **fields, is_early=self.is_early)]
             case State.READING:
                 return self._ask_chunks(read, read.chunks.values(), now)
         return self.ask_digest(read, now)
@@ -324,6 +335,18 @@ class Load:
         if read.state is State.ASKING:
             read.grant, read.granted_at = grant, self.numbers.last
             self._move(read, State.GRANTED, grant, now)
+        return []
+
+    def on_pending(self, read: RankRead, pending: messages.Pending, now: float) -> Actions:
+        """The rank grants when it can. Prefill's queue has no deadline while it answers."""
+        if read.state is not State.ASKING:
+            return []
+        if pending.state != self.told:
+            state, cause = read.state.name, f"Pending: {pending.state}"
+            self.record(events.Transition(self.request, read.name, state, state, cause))
+        self.told = pending.state
+        if pending.state != "unknown":
+            self.told_at = read.moved_at = now
         return []
 
     def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
@@ -496,6 +519,7 @@ class Load:
 
 HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] = {
     messages.Grant: Load.on_grant,
+    messages.Pending: Load.on_pending,
     messages.Deny: Load.on_refusal,
     messages.Recall: Load.on_refusal,  # of a read in progress, `DecodeMachine` answers it
     events.ChunksWanted: Load.on_progress,

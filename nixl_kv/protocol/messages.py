@@ -4,7 +4,7 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
                                        StatusRequest  -> Status
-To a rank of a prefill engine:         Ask            -> Grant | Deny
+To a rank of a prefill engine:         Ask            -> Grant | Deny | Pending, then one of them
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
                                        Heartbeat          -> HeartbeatReply
@@ -19,7 +19,7 @@ except for the texts of a `Status`. ZMQ's routing ids carry no meaning.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -212,6 +212,7 @@ class Ask(_Message, frozen=True, kw_only=True):
     reader: Reader
     number: _Count  # counts this reader's asks, pack requests and heartbeats together
     readers: _Ranks  # all ranks of its engine that will read this rank under the claim
+    is_early: bool = False  # by a pair ticket: the rank may not know the offer yet
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
@@ -222,6 +223,16 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
     tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     fence_token: Annotated[FenceToken, Meta(min_length=16, max_length=16)]
+
+
+# Of a request whose offer cannot be granted yet: it has not arrived, waits, or is in a step.
+PrefillState: TypeAlias = Literal["unknown", "queued", "computing"]
+
+
+class Pending(_OfClaim, frozen=True, kw_only=True):
+    """The rank has remembered an early ask, and will grant or deny it when it can."""
+
+    state: PrefillState
 
 
 class Deny(_OfClaim, frozen=True, kw_only=True):
@@ -325,7 +336,7 @@ class Status(_Message, frozen=True, kw_only=True):
 
 ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
-ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
+ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal
 ToTool: TypeAlias = Status | Draining | WeightsSet | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool

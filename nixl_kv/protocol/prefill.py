@@ -28,6 +28,7 @@ from nixl_kv.ids import (
     short,
 )
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.early import EarlyAsks
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
@@ -54,6 +55,7 @@ TRANSITIONS: Final[Table[State]] = {
     State.OFFERED: {
         messages.Ask: (State.GRANTED,),
         messages.Release: (None,),
+        events.PublishOffer: (None,),  # of a pair that decode has declined before
         events.Tick: (None,),
         events.RevokeOffer: (None,),
         events.ReclaimBlocks: (None,),
@@ -86,6 +88,8 @@ ENDED: Final = {
     OfferEnd.LOST: "the offer was lost when the transfer thread restarted",
 }
 """Why an ask for an ended offer is denied."""
+OTHER_PROMPT: Final = "another prompt"
+WITHDRAWN: Final = "its request ended without an offer"
 
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
@@ -139,12 +143,13 @@ class Offer:
     ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
     is_written: bool = field(init=False)  # all its KV is in memory
+    is_pinned: bool = field(init=False)  # an ask with its nonce proves that; not one of a pair
     # Messages to answer once it is written: each reader's last one of each kind.
     early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
-        self.is_written = self.prepared.is_written
+        self.is_written, self.is_pinned = self.prepared.is_written, not self.prepared.is_pair
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
 
@@ -284,6 +289,7 @@ class PrefillMachine:
     ) -> None:
         self.offers: dict[Nonce, Offer] = {}
         self.ring = RingBook(num_ring_slots)
+        self.early = EarlyAsks()
         self._incarnation = incarnation
         self._record = record
         self._offer_ttl_s = offer_ttl_s
@@ -292,7 +298,7 @@ class PrefillMachine:
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots))
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
-        self._ended: dict[Nonce, OfferEnd] = {}  # the latest, for the reason of a denial
+        self._ended: dict[Nonce, str] = {}  # why asks for the latest ones are denied
         self._due = Deadlines[Nonce]()
 
     def handle(self, event: events.PrefillEvent, now: float) -> Actions:
@@ -302,6 +308,7 @@ class PrefillMachine:
             case events.Tick():
                 due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
+                actions += self._deny_all(self.early.pop_due(now), "its request did not arrive")
             case events.DigestMade():
                 actions = self._on_digest_made(event)
             case events.ChunkPacked():
@@ -324,7 +331,8 @@ class PrefillMachine:
 
     @property
     def next_due(self) -> float | None:
-        return None if self._due.next == math.inf else self._due.next
+        due = min(self._due.next, self.early.due.next)
+        return None if due == math.inf else due
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         return self._granted_to(request) is not None
@@ -332,6 +340,7 @@ class PrefillMachine:
     def clear(self, writing: Collection[int] = ()) -> None:
         """Forget all but the ring slots that are still written. Clear all fence slots before."""
         self.ring.clear(writing)
+        self.early.clear()
         for table in (self.offers, self._by_reader, self._due, self._ended):
             table.clear()
         self.free_slots = list(range(self.num_slots))
@@ -343,29 +352,47 @@ class PrefillMachine:
     def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
+        if isinstance(command, events.ExpectOffer):
+            return self._deny_all(self.early.expect(command), OTHER_PROMPT)
         offer = self.offers.get(command.nonce)
         if isinstance(command, events.PrepareOffer):
             if offer is not None:  # a preempted request gets a new nonce
                 raise LocalProtocolError(f"offer of request {command.request!r} exists already")
             self.offers[command.nonce] = Offer(command, self._record)
-            return []
+            return self._tell(command.nonce, "computing")
+        if isinstance(command, events.WithdrawOffer):
+            return self._withdraw(command, offer)
         if offer is None:  # readers can be quicker than a command, even to the end
             return []
         match command:
             case events.PublishOffer() if offer.binding is None:
-                offer.move(State.OFFERED, command)
-                offer.ends_at = now + self._offer_ttl_s
-                self._due.set(offer.nonce, offer.ends_at)
-            case events.WithdrawOffer():
-                offer.move(None, command)
-                self._remove(offer)
+                return self._publish(offer, command, now)
             case events.RevokeOffer() if offer.state is State.OFFERED:
                 return self._end(offer, command, OfferEnd.REVOKED)
             case events.MarkWritten():
                 offer.is_written = True
                 early, offer.early = offer.early, {}
-                return [a for asked in early.values() for a in self._on_message(asked, now)]
+                actions = [a for asked in early.values() for a in self._on_message(asked, now)]
+                return actions + self._grant_early(offer, now)
         return []
+
+    def _publish(self, offer: Offer, command: events.PublishOffer, now: float) -> Actions:
+        offer.move(State.OFFERED, command)
+        offer.is_pinned = True
+        offer.ends_at = now + self._offer_ttl_s
+        self._due.set(offer.nonce, offer.ends_at)
+        if self.early.is_declined(offer.nonce):
+            return self._end(offer, command, OfferEnd.NOT_NEEDED)
+        return self._grant_early(offer, now)
+
+    def _withdraw(self, command: events.WithdrawOffer, offer: Offer | None) -> Actions:
+        if offer is not None:
+            offer.move(None, command)
+            self._remove(offer)
+        if not command.is_final:  # a preempted request of a pair: vLLM computes it again
+            return self._tell(command.nonce, "queued")
+        self._note_end(command.nonce, WITHDRAWN)
+        return self._deny_all(self.early.forget(command.nonce), WITHDRAWN)
 
     # --- asks
 
@@ -385,8 +412,13 @@ class PrefillMachine:
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
         offer, rank = self.offers.get(ask.nonce), ask.reader.rank
         reason = self._why_denied(ask, offer)
-        if offer is None or reason:
+        if reason:
             return self._deny(ask, route, reason)
+        if offer is None or not offer.is_pinned:
+            state = self.early.add(events.Asked(route, ask), ask, now)
+            if state is None:
+                return self._deny(ask, route, "too many early asks wait")
+            return [self._reply(route, messages.Pending, ask, state=state)]
         actions: Actions = []
         binding = offer.binding
         if binding is None:
@@ -407,10 +439,14 @@ class PrefillMachine:
         if ask.incarnation != self._incarnation:
             return f"meant for incarnation {short(ask.incarnation)}"
         if offer is None:
-            end = self._ended.get(ask.nonce)
-            return "no such offer: used, expired, or never made" if end is None else ENDED[end]
+            if ask.nonce in self._ended:
+                return self._ended[ask.nonce]
+            expected = self.early.expected(ask.nonce)
+            if expected is not None and expected.context != ask.context:
+                return OTHER_PROMPT
+            return "" if ask.is_early else "no such offer: used, expired, or never made"
         if offer.prepared.context != ask.context:
-            return "another prompt"
+            return OTHER_PROMPT
         if offer.binding is not None:
             if not offer.binding.expects(ask.claim, ask.reader):
                 return "claimed by another, or ended for this reader"
@@ -418,6 +454,28 @@ class PrefillMachine:
         if rank not in ask.readers:
             return f"rank {rank} is not among its own readers"
         return "" if self.free_slots else "all fence slots are granted"
+
+    def _grant_early(self, offer: Offer, now: float) -> Actions:
+        """Grant a pair's offer to the first claim that has asked, once it is pinned and written."""
+        if not (offer.is_pinned and offer.is_written):
+            return []
+        asks = self.early.pop(offer.nonce)
+        return [action for asked in asks for action in self._on_message(asked, now)]
+
+    def _tell(self, nonce: Nonce, state: messages.PrefillState) -> Actions:
+        actions: Actions = []
+        for asked in self.early.set_state(nonce, state):
+            if isinstance(asked.message, messages.Ask):
+                pending = self._reply(asked.route, messages.Pending, asked.message, state=state)
+                actions.append(pending)
+        return actions
+
+    def _deny_all(self, asks: Iterable[events.Asked], reason: str) -> Actions:
+        actions: Actions = []
+        for asked in asks:
+            if isinstance(asked.message, messages.Ask):
+                actions += self._deny(asked.message, asked.route, reason)
+        return actions
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
@@ -564,7 +622,10 @@ class PrefillMachine:
     def _on_release(self, release: messages.Release) -> Actions:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
         offer = self.offers.get(release.nonce)
-        if offer is None or release.incarnation != self._incarnation:
+        if release.incarnation != self._incarnation:
+            return []
+        if offer is None or not offer.is_pinned:
+            self.early.release(release)
             return []
         if offer.binding is None:
             return self._end(offer, release, OfferEnd.NOT_NEEDED)
@@ -635,10 +696,11 @@ class PrefillMachine:
         binding, offer.binding = offer.binding, None
         peer = "" if binding is None else f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
-        self._ended[offer.nonce] = end
+        self._note_end(offer.nonce, ENDED[end])
         self._remove(offer)
+        denials = self._deny_all(self.early.forget(offer.nonce), ENDED[end])
         if binding is None:
-            return [events.OfferEnded(offer.nonce, offer.request, end)]
+            return [*denials, events.OfferEnded(offer.nonce, offer.request, end)]
         self.free_slots.append(binding.slot)
         for rank in binding.leases:
             self.ring.release((offer.nonce, rank))
@@ -648,10 +710,13 @@ class PrefillMachine:
                 del self._by_reader[binding.engine, rank]
         reader, asked_at = binding.engine, binding.asked_at
         ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        return [events.ClearSlot(binding.slot), ended]
+        return [events.ClearSlot(binding.slot), *denials, ended]
 
     def _remove(self, offer: Offer) -> None:
         del self.offers[offer.nonce]
+        self._due.set(offer.nonce, math.inf)
+
+    def _note_end(self, nonce: Nonce, reason: str) -> None:
+        self._ended[nonce] = reason
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-        self._due.set(offer.nonce, math.inf)

@@ -74,12 +74,16 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(TicketHead, frozen=True, kw_only=True):
-    """One finished prefill on offer."""
+    """One finished prefill on offer, or a pair ticket, which precedes its offer.
+
+    A pair ticket has no tokens and no hash, because the prompt is not tokenized yet. Decode sends
+    the hash of its own prompt with its asks, and prefill compares.
+    """
 
     engine: Annotated[EngineId, NAME]
     incarnation: Annotated[Incarnation, HEX32]
-    num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    context: Context
+    num_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    context: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
     epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0  # counts resets of prefill's cache
     weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the label of prefill's weights
 
@@ -90,6 +94,16 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
                 raise ValueError(f"{name} has characters that cannot be printed")
         if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
+        if bool(self.num_tokens) != bool(self.context):
+            has_context = "with" if self.context else "without"
+            raise ValueError(
+                f"num_tokens is {self.num_tokens}, {has_context} a context; "
+                "allowed: both, or neither in a pair ticket"
+            )
+
+    @property
+    def is_pair(self) -> bool:
+        return not self.num_tokens
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer, as JSON types; without a `key` no MAC.

@@ -120,6 +120,10 @@ def grant(**changed: Any) -> messages.Grant:
     return messages.Grant(**{**OF_CLAIM, **values, **changed})
 
 
+def pending(state: messages.PrefillState, **changed: Any) -> messages.Pending:
+    return messages.Pending(**{**OF_CLAIM, "state": state, **changed})
+
+
 def deny(**changed: Any) -> messages.Deny:
     return messages.Deny(**{**OF_CLAIM, **changed})
 
@@ -233,9 +237,9 @@ def publish_offer(nonce: Nonce = NONCE, request: RequestId = P1) -> events.Publi
 
 
 def prepare_load(
-    request: RequestId = D1, claim: Claim = CLAIM, **changed: Any
+    request: RequestId = D1, claim: Claim = CLAIM, *, is_early: bool = False, **changed: Any
 ) -> events.PrepareLoad:
-    return events.PrepareLoad(request, ticket(**changed), claim)
+    return events.PrepareLoad(request, ticket(**changed), claim, is_early)
 
 
 def start_load(

@@ -1,6 +1,6 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -16,8 +16,10 @@ from nixl_kv.protocol.events import (
     CompareDigest,
     Failure,
     FailureKind,
+    HandshakeDone,
     LinkBroken,
     LoadEnded,
+    LoadReady,
     ReadChunk,
     ReadFailed,
     Send,
@@ -36,6 +38,7 @@ from nixl_kv.protocol.load import (
     Cancelled,
     State,
 )
+from nixl_kv.protocol.messages import PrefillState
 from nixl_kv.protocol.read_queue import MAX_BYTES
 from support.records import (
     CLAIM,
@@ -56,6 +59,7 @@ from support.records import (
     at,
     cancel_load,
     deny,
+    describe,
     digest_compared,
     digest_reply,
     digest_request,
@@ -65,6 +69,7 @@ from support.records import (
     lost,
     pack_reply,
     pack_request,
+    pending,
     prepare_load,
     read_done,
     read_failed,
@@ -693,6 +698,61 @@ TIMES: dict[str, Script] = {
         (read_done(), GIVEN_UP, SILENT),
     ),
 }
+PENDING = {state: answered(pending(state)) for state in get_args(PrefillState)}
+EARLY: Script = [
+    (100.0, prepare_load(is_early=True), Send(HOME, describe())),
+    (fits(), Send(RANK_0, ask(is_early=True))),
+    (HandshakeDone(PEER),),
+]
+READY = LoadReady(D1)
+QUEUED_LONG: Script = after(
+    EARLY,
+    *(
+        step
+        for number in range(2, 12)
+        for step in (
+            (80.0 + 20.0 * number, PENDING["queued"]),
+            (Tick(), Send(RANK_0, ask(is_early=True, number=number))),
+        )
+    ),
+)
+EARLY_LOADS: dict[str, Script] = {
+    "it is ready when prefill computes, and reads when prefill grants": after(
+        EARLY,
+        (PENDING["unknown"],),
+        (PENDING["queued"],),
+        (PENDING["computing"], READY),
+        (PENDING["computing"],),
+        (110.0, START),
+        (answered(GRANT), READ),
+        (read_done(), RELEASED, GOOD),
+    ),
+    "a grant makes it ready": after(EARLY, (answered(GRANT), READY), (START, READ)),
+    "a preempted request stays ready": after(
+        EARLY, (PENDING["computing"], READY), (PENDING["queued"],), (PENDING["computing"],)
+    ),
+    "a denial makes it ready, to fail": after(EARLY, (answered(deny()), READY), (START, DENIED)),
+    "a lost peer makes it ready, to fail": after(EARLY, (lost(), READY), (START, UNREACHABLE)),
+    "an unknown request is late in time": after(
+        EARLY,
+        (129.9, PENDING["unknown"]),
+        (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, READY),
+        (START, LATE),
+    ),
+    "a queued request is never late while prefill answers": QUEUED_LONG,
+    "nor when it has blocks": after(
+        EARLY,
+        (PENDING["computing"], READY),
+        (START,),
+        (125.0, PENDING["computing"]),
+        (150.0, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
+        (125.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+    ),
+    "cancelled before it is granted": after(EARLY, (cancel_load(), GIVEN_UP, READY)),
+    "an answer after its end": after(
+        EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
+    ),
+}
 HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
 HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 HEARTBEATS: dict[str, Script] = {
@@ -729,6 +789,11 @@ HEARTBEATS: dict[str, Script] = {
         (100.21, Tick(), Send(RANK_0, renew(3, CLAIM))),
     ),
 }
+
+
+@each_of(EARLY_LOADS)
+def test_a_load_by_a_pair_ticket(script: Script) -> None:
+    check_decode(loading(script))
 
 
 @each_of(TIMES)

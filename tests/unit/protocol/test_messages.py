@@ -53,6 +53,7 @@ from support.records import (
     hex32,
     pack_reply,
     pack_request,
+    pending,
     rank_description,
     reader,
     recall,
@@ -140,9 +141,10 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
     "refusal": (refusal("no"), ["Refusal", 9, ENGINE_LIFE, "prefill", "no"]),
     "ask": (
         ask(number=5, readers=(0, 1)),
-        ["Ask", 9, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 9, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
     ),
     "grant": (grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN]),
+    "pending": (pending("queued"), ["Pending", 9, RANK_LIFE, *OFFER_WIRE, "queued"]),
     "deny": (deny(), ["Deny", 9, RANK_LIFE, *OFFER_WIRE]),
     "digest request": (
         digest_request(),
@@ -218,6 +220,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "Description",
         "Refusal",
         "Grant",
+        "Pending",
         "Deny",
         "DigestReply",
         "PackReply",

@@ -10,6 +10,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId
 from nixl_kv.protocol import prefill
+from nixl_kv.protocol.early import MAX_ASKS, MAX_ASKS_OF_READER, REPEATED_S, UNKNOWN_S
 from nixl_kv.protocol.events import (
     OVER,
     Action,
@@ -17,6 +18,7 @@ from nixl_kv.protocol.events import (
     ChunkPacked,
     ClearSlot,
     DigestMade,
+    ExpectOffer,
     MakeDigest,
     MarkWritten,
     OfferEnd,
@@ -31,9 +33,18 @@ from nixl_kv.protocol.events import (
     WriteSlot,
 )
 from nixl_kv.protocol.messages import DigestRequest, PackRequest
-from nixl_kv.protocol.prefill import ENDED, RECALL_S, TRANSITIONS, Offer, PrefillMachine, State
+from nixl_kv.protocol.prefill import (
+    ENDED,
+    RECALL_S,
+    TRANSITIONS,
+    WITHDRAWN,
+    Offer,
+    PrefillMachine,
+    State,
+)
 from support.records import (
     CLAIM,
+    CONTEXT,
     HOLD_S,
     LEASE_S,
     NONCE,
@@ -57,6 +68,7 @@ from support.records import (
     no_record,
     pack_reply,
     pack_request,
+    pending,
     prepare_offer,
     publish_offer,
     reader,
@@ -641,8 +653,131 @@ COMMANDS: dict[str, Script] = {
     "a granted offer cannot be revoked": after(
         GRANTED, (RevokeOffer(NONCE),), (asked(ask(number=2)), GRANT), READ
     ),
-    "a withdrawn offer is forgotten": after(PREPARED, (WithdrawOffer(NONCE),), DENIED_UNKNOWN),
+    "a withdrawn offer is forgotten": after(
+        PREPARED, (WithdrawOffer(NONCE),), (ASK, *denied(WITHDRAWN))
+    ),
     "withdrawing what was never prepared does nothing": [(WithdrawOffer(NONCE),)],
+}
+EARLY = asked(ask(is_early=True))
+OTHER_CLAIM = {"claim": RIVAL, "reader": STRANGER}
+EARLY_RIVAL = asked(ask(is_early=True, **OTHER_CLAIM))
+EXPECT = ExpectOffer(NONCE, P1, CONTEXT)
+QUEUED, COMPUTING = replied(pending("queued")), replied(pending("computing"))
+ASKED_EARLY: Script = [(90.0, EARLY, replied(pending("unknown")))]
+AWAITED: Script = after(ASKED_EARLY, (91.0, EXPECT))
+COMPUTED: Script = after(AWAITED, (92.0, prepare_offer(is_pair=True), COMPUTING))
+NO_REQUEST = "its request did not arrive"
+PAIRS: dict[str, Script] = {
+    "an early ask is granted when the offer is pinned": after(
+        COMPUTED, (93.0, publish_offer(), WRITTEN, GRANT), READ
+    ),
+    "an ask between arrival and pin waits as well": after(
+        [(90.0, EXPECT)],
+        (EARLY, QUEUED),
+        (prepare_offer(is_pair=True), COMPUTING),
+        (asked(ask()), COMPUTING),
+        (publish_offer(), WRITTEN, GRANT),
+    ),
+    "it is granted only when it is written as well": after(
+        AWAITED,
+        (92.0, prepare_offer(is_pair=True, is_written=False), COMPUTING),
+        (publish_offer(),),
+        (MARK, WRITTEN, GRANT),
+    ),
+    "written before it is pinned": after(
+        AWAITED,
+        (92.0, prepare_offer(is_pair=True, is_written=False), COMPUTING),
+        (MARK,),
+        (publish_offer(), WRITTEN, GRANT),
+    ),
+    "a preempted request is computed again, under the same nonce": after(
+        COMPUTED,
+        (92.5, WithdrawOffer(NONCE, is_final=False), QUEUED),
+        (93.0, prepare_offer(is_pair=True), COMPUTING),
+        (94.0, publish_offer(), WRITTEN, GRANT),
+    ),
+    "each early ask of the claim is granted, and the rival denied": after(
+        [(90.0, EXPECT)],
+        (asked(ask(is_early=True, readers=BOTH)), QUEUED),
+        (EARLY_RIVAL, replied(pending("queued", **OTHER_CLAIM))),
+        (
+            asked(ask(is_early=True, reader=SECOND, readers=BOTH)),
+            replied(pending("queued", reader=SECOND)),
+        ),
+        (
+            prepare_offer(is_pair=True),
+            COMPUTING,
+            replied(pending("computing", **OTHER_CLAIM)),
+            replied(pending("computing", reader=SECOND)),
+        ),
+        (
+            *(publish_offer(), WRITTEN, GRANT),
+            *denied(NOT_THIS_READER, **OTHER_CLAIM),
+            replied(grant(reader=SECOND)),
+        ),
+    ),
+    "nobody asked: the offer waits for its time": after(
+        [(99.0, EXPECT)],
+        (prepare_offer(is_pair=True),),
+        (100.0, publish_offer()),
+        (100.0 + TTL_S, Tick(), UNCLAIMED),
+        (asked(ask(is_early=True)), *denied(ENDED[OfferEnd.UNCLAIMED])),
+    ),
+    "a request that never arrives": after(
+        ASKED_EARLY,
+        (94.0, EARLY, replied(pending("unknown"))),
+        (98.0, EARLY, replied(pending("unknown"))),
+        (90.0 + UNKNOWN_S - 0.1, Tick()),
+        (90.0 + UNKNOWN_S, Tick(), *denied(NO_REQUEST)),
+    ),
+    "an ask that is not repeated is forgotten": after(
+        AWAITED,
+        (90.0 + REPEATED_S, Tick()),
+        (prepare_offer(is_pair=True),),
+        (96.0, publish_offer()),
+        (EARLY, WRITTEN, GRANT),
+    ),
+    "an unknown request whose ask is not repeated is forgotten": after(
+        ASKED_EARLY, (90.0 + REPEATED_S, Tick()), (90.0 + UNKNOWN_S, Tick())
+    ),
+    "an ask for another prompt, before the request": after(
+        [(90.0, asked(ask(is_early=True, context=hex32(7))), replied(pending("unknown")))],
+        (EXPECT, *denied("another prompt")),
+    ),
+    "an ask for another prompt, after it": [
+        (90.0, EXPECT),
+        (asked(ask(is_early=True, context=hex32(7))), *denied("another prompt")),
+    ],
+    "a request that ends without an offer": after(
+        AWAITED, (WithdrawOffer(NONCE), *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
+    ),
+    "a computed request that ends without an offer": after(
+        COMPUTED, (WithdrawOffer(NONCE), *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
+    ),
+    "a request that prefill does not offer, and its ask": [
+        (90.0, WithdrawOffer(NONCE)),
+        (EARLY, *denied(WITHDRAWN)),
+    ],
+    "decode gives up while the request is queued": after(
+        AWAITED,
+        (RELEASE_INCOMPLETE,),
+        (prepare_offer(is_pair=True),),
+        (publish_offer(), NOT_NEEDED),
+    ),
+    "decode gives up before the request arrives": after(
+        ASKED_EARLY, (RELEASE_INCOMPLETE,), (100.0, Tick())
+    ),
+    "decode gives up while it is computed": after(
+        COMPUTED, (RELEASE_INCOMPLETE,), (publish_offer(), NOT_NEEDED)
+    ),
+    "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
+    "an early ask for another life": [
+        (
+            90.0,
+            asked(ask(is_early=True, incarnation="abcdef01" + "2" * 24)),
+            *denied(LIFE_IN_SHORT),
+        )
+    ],
 }
 ALL: dict[str, Script] = {
     f"{subject}: {name}": script
@@ -657,6 +792,7 @@ ALL: dict[str, Script] = {
         "heartbeats": HEARTBEATS,
         "recalls": RECALLS,
         "commands": COMMANDS,
+        "pairs": PAIRS,
     }.items()
     for name, script in scripts.items()
 }
@@ -682,7 +818,30 @@ def test_the_scripts_above_make_each_transition_of_the_table(
         *["Release: read", "Release: aborted", "Release: not_needed", "Heartbeat: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
         *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
+        "PublishOffer: not_needed",
     }
+
+
+def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
+    machine = new_machine()
+
+    def is_remembered(number: int, engine: str) -> bool:
+        by = {"reader": reader(engine=engine), "nonce": Nonce(hex32(number))}
+        actions = machine.handle(asked(ask(is_early=True, **by)), 90.0)
+        return replied(pending("unknown", **by)) in actions
+
+    for begin, engine in ((0, "a"), (MAX_ASKS_OF_READER, "b")):
+        numbers = range(begin, begin + MAX_ASKS_OF_READER)
+        assert all(is_remembered(number, engine) for number in numbers)
+        assert is_remembered(begin, engine)  # a repetition needs no room
+        assert not is_remembered(10 * MAX_ASKS, engine)
+    assert machine.early.num_asks == MAX_ASKS == 2 * MAX_ASKS_OF_READER
+    assert not is_remembered(20 * MAX_ASKS, "c")
+    machine.handle(asked(release(nonce=Nonce(hex32(0)), reader=reader(engine="a"))), 90.0)
+    assert is_remembered(20 * MAX_ASKS, "c")
+    machine.handle(Tick(), 90.0 + REPEATED_S)
+    assert (machine.early.num_asks, machine.next_due) == (0, None)
+    check_prefill(machine)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3600.0])

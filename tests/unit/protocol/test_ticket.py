@@ -218,7 +218,7 @@ NOT_ALLOWED: dict[str, list[object]] = {
     "nonce": ["a" * 33, "A" * 32, None, LINE],
     "engine": ["", "e" * 257, 7],
     "incarnation": ["a" * 31, LINE],
-    "num_tokens": [0, -1, 2**31, 2**63, 9.0],
+    "num_tokens": [-1, 2**31, 2**63, 9.0],
     "context": ["x" * 32, LINE],
     "epoch": [-1, "1"],
     "weights": ["w" * 257, 7],
@@ -242,7 +242,11 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
     [
         ([], "missing required field `host`"),
         (list(VALUES.values())[:2], "missing required field `nonce`"),
-        (list(VALUES.values())[:-3], "missing required field `context`"),
+        (
+            list(VALUES.values())[:-3],
+            "num_tokens is 8, without a context; allowed: both, or neither",
+        ),
+        (list((VALUES | {"num_tokens": 0}).values()), "num_tokens is 0, with a context"),
         (VALUES, "Expected `array`"),
         (None, "Expected `array`"),
     ],

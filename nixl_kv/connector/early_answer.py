@@ -1,0 +1,229 @@
+"""`--middleware nixl_kv.connector.EarlyAnswer`: prefill answers before it has computed.
+
+A router that starts one leg after the other waits for prefill's answer. This middleware sends the
+answer, with a pair ticket, when vLLM begins to read the request, and computes the request behind
+it. So decode tokenizes, asks and allocates blocks meanwhile.
+
+It learns the engine's address from the tickets in the engine's own answers, so the first request
+after a start, a drain or a new incarnation is answered as usual. All other requests pass unchanged.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from nixl_kv.connector.plugin import own_config
+from nixl_kv.engine.trust import Trust
+from nixl_kv.errors import ConfigError, TicketRefused, get_logger
+from nixl_kv.ids import new_nonce
+from nixl_kv.protocol.ticket import FIELD, Ticket
+
+logger = get_logger(__name__)
+
+_Scope: TypeAlias = MutableMapping[str, Any]
+_Message: TypeAlias = MutableMapping[str, Any]
+_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
+_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
+_App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+# What a request may ask for, beside its prompt, so that prefill's own output says nothing that
+# decode's does not: the values that these fields may have. A field may also be absent or null.
+ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "use_beam_search": (False,),
+    "max_tokens": (1,),
+    "max_completion_tokens": (1,),
+    "min_tokens": (0, 1),
+}
+DATA_PARALLEL: Final = (
+    "EarlyAnswer does nothing on this engine: data_parallel_size is %d; allowed: 1"
+)
+
+
+class EarlyAnswer:
+    """An ASGI middleware for vLLM's API server on a prefill engine."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+        self._trust: Trust | None = None
+        self._for_in_tree = True
+        self._is_off = False
+        self._latest: Ticket | None = None  # from the engine's last answer
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        is_ours = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_ours or scope["path"] not in (COMPLETIONS, CHAT):
+            await self._app(scope, receive, send)
+            return
+        if self._trust is None:
+            self._configure(scope["app"].state.vllm_config)
+        if self._is_off:
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(self, scope["path"], receive, send)
+        await self._app(scope, exchange.receive, exchange.send)
+
+    def _configure(self, vllm_config: Any) -> None:
+        config, roles = own_config(vllm_config)
+        if "prefill" not in roles:
+            raise ConfigError(
+                "--middleware nixl_kv.connector.EarlyAnswer: kv_role is 'kv_consumer'; allowed: "
+                "'kv_producer' or 'kv_both', because only prefill answers early"
+            )
+        self._trust, self._for_in_tree = Trust.of(config), config.in_tree_decode
+        size = vllm_config.parallel_config.data_parallel_size
+        if size > 1:
+            self._is_off = True
+            logger.warning(DATA_PARALLEL, size)
+
+    def pair(self, request: Any) -> dict[str, Any] | None:
+        """The `kv_transfer_params` of an early answer; None if the request must pass unchanged."""
+        if self._latest is None or self._trust is None or not may_answer_early(request):
+            return None
+        latest = msgspec.structs.replace(self._latest, nonce=new_nonce(), num_tokens=0, context="")
+        return self._trust.seal(latest, for_in_tree=self._for_in_tree)
+
+    def learn(self, params: Any) -> None:
+        """Take the engine's address from the `kv_transfer_params` of its answer."""
+        self._latest = None
+        if self._trust is not None and isinstance(params, dict) and FIELD in params:
+            try:
+                self._latest = self._trust.open_own({FIELD: params[FIELD]})
+            except TicketRefused as error:
+                logger.warning("EarlyAnswer cannot read this engine's ticket: %s", error)
+
+
+class _Exchange:
+    """One request. vLLM calls `receive` only after it has accepted the request's API key."""
+
+    def __init__(self, early: EarlyAnswer, path: str, receive: _Receive, send: _Send) -> None:
+        self._early = early
+        self._path = path
+        self._receive = receive
+        self._send = send
+        self._has_begun = False  # the request was read
+        self._asks_for_offer = False
+        self._is_answered = False
+        self._status = 0
+        self._answer = bytearray()
+
+    async def receive(self) -> _Message:
+        if self._has_begun:
+            if self._is_answered:  # vLLM watches for a hang-up of the client, who has left
+                await asyncio.Event().wait()
+            return await self._receive()
+        self._has_begun = True
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return {"type": "http.request", "body": await self._begin(bytes(body)), "more_body": False}
+
+    async def _begin(self, body: bytes) -> bytes:
+        """Answer the request if that is possible; returns the body for vLLM."""
+        try:
+            request = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            return body
+        params = request.get("kv_transfer_params") if isinstance(request, dict) else None
+        if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
+            return body
+        self._asks_for_offer = True
+        pair = self._early.pair(request)
+        if pair is None:
+            return body
+        request["kv_transfer_params"] = params | {FIELD: pair[FIELD]}
+        answer = msgspec.json.encode(_answer(self._path, request, pair))
+        self._is_answered = True
+        headers = [(b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(answer)).encode("ascii")))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": answer, "more_body": False})
+        return msgspec.json.encode(request)
+
+    async def send(self, message: _Message) -> None:
+        if not self._is_answered:
+            await self._send(message)
+        if not self._asks_for_offer:
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            self._answer += message.get("body", b"")
+            if not message.get("more_body", False):
+                self._end()
+
+    def _end(self) -> None:
+        if self._status != HTTP_OK:
+            if self._is_answered:
+                logger.warning(
+                    "a request that was answered early has failed with HTTP %d", self._status
+                )
+            return
+        try:
+            answer = msgspec.json.decode(bytes(self._answer))
+        except msgspec.DecodeError:
+            return
+        if isinstance(answer, dict):
+            self._early.learn(answer.get("kv_transfer_params"))
+
+
+HTTP_OK: Final = 200
+
+
+def may_answer_early(request: Mapping[str, Any]) -> bool:
+    """Whether decode's answer says everything that prefill's own output would say."""
+    if FIELD in request["kv_transfer_params"]:
+        return False
+    for name, allowed in ALLOWED.items():
+        value = request.get(name)
+        # False equals 0, which asks for log probabilities.
+        is_allowed = any(value == each and type(value) is type(each) for each in allowed)
+        if value is not None and not is_allowed:
+            return False
+    if request.get("max_tokens") is None and request.get("max_completion_tokens") is None:
+        return False
+    prompt = request.get("prompt")
+    if prompt is None:
+        return isinstance(request.get("messages"), list)
+    # A list of numbers is one prompt of token ids; any other list may be several prompts.
+    is_tokens = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+    return bool(prompt) and (isinstance(prompt, str) or is_tokens)
+
+
+def _answer(path: str, request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The response to a request for one token, without the token."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    if path == CHAT:
+        kind, prefix = "chat.completion", "chatcmpl"
+        choice["message"] = {"role": "assistant", "content": ""}
+    else:
+        kind, prefix = "text_completion", "cmpl"
+        choice["text"] = ""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.get("model"),
+        "choices": [choice],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        "kv_transfer_params": params,
+    }

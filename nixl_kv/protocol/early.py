@@ -1,0 +1,167 @@
+"""Asks that precede their offer: a pair ticket lets both legs of a request start together.
+
+A pair ticket names an offer before prefill has computed its request, or even received it. Decode
+asks at once. A prefill rank remembers such asks until it can grant the offer, and answers each with
+the state of the request. Asks are bounded in number, in total and for each reader, and in time:
+decode repeats an unanswered ask, and one that is not repeated expires.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from nixl_kv.ids import Claim, EngineId, Nonce, Rank
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.machine import Deadlines
+from nixl_kv.protocol.messages import PrefillState
+
+# How long a rank remembers an ask for a request of which it has not heard. Prefill may tokenize a
+# long prompt for a second, behind others.
+UNKNOWN_S: Final = 10.0
+# Decode repeats an unanswered ask after 1 s. This allows for one that is lost, and a busy host.
+REPEATED_S: Final = 5.0
+MAX_ASKS: Final = 8192  # of all readers; an ask takes up to 5 KiB
+MAX_ASKS_OF_READER: Final = 4096
+
+_Reader: TypeAlias = tuple[EngineId, Rank]
+
+
+@dataclass
+class _Ask:
+    asked: events.Asked
+    message: messages.Ask
+    expires_at: float
+
+
+@dataclass
+class _Pair:
+    """A request with a pair ticket on this rank, until its offer has ended."""
+
+    expected: events.ExpectOffer | None = None  # None: only its asks have come
+    state: PrefillState = "unknown"
+    known_by: float = math.inf  # an unknown request is forgotten then
+    is_declined: bool = False  # decode does not need the offer
+    asks: dict[tuple[Claim, _Reader], _Ask] = field(default_factory=dict)  # in order of arrival
+
+
+class EarlyAsks:
+    """The requests with pair tickets of one prefill rank. `now` is monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        self.due = Deadlines[Nonce]()
+        self._pairs: dict[Nonce, _Pair] = {}
+        self._num_asks = 0
+        self._of_reader: dict[_Reader, int] = {}
+
+    def __contains__(self, nonce: Nonce) -> bool:
+        return nonce in self._pairs
+
+    @property
+    def num_asks(self) -> int:
+        return self._num_asks
+
+    def expected(self, nonce: Nonce) -> events.ExpectOffer | None:
+        pair = self._pairs.get(nonce)
+        return None if pair is None else pair.expected
+
+    def expect(self, event: events.ExpectOffer) -> list[events.Asked]:
+        """The request has arrived. Returns the asks for another prompt, to be denied."""
+        pair = self._pairs.setdefault(event.nonce, _Pair())
+        pair.expected, pair.state, pair.known_by = event, "queued", math.inf
+        self._set_due(event.nonce, pair)
+        others = [key for key, ask in pair.asks.items() if ask.message.context != event.context]
+        asked = [pair.asks[key].asked for key in others]
+        for key in others:
+            self._drop(event.nonce, pair, key)
+        return asked
+
+    def set_state(self, nonce: Nonce, state: PrefillState) -> list[events.Asked]:
+        """Note the state of a request; returns the asks whose readers have to be told."""
+        pair = self._pairs.get(nonce)
+        if pair is None or pair.state == state:
+            return []
+        pair.state = state
+        return [ask.asked for ask in pair.asks.values()]
+
+    def add(self, asked: events.Asked, ask: messages.Ask, now: float) -> PrefillState | None:
+        """Remember an ask. Returns the state of its request, or None if there are too many."""
+        pair, key = self._pairs.get(ask.nonce), _key(ask)
+        if pair is None or key not in pair.asks:
+            of_reader = self._of_reader.get(key[1], 0)
+            if self._num_asks >= MAX_ASKS or of_reader >= MAX_ASKS_OF_READER:
+                return None
+            self._num_asks += 1
+            self._of_reader[key[1]] = of_reader + 1
+        if pair is None:
+            pair = self._pairs[ask.nonce] = _Pair(known_by=now + UNKNOWN_S)
+        pair.asks[key] = _Ask(asked, ask, now + REPEATED_S)
+        self._set_due(ask.nonce, pair)
+        return pair.state
+
+    def release(self, release: messages.Release) -> None:
+        """A reader gives up: decode does not need the offer."""
+        pair = self._pairs.get(release.nonce)
+        if pair is not None:
+            pair.is_declined = True
+            self._drop(release.nonce, pair, _key(release))
+
+    def is_declined(self, nonce: Nonce) -> bool:
+        pair = self._pairs.get(nonce)
+        return pair is not None and pair.is_declined
+
+    def pop(self, nonce: Nonce) -> list[events.Asked]:
+        """The offer can be granted: its asks, in order of arrival."""
+        pair = self._pairs.get(nonce)
+        if pair is None:
+            return []
+        asked = [ask.asked for ask in pair.asks.values()]
+        for key in list(pair.asks):
+            self._drop(nonce, pair, key)
+        return asked
+
+    def forget(self, nonce: Nonce) -> list[events.Asked]:
+        """The request has ended: the asks that are left must be denied."""
+        asked = self.pop(nonce)
+        self._pairs.pop(nonce, None)
+        self.due.set(nonce, math.inf)
+        return asked
+
+    def pop_due(self, now: float) -> list[events.Asked]:
+        """Forget expired asks; returns those of requests that stayed unknown, to be denied."""
+        denied: list[events.Asked] = []
+        for nonce in self.due.pop_due(now):
+            pair = self._pairs[nonce]
+            if pair.known_by <= now:
+                denied += self.forget(nonce)
+                continue
+            for key in [key for key, ask in pair.asks.items() if ask.expires_at <= now]:
+                self._drop(nonce, pair, key)
+            if nonce in self._pairs:
+                self._set_due(nonce, pair)
+        return denied
+
+    def clear(self) -> None:
+        for table in (self._pairs, self._of_reader, self.due):
+            table.clear()
+        self._num_asks = 0
+
+    def _drop(self, nonce: Nonce, pair: _Pair, key: tuple[Claim, _Reader]) -> None:
+        if pair.asks.pop(key, None) is None:
+            return
+        self._num_asks -= 1
+        self._of_reader[key[1]] -= 1
+        if not self._of_reader[key[1]]:
+            del self._of_reader[key[1]]
+        if pair.expected is None and not pair.asks:
+            del self._pairs[nonce]
+            self.due.set(nonce, math.inf)
+        else:
+            self._set_due(nonce, pair)
+
+    def _set_due(self, nonce: Nonce, pair: _Pair) -> None:
+        first = min((ask.expires_at for ask in pair.asks.values()), default=math.inf)
+        self.due.set(nonce, min(first, pair.known_by))
+
+
+def _key(message: messages.Ask | messages.Release) -> tuple[Claim, _Reader]:
+    return message.claim, (message.reader.engine, message.reader.rank)

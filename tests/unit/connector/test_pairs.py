@@ -1,0 +1,194 @@
+"""Pair tickets in both halves of the scheduler: an offer that decode asks for before it exists."""
+
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from nixl_kv.connector.decode import DecodeScheduler, Prompt
+from nixl_kv.connector.paging import Paging, RequestBlocks
+from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.errors import TicketRefused
+from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.protocol.events import (
+    CancelLoad,
+    Command,
+    ExpectOffer,
+    PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
+    StartLoad,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
+from support.cache_manager import CacheManager
+from support.records import D1, ENGINE_LIFE, P1, P2, PREFILL, hex32
+
+TOKEN_IDS = list(range(100, 120))
+NUM_TOKENS = len(TOKEN_IDS)
+TABLE = [11, 12, 13, 14, 15]
+PAIR = Ticket(
+    host="10.0.0.1",
+    port=5600,
+    nonce=Nonce(hex32(7)),
+    engine=PREFILL,
+    incarnation=ENGINE_LIFE,
+    epoch=2,
+)
+CONTEXT = context_hash(PAIR.nonce, TOKEN_IDS, [])
+EXPECTED = ExpectOffer(PAIR.nonce, P1, CONTEXT)
+
+
+def prompt() -> Prompt:
+    return Prompt(D1, NUM_TOKENS, TOKEN_IDS)
+
+
+# --- prefill
+
+
+class Prefill:
+    def __init__(self) -> None:
+        self.manager = CacheManager({"p1": (TABLE,), "p2": (TABLE,)})
+        blocks = RequestBlocks([Paging(0, 4, 0)], 20)
+        self.scheduler = PrefillScheduler(blocks, 0.5, lambda ticket: ticket.params(None))
+        blocks.bind(self.manager, self.scheduler.on_free)
+        self.scheduler.address = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600, epoch=3)
+        self.step = self.scheduler.build_connector_meta
+
+    def arrive(self, pair: Ticket = PAIR, request: RequestId = P1) -> list[Command]:
+        self.scheduler.on_new_request(request, NUM_TOKENS, prompt().context, pair)
+        return self.step()
+
+    def compute(self) -> PrepareOffer:
+        (command,) = self.step([(P1, range(NUM_TOKENS))])
+        assert isinstance(command, PrepareOffer)
+        return command
+
+    def finish(self, reason: str = "") -> tuple[Ticket | None, list[Command]]:
+        _, params = self.scheduler.request_finished(P1, (TABLE,), reason=reason)
+        return SealedTicket.parse(params).open() if params else None, self.step()
+
+    def preempt(self) -> None:
+        self.manager.free(SimpleNamespace(request_id=P1))
+
+
+@pytest.fixture
+def prefill() -> Prefill:
+    return Prefill()
+
+
+def test_an_offer_has_the_nonce_of_its_pair_ticket(prefill: Prefill) -> None:
+    assert prefill.arrive() == [EXPECTED]
+    offer = prefill.compute()
+    assert (offer.nonce, offer.context, offer.is_pair) == (PAIR.nonce, CONTEXT, True)
+    ticket, commands = prefill.finish()
+    assert commands == [PublishOffer(PAIR.nonce, P1)]
+    assert ticket == replace(PAIR, num_tokens=NUM_TOKENS, context=CONTEXT, epoch=3)
+
+
+def test_a_preempted_request_keeps_its_pair(prefill: Prefill) -> None:
+    prefill.arrive()
+    prefill.compute()
+    prefill.preempt()
+    assert prefill.step() == [WithdrawOffer(PAIR.nonce, is_final=False)]
+    prefill.manager.tables["p1"] = (TABLE,)
+    assert prefill.compute().nonce == PAIR.nonce
+    assert prefill.finish()[1] == [PublishOffer(PAIR.nonce, P1)]
+
+
+@pytest.mark.parametrize("is_computed", [False, True], ids=["queued", "computed"])
+def test_a_request_that_ends_otherwise_tells_the_ranks(
+    prefill: Prefill, *, is_computed: bool
+) -> None:
+    prefill.arrive()
+    if is_computed:
+        prefill.compute()
+    assert prefill.finish("it was aborted") == (None, [WithdrawOffer(PAIR.nonce)])
+
+
+def test_a_cache_reset_withdraws_what_is_half_computed(prefill: Prefill) -> None:
+    prefill.arrive()
+    prefill.scheduler.reset_cache()
+    assert prefill.step() == [WithdrawOffer(PAIR.nonce)]
+    assert prefill.finish() == (None, [])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(replace(PAIR, incarnation=hex32(9)), id="of a former incarnation"),
+        pytest.param(replace(PAIR, engine="other"), id="of another engine"),
+        pytest.param(replace(PAIR, num_tokens=20, context=CONTEXT), id="a finished prefill's"),
+    ],
+)
+def test_a_ticket_that_is_not_a_pair_of_this_engine_is_ignored(
+    prefill: Prefill, pair: Ticket
+) -> None:
+    assert prefill.arrive(pair) == []
+    offer = prefill.compute()
+    assert offer.nonce != pair.nonce
+    assert not offer.is_pair
+    prefill.scheduler.decline(pair)
+    assert prefill.step() == []
+
+
+def test_a_pair_ticket_is_good_for_one_request(prefill: Prefill) -> None:
+    assert prefill.arrive() == [EXPECTED]
+    assert prefill.arrive(request=P2) == []
+    prefill.scheduler.decline(PAIR)
+    assert prefill.step() == []
+
+
+def test_a_request_that_is_not_offered_is_declined(prefill: Prefill) -> None:
+    prefill.scheduler.decline(PAIR)
+    assert prefill.step() == [WithdrawOffer(PAIR.nonce)]
+
+
+# --- decode
+
+
+@pytest.fixture
+def decode() -> DecodeScheduler:
+    scheduler = DecodeScheduler([Paging(0, 4, 0)], SealedTicket.parse)
+    scheduler.on_new_request(prompt(), PAIR.params(None))
+    return scheduler
+
+
+def test_decode_asks_at_once_with_the_hash_of_its_own_prompt(decode: DecodeScheduler) -> None:
+    (command,) = decode.build_connector_meta()
+    assert isinstance(command, PrepareLoad)
+    assert command.is_early
+    assert command.ticket == replace(PAIR, num_tokens=NUM_TOKENS, context=CONTEXT)
+
+
+def test_a_request_waits_without_blocks_until_prefill_computes_it(decode: DecodeScheduler) -> None:
+    decode.build_connector_meta()
+    for _ in range(3):
+        assert decode.get_num_new_matched_tokens(D1, 4) == (None, False)
+    decode.on_ready([D1, RequestId("other")])
+    assert decode.get_num_new_matched_tokens(D1, 4) == (NUM_TOKENS - 1 - 4, True)
+    decode.update_state_after_alloc(D1, (TABLE,), NUM_TOKENS - 1 - 4)
+    (start,) = decode.build_connector_meta()
+    assert isinstance(start, StartLoad)
+    assert (start.begin, start.end) == (4, NUM_TOKENS - 1)
+
+
+def test_a_prompt_in_the_local_cache_does_not_wait(decode: DecodeScheduler) -> None:
+    decode.build_connector_meta()
+    assert decode.get_num_new_matched_tokens(D1, NUM_TOKENS - 1) == (0, False)
+    decode.update_state_after_alloc(D1, (TABLE,), 0)
+    assert decode.build_connector_meta() == [CancelLoad(D1)]
+
+
+@pytest.mark.parametrize("end", ["request_finished", "reset_cache"])
+def test_a_request_that_waits_can_end(decode: DecodeScheduler, end: str) -> None:
+    decode.build_connector_meta()
+    decode.reset_cache() if end == "reset_cache" else decode.request_finished(D1)
+    assert decode.build_connector_meta() == [CancelLoad(D1)]
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    decode.on_ready([D1])
+
+
+def test_a_pair_ticket_is_used_once(decode: DecodeScheduler) -> None:
+    with pytest.raises(TicketRefused, match="used before"):
+        decode.on_new_request(prompt(), PAIR.params(None))
