@@ -25,7 +25,7 @@ BENCHMARKS: Final = (
     "transfer",  # needs NIXL
     "tcp",  # needs NIXL and root
     "gather",  # needs Triton, and a GPU or two
-    *("floor", "load"),  # need vLLM
+    *("floor", "added", "load"),  # need vLLM
 )
 """Modules beside this one. `add_options` adds their options, `measure` yields their rows."""
 

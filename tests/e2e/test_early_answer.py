@@ -1,4 +1,4 @@
-"""Prefill answers before it has computed, so that a router starts both legs of a request together."""
+"""Prefill answers before it has computed, so that a router starts both legs together."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from harness.cluster.client import WANT_TICKET, Client, RefusedError
+from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
-from harness.cluster.metrics import FAILURES, LOADS, OFFERS, OFFERS_READ, CountersSince
+from harness.cluster.metrics import (
+    FAILURES,
+    LOADS,
+    OFFERS,
+    OFFERS_READ,
+    TICKETS_REFUSED,
+    CountersSince,
+)
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from nixl_kv.protocol.ticket import FIELD, SealedTicket
@@ -17,39 +24,67 @@ from support.engines import EVENT_S, connected, started
 
 pytestmark = pytest.mark.e2e
 
-EARLY = ("--middleware", "nixl_kv.connector.EarlyAnswer", "--api-key", "secret")
+EARLY = ("--middleware", "nixl_kv.connector.EarlyAnswer")
 
 
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterator[Pair]:
-    """Two engines behind a router; prefill answers early."""
+    """Two engines with a key behind a router; prefill answers early."""
     prefill, decode = (
         replace(
             spec,
             name=f"early-{spec.role}",
-            extra_args=extra,
+            extra_args=EARLY if spec.role == "prefill" else (),
             connector_config={**spec.connector_config, "insecure": False},
         )
-        for spec, extra in zip(base_specs, (EARLY[:2], ()), strict=True)
+        for spec in base_specs
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
-        with Pair(*engines, cluster.route(engines[:1], engines[1:])) as pair:
+        router = cluster.route(engines[:1], engines[1:])
+        with Pair(engines[0], engines[1], router) as pair:
             yield pair
 
 
-def test_legs_start_together_and_the_answer_is_right(pair: Pair, single: Client) -> None:
+# Prefill does not answer a request for log probabilities early: the harness's requests have one.
+def early_ticket(pair: Pair, prompt: str) -> Ticket:
+    ticket, _ = pair.to_prefill.timed_ticket(prompt, logprobs=None)
+    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_pair
+    return ticket
+
+
+def test_legs_start_together_and_the_answers_are_right(pair: Pair, single: Client) -> None:
     prompts = [random_prompt(100 + 30 * n, seed=7300 + n) for n in range(12)]
     expected = [single.complete(prompt, logprobs=None).text for prompt in prompts]
     offers, loads = CountersSince(pair.to_prefill), CountersSince(pair.to_decode)
     with ThreadPoolExecutor(4) as pool:
-        ask = lambda prompt: pair.to_router.complete(prompt, logprobs=None)  # noqa: E731
-        answers = list(pool.map(ask, prompts))
+        answers = list(pool.map(lambda p: pair.to_router.complete(p, logprobs=None), prompts))
     assert [answer.text for answer in answers] == expected
     assert loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)[LOADS] == len(prompts)
     assert loads.changed()[FAILURES] == 0
     assert offers.wait_for(OFFERS_READ, len(prompts), timeout_s=EVENT_S)[OFFERS] == len(prompts)
 
 
-def test_prefill_answers_with_a_pair_ticket(pair: Pair) -> None:
-    ticket = pair.to_prefill.ticket(random_prompt(60, seed=7400))
-    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_pair is False  # logprobs: 0
+def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
+    messages = [{"role": "user", "content": random_prompt(90, seed=7400)}]
+    since = CountersSince(pair.to_decode)
+    answer = pair.to_router.chat(messages, logprobs=None)
+    assert answer.text == single.chat(messages, logprobs=None).text
+    assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
+
+
+def test_a_pair_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:
+    prompt, other = (random_prompt(150, seed=7500 + n) for n in range(2))
+    since = CountersSince(pair.to_decode)
+    ticket = early_ticket(pair, prompt)
+    assert pair.decode_with(ticket, other).tokens == single.complete(other).tokens
+    assert since.wait_for(FAILURES, timeout_s=EVENT_S)[LOADS] == 0
+    assert "another prompt" in pair.prefill.log_text()
+    assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+    assert since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)[LOADS] == 0
+
+
+def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client) -> None:
+    prompt = random_prompt(150, seed=7600)
+    ticket = early_ticket(pair, prompt)
+    pair.prefill.kill()
+    assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens

@@ -117,12 +117,20 @@ class Client:
 
         With more tokens than one, prefill goes on to generate before it gives the ticket.
         """
-        body = self._body(max_tokens, _prompt(prompt) | {"kv_transfer_params": WANT_TICKET})
+        return self.timed_ticket(prompt, max_tokens)[0]
+
+    def timed_ticket(
+        self, prompt: Prompt, max_tokens: int = 1, **extra: object
+    ) -> tuple[Ticket, float]:
+        """The ticket, and the seconds that prefill's answer took."""
+        wanted = {"kv_transfer_params": WANT_TICKET, **extra}
+        begin = time.perf_counter()
+        body = self._body(max_tokens, _prompt(prompt) | wanted)
         reply = _checked(self._http.post(COMPLETIONS, json=body))
         ticket: Ticket | None = reply.json().get("kv_transfer_params")
         if ticket is None:
             raise NoTicketError(f"{self.url}: no ticket")
-        return ticket
+        return ticket, time.perf_counter() - begin
 
     def disconnect_early(self, prompt: Prompt, after_s: float = 0.05, **extra: object) -> None:
         """Send a request and hang up before its answer."""
