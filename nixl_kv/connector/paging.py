@@ -101,6 +101,11 @@ class RequestBlocks:
         for name in ("free", "pop_blocks_for_free"):
             setattr(manager, name, _reporting(getattr(manager, name), on_free))
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether a request's blocks stay its own until it ends: full attention alone."""
+        return all(type(paging) is Paging and not paging.window for paging in self._pagings)
+
     def count(self, num_tokens: int) -> int:
         return sum(paging.count(num_tokens) for paging in self._pagings)
 

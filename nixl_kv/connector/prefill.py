@@ -67,6 +67,7 @@ class _Offer:
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
     pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
+    life: int = 0  # how often it was preempted
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
     context: str = ""
     tables: tuple[Table, ...] = ()
@@ -187,6 +188,8 @@ class PrefillScheduler:
             self._blocks.pin(request, offer.num_tokens, offer.pins)
             if offer.num_tokens - 1 in positions:
                 self._prepare(offer)
+            elif offer.pair and self._blocks.are_kept and positions.stop < offer.num_tokens:
+                self._prepare(offer, computed=positions.stop)
         self._is_full = False
         needed = self._pop_needed()
         if needed and self._offers:
@@ -252,12 +255,13 @@ class PrefillScheduler:
         if self._offers:
             self._commands.append(events.ReclaimBlocks(ALL_BLOCKS))
 
-    def _prepare(self, offer: _Offer) -> None:
+    def _prepare(self, offer: _Offer, *, computed: int | None = None) -> None:
+        """This step computes all of the prompt, or the first `computed` tokens of a pair."""
         offer.nonce = offer.pair or new_nonce()
         if not offer.pair:
             offer.context = offer.make_context(offer.nonce)
         current = self._blocks.current(offer.request)
-        offer.tables = self._blocks.tables(offer.num_tokens, current, offer.pins)
+        offer.tables = self._blocks.tables(computed or offer.num_tokens, current, offer.pins)
         self._commands.append(
             events.PrepareOffer(
                 offer.nonce,
@@ -265,8 +269,10 @@ class PrefillScheduler:
                 offer.context,
                 offer.num_tokens,
                 offer.tables,
-                is_written=not self._writes_late,
+                is_written=not (self._writes_late or offer.pair),
                 is_pair=bool(offer.pair),
+                life=offer.life,
+                computed=computed,
             )
         )
 
@@ -285,6 +291,7 @@ class PrefillScheduler:
             is_over = is_final or not offer.pair
             self._commands.append(events.WithdrawOffer(nonce, is_over))
             offer.nonce = _NO_NONCE
+            offer.life += 1
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
         offer.held = blocks.astype(np.intp)  # numpy converts other types at each use

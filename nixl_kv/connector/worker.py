@@ -7,8 +7,7 @@ import contextlib
 import ipaddress
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -39,12 +38,12 @@ from nixl_kv.connector.vllm_config import (
     transfer_config,
     worker_rank,
 )
-from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.engine import PairSlots, RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout
-from nixl_kv.ids import Nonce, Rank, RequestId
+from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 
@@ -213,29 +212,24 @@ class Worker:
             self._loading.update(load.request for load in starting)
             self._wait_until = self._clock() + LOAD_WAIT_S
             self._stale_tails.clear(starting)
-        self._unwritten.wait_for_save()  # of the last step, if vLLM did not call it
-        self._engine.submit([*self._unwritten.pop_written(), *step.commands])
-        self._unwritten.add(step.commands)
+        # vLLM may reuse blocks of preempted requests in this step: clear their slots before it.
+        commands = _with_slots(step.commands, self._engine.pair_slots)
+        self._engine.submit([*self._unwritten.pop(), *commands])
+        self._unwritten.add(commands)
 
     # After the forwards of a step, including a draft model's; see `UnwrittenOffers`.
     def wait_for_save(self) -> None:
-        self._unwritten.wait_for_save()
+        written = self._unwritten.pop()
         if self._engine is not None:
-            self._engine.submit(self._unwritten.pop_written())
+            self._engine.submit(written)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The loads and offers that have ended. A draft model may still run after this."""
         results, self._late_results = self._late_results, []
         if self._engine is not None:
-            self._engine.submit(self._unwritten.pop_written())
             if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
-            current = self._engine.pop_results()
-            for one in current:
-                if isinstance(one, events.NewLife):
-                    self._new_life = HandshakeMetadata(encode(one.description))
-                    self._handshake = self._new_life
-            results += current
+            results += self._pop_results(self._engine)
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
         self.stats.count_rank(results)
@@ -252,6 +246,15 @@ class Worker:
                 case events.OfferEnded():
                     transferred.finished_sending.add(result.request)
         return transferred
+
+    def _pop_results(self, engine: TransferEngine) -> list[events.Result]:
+        results = engine.pop_results()
+        for one in results:
+            if isinstance(one, events.NewLife):
+                self._new_life = self._handshake = HandshakeMetadata(encode(one.description))
+            elif isinstance(one, events.PairSlotFree) and engine.pair_slots is not None:
+                engine.pair_slots.free(one.slot)
+        return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         life, self._new_life = self._new_life, None
@@ -284,10 +287,10 @@ class Worker:
 
 
 class UnwrittenOffers:
-    """Offers whose last KV may still be on its way to memory when their ticket leaves.
+    """Offers that prefill must not grant before an event on the GPU's stream.
 
     With speculative decoding, a step's output leaves before the draft model writes the KV of its
-    own layers. So prefill grants such an offer only after an event on the GPU's stream behind it.
+    own layers. The offer of a pair is granted in parts, while prefill still computes it.
     """
 
     # vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
@@ -296,32 +299,37 @@ class UnwrittenOffers:
     # step's `bind_connector_metadata` comes after the whole step.
 
     def __init__(self) -> None:
-        self._current: list[Nonce] = []  # of the current step
-        # The steps before it, oldest first. No event where a step is complete when it returns.
-        self._steps: deque[tuple[list[Nonce], torch.Event | None]] = deque()
+        self._current: list[events.MarkWritten] = []  # of the current step
 
     def add(self, commands: Iterable[events.Command]) -> None:
         self._current += [
-            command.nonce
+            events.MarkWritten(command.nonce, command.computed, command.life)
             for command in commands
             if isinstance(command, events.PrepareOffer) and not command.is_written
         ]
 
-    def wait_for_save(self) -> None:
+    def pop(self) -> Sequence[events.Command]:
         """All writes of the step are on the stream. May be called twice per step."""
-        if self._current:
-            self._steps.append((self._current, _record_event()))
-            self._current = []
+        marks, self._current = self._current, []
+        event = _record_event() if marks else None
+        return marks if event is None else [events.AwaitWrites(tuple(marks), event.query)]
 
-    def pop_written(self) -> list[events.Command]:
-        commands: list[events.Command] = []
-        while self._steps:
-            nonces, event = self._steps[0]
-            if event is not None and not event.query():
-                break
-            commands += map(events.MarkWritten, nonces)
-            self._steps.popleft()
-        return commands
+
+def _with_slots(
+    commands: Iterable[events.Command], slots: PairSlots | None
+) -> list[events.Command]:
+    """Clear the slots of withdrawn offers, and give slots to the offers of pairs."""
+    found: list[events.Command] = []
+    for command in commands:
+        match command:
+            case events.WithdrawOffer() if slots is not None:
+                slots.clear(command.nonce)
+            case events.PublishOffer() if slots is not None:
+                slots.publish(command.nonce)
+            case events.PrepareOffer() if slots is not None and command.is_pair:
+                command = slots.prepare(command)  # noqa: PLW2901 - with its slot
+        found.append(command)
+    return found
 
 
 def _record_event() -> torch.Event | None:

@@ -9,6 +9,7 @@ engine.stop()
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
 import time
@@ -30,7 +31,15 @@ from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout, Span
-from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
+from nixl_kv.ids import (
+    EngineId,
+    FenceToken,
+    Nonce,
+    Rank,
+    endpoint_at,
+    new_fence_token,
+    new_incarnation,
+)
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
@@ -66,6 +75,9 @@ def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
 
 
+# Offers that are computed and granted at a time. Others are granted when they are complete.
+NUM_PAIR_SLOTS: Final = 256
+
 # Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
     build_gather,
@@ -95,6 +107,7 @@ class RankSpec:
 
     # Simulations replace these:
     num_slots: int | None = None
+    num_pair_slots: int = NUM_PAIR_SLOTS
     features: tuple[BuildFeature, ...] = FEATURES
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[int], Executor] = _background_threads
@@ -104,6 +117,49 @@ class RankSpec:
     def roles(self) -> str:
         roles = ("prefill", self.is_prefill), ("decode", self.is_decode)
         return " and ".join(name for name, is_one in roles if is_one)
+
+
+class PairSlots:
+    """The fence slots of offers that are still being computed. For the caller's thread alone.
+
+    vLLM may preempt such a request in any step, and reuse its blocks in that step. Only the
+    caller's thread knows that before the step runs. So it writes and clears these slots itself, and
+    waits for no other thread. A slot is free when the transfer thread reports `PairSlotFree`.
+    """
+
+    def __init__(self, page: SlotPage, first: int) -> None:
+        self._page = page
+        self._free = list(range(first, page.count))
+        self._held: dict[Nonce, tuple[int, FenceToken] | None] = {}  # None: freed early
+
+    def prepare(self, offer: events.PrepareOffer) -> events.PrepareOffer:
+        """Give the offer a slot with a token, the same in each step; none if all are in use."""
+        if offer.nonce not in self._held:
+            if not self._free:
+                return offer
+            slot, token = self._free.pop(), new_fence_token()
+            self._page.write(slot, token)
+            self._held[offer.nonce] = slot, token
+        held = self._held[offer.nonce]
+        if held is None:
+            return offer
+        return msgspec.structs.replace(offer, slot=held[0], fence_token=held[1])
+
+    def clear(self, nonce: Nonce) -> None:
+        """The blocks may be reused from now on."""
+        held = self._held.pop(nonce, None)
+        if held is not None:
+            self._page.clear(held[0])
+
+    def publish(self, nonce: Nonce) -> None:
+        """The blocks are pinned: from now on the transfer thread clears the slot."""
+        self._held.pop(nonce, None)
+
+    def free(self, slot: int) -> None:
+        self._free.append(slot)
+        for nonce, held in self._held.items():
+            if held is not None and held[0] == slot:
+                self._held[nonce] = None
 
 
 class TransferEngine:
@@ -119,6 +175,7 @@ class TransferEngine:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.loop: Loop | None = None
+        self.pair_slots: PairSlots | None = None  # once it is started; for the caller's thread
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
@@ -137,13 +194,17 @@ class TransferEngine:
         """
         self._thread.start()
         self.loop = self._started.result()
-        return self.loop.parts.description
+        parts = self.loop.parts
+        self.pair_slots = PairSlots(parts.slots, parts.prefill.num_slots)
+        return parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
         """Start without a thread: a simulation runs the turns of the loop."""
         if results is not None:
             self._results = results
         self.loop = self._build_loop()
+        parts = self.loop.parts
+        self.pair_slots = PairSlots(parts.slots, parts.prefill.num_slots)
         return self.loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
@@ -333,9 +394,10 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         timeout_s=config.request_timeout_s,
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
+        entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
     )
     num_slots = spec.num_slots or slots_for(layout)
-    slots = spec.make_slots(num_slots)
+    slots = spec.make_slots(num_slots + spec.num_pair_slots)
     serving = None
     if spec.is_prefill:
         serving = Serving(

@@ -37,6 +37,8 @@ from nixl_kv.verify.queue import DigestQueue
 logger = get_logger(__name__)
 
 SERVING_PAUSE_S: Final = 0.001
+# Between two looks at the GPU's stream, which take 2 us: a chunk of a prompt takes tens of ms.
+WRITING_PAUSE_S: Final = 0.0005
 # The time that one turn spends at most on received messages. Heartbeats must not wait for the
 # messages of hundreds of peers.
 RECEIVING_S: Final = 0.05
@@ -142,8 +144,8 @@ class Outstanding:
                 self._unready.discard(command.request)
             case events.StartLoad():
                 self._loads[command.request] = command.num_tokens
-            case events.PrepareOffer():
-                self._prepared[command.nonce] = None
+            case events.PrepareOffer():  # of a pair, one with each step
+                return self._prepared.setdefault(command.nonce, None) is None
             case events.PublishOffer() if command.nonce not in self._published:
                 end = self._prepared.pop(command.nonce, events.OfferEnd.LOST)
                 if end is not None:
@@ -227,6 +229,7 @@ class Loop:
         self._report_status = report_status
         self._on_load_ended = on_load_ended
         self._received: deque[Received] = deque()
+        self._writes: deque[events.AwaitWrites] = deque()  # on the GPU's stream, in its order
         self._decoding: deque[_Decoded] = deque()
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._look_at_links_at: float | None = None  # while there are links
@@ -273,9 +276,10 @@ class Loop:
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
         parts = self.parts
+        self._free_pair_slots()
         parts.counts.count("thread_restarts")
         parts.slots.clear_all()  # first of all: no grant is valid any longer
-        for queue in (self._received, self._decoding, self._doubted):
+        for queue in (self._received, self._writes, self._decoding, self._doubted):
             queue.clear()
         parts.decode.clear()
         parts.prefill.clear(parts.writing)
@@ -291,7 +295,7 @@ class Loop:
     def turn(self) -> None:
         self._receive()
         parts = self.parts
-        for event in parts.agents.poll():
+        for event in (*self._pop_written(), *parts.agents.poll()):
             self._handle(event)
         digests = parts.digests
         for made in digests.poll(self._is_wanted) if digests.jobs or digests.waiting else ():
@@ -310,6 +314,12 @@ class Loop:
         if not self._results:  # one record waits at a time, however long the caller does not pop it
             self._publish_counts()
 
+    def _pop_written(self) -> list[events.MarkWritten]:
+        marks: list[events.MarkWritten] = []
+        while self._writes and self._writes[0].is_done():
+            marks += self._writes.popleft().marks
+        return marks
+
     # --- waiting and time
 
     def _wait_s(self) -> float | None:
@@ -323,6 +333,8 @@ class Loop:
             return digests_wait_s
         if parts.packs:
             return READING_PAUSE_S
+        if self._writes:
+            return WRITING_PAUSE_S
         if parts.agents.is_busy:
             return parts.agents.pause_s
         if self.outstanding.orphans:  # nothing writes into their blocks: report them now
@@ -366,6 +378,7 @@ class Loop:
         # The agent was replaced. Peers know the old one, so all offers of this life end.
         parts = self.parts
         incarnation, metadata = new_incarnation(), serving.metadata()
+        self._free_pair_slots()
         parts.slots.clear_all()
         parts.prefill.begin_life(incarnation, parts.writing)
         self.outstanding.lose_offers()
@@ -374,6 +387,11 @@ class Loop:
             parts.description, incarnation=incarnation, agent=metadata
         )
         self._results.append(events.NewLife(parts.description))
+
+    def _free_pair_slots(self) -> None:
+        """The machine forgets all offers, and will name none of their slots again."""
+        slots = [offer.prepared.slot for offer in self.parts.prefill.offers.values()]
+        self._results.extend(events.PairSlotFree(slot) for slot in slots if slot is not None)
 
     # --- commands and messages
 
@@ -387,8 +405,12 @@ class Loop:
             if isinstance(command, events.SetEngine):
                 self.parts.agents.peers.set_layouts(command.layouts)
                 self.parts.decode.set_engine(command.engine)
+            elif isinstance(command, events.AwaitWrites):
+                self._writes.append(command)
             elif self.outstanding.admit(command):
                 self._handle(command)
+            elif isinstance(command, events.PrepareOffer) and command.slot is not None:
+                self._results.append(events.PairSlotFree(command.slot))
         until = self._clock() + RECEIVING_S
         while self._received:
             self._on_received(self._received.popleft())
@@ -489,7 +511,12 @@ class Loop:
                 parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
-            case events.LoadReady() | events.LoadEnded() | events.OfferEnded():
+            case (
+                events.PairSlotFree()
+                | events.LoadReady()
+                | events.LoadEnded()
+                | events.OfferEnded()
+            ):
                 self._report(action)
             case events.PackChunk():
                 self._pack(action)
@@ -546,10 +573,17 @@ class Loop:
         if parts.counts:
             self._results.append(parts.counts.pop())
 
-    def _report(self, report: events.LoadReady | events.LoadEnded | events.OfferEnded) -> None:
-        if isinstance(report, events.LoadReady):
-            self.outstanding.announce(report)
-            return
+    def _report(
+        self,
+        report: events.PairSlotFree | events.LoadReady | events.LoadEnded | events.OfferEnded,
+    ) -> None:
+        match report:
+            case events.PairSlotFree():
+                self._results.append(report)
+                return
+            case events.LoadReady():
+                self.outstanding.announce(report)
+                return
         # An idle rank makes no further turn, so the caller gets a load's counts with its end.
         self._publish_counts()
         if not self.outstanding.settle(report):

@@ -47,7 +47,7 @@ NameSlices: TypeAlias = Callable[
 class DecodeMachine:
     """All loads of one decode rank. Only `handle` changes their state. Times are monotonic."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the limits of one rank
         self,
         reader: messages.Reader,  # this rank as prefill knows it
         record: events.Record,
@@ -56,6 +56,7 @@ class DecodeMachine:
         timeout_s: float,
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
+        entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record)
@@ -68,6 +69,7 @@ class DecodeMachine:
         self._timeout_s = timeout_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._bytes_per_token = bytes_per_token
+        self._entry_size = entry_size
         self._queue = ReadQueue()
         self._loads: dict[Claim, Load] = {}
         self._touched: dict[Claim, Load] = {}  # by the event that is being handled
@@ -155,6 +157,7 @@ class DecodeMachine:
             is_early=command.is_early,
             timeout_s=self._timeout_s,
             since=now,
+            entry_size=self._entry_size,
             record=self._record,
             queue=self._queue,
             numbers=self.numbers,
@@ -438,9 +441,10 @@ class DecodeMachine:
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
         """Queue a read, or take it out once it has ended."""
         key = (load.claim, read.rank)
-        if read.state is State.GRANTED and load.start is not None:
+        part = load.next_part(read) if read.state is State.GRANTED else None
+        if part is not None:
             if key not in self._queue.where:
-                share = load.start.num_tokens * self._bytes_per_token // len(load.reads)
+                share = part.num_tokens * self._bytes_per_token // len(load.reads)
                 self._queue.add(key, read.endpoint, share)
         elif key in self._queue.where and read.state not in (State.READING, State.DRAINING):
             self._queue.remove(key, now, has_landed=read.state is not State.FAILED)

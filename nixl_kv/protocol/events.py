@@ -29,6 +29,7 @@ class Transition(NamedTuple):
 
 
 Record: TypeAlias = Callable[[Transition], None]
+NO_TOKEN: Final = FenceToken(b"")
 OVER = "OVER"  # the name of the state after the last transition
 
 
@@ -88,6 +89,10 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
     The ticket leaves after that step, with the blocks pinned: an ask with this nonce proves both.
+
+    The offer of a pair comes with each step of its prompt, until all is `computed`. Its blocks are
+    not pinned before `PublishOffer`. Until then only the fence token in its `slot` shows that vLLM
+    has not reused them; without a slot the rank grants it after `PublishOffer`.
     """
 
     nonce: Nonce
@@ -96,13 +101,26 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     num_tokens: int
     tables: tuple[Table, ...]  # one per cache group
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
-    is_pair: bool = False  # asks may precede the pin: the rank grants it after `PublishOffer`
+    is_pair: bool = False
+    life: int = 0  # counts the preemptions of the request
+    computed: int | None = None  # tokens in memory after the step; None: all
+    slot: int | None = None  # of `PairSlots`
+    fence_token: FenceToken = NO_TOKEN
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
-    """All KV of this offer is in memory."""
+    """The KV of the first `num_tokens` tokens of this offer is in memory; None: of all."""
 
     nonce: Nonce
+    num_tokens: int | None = None
+    life: int = 0
+
+
+class AwaitWrites(msgspec.Struct, frozen=True):
+    """These become true when `is_done` does: an event on the GPU's stream. Any thread asks it."""
+
+    marks: tuple[MarkWritten, ...]
+    is_done: Callable[[], bool]
 
 
 class PublishOffer(msgspec.Struct, frozen=True):
@@ -490,6 +508,12 @@ class LoadReady(msgspec.Struct, frozen=True):
     request: RequestId
 
 
+class PairSlotFree(msgspec.Struct, frozen=True):
+    """No grant names this slot of `PairSlots` any longer."""
+
+    slot: int
+
+
 class NewLife(msgspec.Struct, frozen=True):
     """This rank began another incarnation; its former description is void."""
 
@@ -533,7 +557,7 @@ PrefillCommand: TypeAlias = (
     | ReclaimBlocks
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
-Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
+Command: TypeAlias = DecodeCommand | PrefillCommand | AwaitWrites | SetEngine
 ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | DigestCompared
 PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
@@ -543,7 +567,9 @@ DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | Stop
 Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
-LocalAction: TypeAlias = PackChunk | WriteSlot | ClearSlot | LoadReady | LoadEnded | OfferEnded
+LocalAction: TypeAlias = (
+    PackChunk | WriteSlot | ClearSlot | PairSlotFree | LoadReady | LoadEnded | OfferEnded
+)
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
-Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | NewLife | Counts
+Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | PairSlotFree | NewLife | Counts

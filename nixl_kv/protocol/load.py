@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from msgspec.structs import replace
+
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
+from nixl_kv.ids import Claim, Endpoint, FenceToken, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Machine, MachineState, Table
@@ -68,7 +70,10 @@ TRANSITIONS: Final[Table[State]] = {
         Cancelled: _FAILED,
     },
     State.READING: {
-        events.ReadDone: (State.DONE, State.VERIFYING, State.FAILED),
+        # To GRANTED or ASKING: a part has landed, and prefill still computes the rest.
+        events.ReadDone: (
+            *(State.GRANTED, State.ASKING, State.DONE, State.VERIFYING, State.FAILED),
+        ),
         events.ReadFailed: _FAILED,
         Cancelled: (State.DRAINING,),
     },
@@ -130,9 +135,12 @@ class RankRead:
     moved_at: float = -math.inf  # the last step forward, or the last bytes that are known to land
     unreachable_since: float = math.inf  # its connection broke, and it has not answered since
     abandoned: bool = False
-    grant: messages.Grant | None = None
+    grant: messages.Grant | None = None  # the latest
     granted_at: int = 0  # the number of this rank's last message when the grant came
-    done: events.ReadDone | None = None
+    part: events.StartLoad | None = None  # the tokens that are being read
+    fence_token: FenceToken | None = None  # of the grant under which this part is read
+    proven: int = 0  # the tokens before this one have landed, under a valid grant
+    done: events.ReadDone | None = None  # of all parts that are proven
     slices: tuple[messages.KVSlice, ...] = ()  # to be verified; known once there are local blocks
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
@@ -151,7 +159,14 @@ class RankRead:
                 return bool(self.chunks)
             case State.VERIFYING:
                 return self.digest is None
+            case State.GRANTED:
+                return self.is_partial
         return self.state is State.ASKING
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether prefill has granted a part of the prompt, and computes the rest."""
+        return self.grant is not None and self.grant.num_tokens is not None
 
     @property
     def silent_at(self) -> float:
@@ -170,6 +185,7 @@ class Load:
     peer: events.PeerKey
     timeout_s: float
     since: float  # when it was prepared, and from then on when it was started
+    entry_size: int  # parts of it end at multiples of so many tokens
     prepared_at: float = field(init=False)
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
@@ -303,7 +319,7 @@ class Load:
 
     def ask(self, read: RankRead, now: float) -> Actions:
         match read.state:
-            case State.ASKING:
+            case State.ASKING | State.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
                 context, number = self.ticket.context, self.numbers.next()
                 fields = {"context": context, "number": number, "readers": read.route.readers}
@@ -317,12 +333,26 @@ class Load:
         self.start, self.since = start, now
         self._record("PREPARED", "STARTED", f"StartLoad: tokens {start.begin} to {start.end - 1}")
 
-    def start_read(self, read: RankRead, now: float) -> Actions:
+    def next_part(self, read: RankRead) -> events.StartLoad | None:
+        """What can be read now; None until the load has blocks and prefill has written more."""
         if self.start is None or read.grant is None:
+            return None
+        end, written = self.start.end, read.grant.num_tokens
+        if written is not None and written < end:
+            end = written // self.entry_size * self.entry_size
+        begin = max(self.start.begin, read.proven)
+        if begin == self.start.begin and end == self.start.end:
+            return self.start
+        return replace(self.start, begin=begin, end=end) if begin < end else None
+
+    def start_read(self, read: RankRead, now: float) -> Actions:
+        part = self.next_part(read)
+        if self.start is None or read.grant is None or part is None:
             return []
+        read.part, read.fence_token = part, read.grant.fence_token
         self._move(read, State.READING, self.start, now)
-        actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, self.start)]
-        if read.slices:
+        actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, part)]
+        if read.slices and part.end == self.start.end:
             digest = (read.rank, read.slices, self.start, self.claim)
             actions.append(events.CompareDigest(*digest, has_landed=False))
         return actions
@@ -334,7 +364,12 @@ class Load:
             return [self.release(read)]
         if read.state is State.ASKING:
             read.grant, read.granted_at = grant, self.numbers.last
+            read.fence_token = grant.fence_token
             self._move(read, State.GRANTED, grant, now)
+        elif read.is_partial and read.state in (State.GRANTED, State.READING):
+            # Prefill has written more, or has repeated its answer: it is alive.
+            read.grant, read.granted_at, read.moved_at = grant, self.numbers.last, now
+            read.ask_again_at = now + ASK_AGAIN_S
         return []
 
     def on_pending(self, read: RankRead, pending: messages.Pending, now: float) -> Actions:
@@ -382,19 +417,49 @@ class Load:
 
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
-        slot_valid = read.grant is not None and event.fence_token == read.grant.fence_token
+        slot_valid = read.grant is not None and event.fence_token == read.fence_token
+        start, part = self.start, read.part
+        is_more = start is not None and part is not None and part.end < start.end
+        if is_more and read.state is State.READING:
+            return self._on_part_done(read, event, now, is_proven=slot_valid)
         if not slot_valid:
             detail = f"prefill rank {read.rank} took its blocks back during the read"
             self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             return self._end_read(read, State.FAILED, event, now)
-        read.done = event
+        self._add_part(read, event)
         # Bytes without a named slice cannot be compared: the load must then be late, not good.
         has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.start is not None and self.start.verify and has_bytes:
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
+
+    def _on_part_done(
+        self, read: RankRead, event: events.ReadDone, now: float, *, is_proven: bool
+    ) -> Actions:
+        self.queue.remove((self.claim, read.rank), now, has_landed=is_proven)
+        if is_proven:
+            self._add_part(read, event)
+            self._move(read, State.GRANTED, event, now)
+            return []
+        # Prefill has preempted the request. It computes the same tokens again, under another token,
+        # but not the same bits: a digest must be of bytes that were computed together.
+        if self.start is not None and self.start.verify:
+            read.proven, read.done = 0, None
+        read.grant = None
+        self._move(read, State.ASKING, event, now)
+        return self.ask(read, now)
+
+    def _add_part(self, read: RankRead, event: events.ReadDone) -> None:
+        before = read.done
+        if read.part is not None:
+            read.proven = read.part.end
+        if before is not None:
+            names = ("num_bytes", "num_runs", "seconds", "direct_bytes", "post_seconds")
+            sums = {name: getattr(before, name) + getattr(event, name) for name in names}
+            event = replace(event, **sums)
+        read.done = event
 
     def on_read_failed(self, read: RankRead, event: events.ReadFailed, now: float) -> Actions:
         detail = f"reading prefill rank {read.rank} failed: {event.reason}"
@@ -500,7 +565,8 @@ class Load:
         states, about = (read.state, after), (self.request, read.name)
         read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
         if after not in (State.DRAINING, State.FAILED):
-            read.moved_at = read.entered_at[after] = now
+            read.moved_at = now
+            read.entered_at.setdefault(after, now)
 
     def _end_read(self, read: RankRead, after: State, event: object, now: float) -> Actions:
         self._move(read, after, event, now)

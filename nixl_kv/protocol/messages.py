@@ -223,6 +223,8 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
     tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     fence_token: Annotated[FenceToken, Meta(min_length=16, max_length=16)]
+    # The first tokens of the prompt that are in memory; None: all. More come with other grants.
+    num_tokens: _Token | None = None
 
 
 # Of a request whose offer cannot be granted yet: it has not arrived, waits, or is in a step.

@@ -65,6 +65,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
         events.Tick: (State.RECALLED, None),
+        events.WithdrawOffer: (None,),  # of a pair that was still being computed
     },
     State.RECALLED: {
         messages.Release: (None,),
@@ -75,6 +76,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Release: (None,),
         messages.Heartbeat: (None,),
         events.Tick: (None,),
+        events.WithdrawOffer: (None,),
     },
 }
 MAX_ENDED: Final = 4096  # ended offers that are remembered, oldest first
@@ -142,14 +144,15 @@ class Offer:
     state: State = State.PREPARED
     ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
-    is_written: bool = field(init=False)  # all its KV is in memory
+    written: int = field(init=False)  # tokens whose KV is in memory
     is_pinned: bool = field(init=False)  # an ask with its nonce proves that; not one of a pair
     # Messages to answer once it is written: each reader's last one of each kind.
     early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
-        self.is_written, self.is_pinned = self.prepared.is_written, not self.prepared.is_pair
+        self.written = self.prepared.num_tokens if self.prepared.is_written else 0
+        self.is_pinned = not self.prepared.is_pair
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
 
@@ -159,6 +162,19 @@ class Offer:
             readers = ", ".join(map(str, self.binding.readers))
             return f"engine {self.binding.engine!r}, ranks {readers}"
         return "its ticket" if self.state is State.PREPARED else "a reader's ask"
+
+    @property
+    def is_written(self) -> bool:
+        return self.written == self.prepared.num_tokens
+
+    @property
+    def can_be_bound(self) -> bool:
+        """Whether a fence slot can show that its blocks are held, from now on."""
+        return self.is_pinned or (self.prepared.slot is not None and self.written > 0)
+
+    @property
+    def can_be_granted(self) -> bool:
+        return self.is_written if self.is_pinned else self.can_be_bound
 
     @property
     def num_blocks(self) -> int:
@@ -171,6 +187,16 @@ class Offer:
             return self.ends_at
         lease = of_leases(self.binding.leases[rank] for rank in self.binding.readers)
         return lease if self.state is State.READING else min(lease, self.binding.held_until)
+
+    @property
+    def asks(self) -> list[events.Asked]:
+        """The asks of the readers that it is granted to."""
+        held = self.binding
+        if held is None:
+            return []
+        return [
+            events.Asked(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked
+        ]
 
     def note(self, peer: str, cause: str) -> None:
         state = self.state.name
@@ -327,7 +353,7 @@ class PrefillMachine:
 
     @property
     def any_granted(self) -> bool:
-        return len(self.free_slots) < self.num_slots
+        return bool(self._by_reader)
 
     @property
     def next_due(self) -> float | None:
@@ -354,45 +380,82 @@ class PrefillMachine:
             return self._reclaim(command, now)
         if isinstance(command, events.ExpectOffer):
             return self._deny_all(self.early.expect(command), OTHER_PROMPT)
-        offer = self.offers.get(command.nonce)
         if isinstance(command, events.PrepareOffer):
-            if offer is not None:  # a preempted request gets a new nonce
-                raise LocalProtocolError(f"offer of request {command.request!r} exists already")
-            self.offers[command.nonce] = Offer(command, self._record)
-            return self._tell(command.nonce, "computing")
+            return self._prepare(command)
+        offer = self.offers.get(command.nonce)
         if isinstance(command, events.WithdrawOffer):
-            return self._withdraw(command, offer)
+            return self._withdraw(command, offer, now)
         if offer is None:  # readers can be quicker than a command, even to the end
             return []
         match command:
-            case events.PublishOffer() if offer.binding is None:
+            case events.PublishOffer():
                 return self._publish(offer, command, now)
             case events.RevokeOffer() if offer.state is State.OFFERED:
                 return self._end(offer, command, OfferEnd.REVOKED)
             case events.MarkWritten():
-                offer.is_written = True
-                early, offer.early = offer.early, {}
-                actions = [a for asked in early.values() for a in self._on_message(asked, now)]
-                return actions + self._grant_early(offer, now)
+                return self._mark_written(offer, command, now)
         return []
 
+    def _prepare(self, command: events.PrepareOffer) -> Actions:
+        offer = self.offers.get(command.nonce)
+        if offer is None:
+            self.offers[command.nonce] = Offer(command, self._record)
+        elif command.is_pair and not offer.is_pinned:
+            offer.prepared = command
+        else:  # a preempted request without a pair gets a new nonce
+            raise LocalProtocolError(f"offer of request {command.request!r} exists already")
+        return self._tell(command.nonce, "computing")
+
+    def _mark_written(self, offer: Offer, command: events.MarkWritten, now: float) -> Actions:
+        """Grant what is written now, also to readers that have a grant of less."""
+        num_tokens = command.num_tokens or offer.prepared.num_tokens
+        if num_tokens <= offer.written or command.life != offer.prepared.life:
+            return []
+        offer.written = num_tokens
+        binding, actions = offer.binding, self._grant_early(offer, now)
+        if binding is not None and not offer.is_pinned:
+            asked = [
+                (rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked
+            ]
+            actions += [
+                self._grant(offer, binding, binding.routes[rank], ask) for rank, ask in asked
+            ]
+        early, offer.early = offer.early, {}
+        return actions + [a for asked in early.values() for a in self._on_message(asked, now)]
+
     def _publish(self, offer: Offer, command: events.PublishOffer, now: float) -> Actions:
-        offer.move(State.OFFERED, command)
         offer.is_pinned = True
+        if offer.binding is not None:
+            offer.binding.held_until = now + self._hold_s
+            self._due.set(offer.nonce, offer.due_at())
+            return []
+        offer.move(State.OFFERED, command)
         offer.ends_at = now + self._offer_ttl_s
         self._due.set(offer.nonce, offer.ends_at)
         if self.early.is_declined(offer.nonce):
             return self._end(offer, command, OfferEnd.NOT_NEEDED)
         return self._grant_early(offer, now)
 
-    def _withdraw(self, command: events.WithdrawOffer, offer: Offer | None) -> Actions:
+    def _withdraw(self, command: events.WithdrawOffer, offer: Offer | None, now: float) -> Actions:
+        actions: Actions = []
+        asks: list[events.Asked] = []
         if offer is not None:
+            if offer.binding is not None and offer.is_pinned:
+                raise LocalProtocolError(
+                    f"offer of request {offer.request!r} is granted and pinned, but was withdrawn"
+                )
+            # The caller has cleared the slot of a pair already, before the blocks were reused.
+            asks = offer.asks
+            actions = self._unbind(offer, is_cleared=True)
             offer.move(None, command)
             self._remove(offer)
         if not command.is_final:  # a preempted request of a pair: vLLM computes it again
-            return self._tell(command.nonce, "queued")
+            told = self._tell(command.nonce, "queued")
+            again = [action for asked in asks for action in self._on_message(asked, now)]
+            return actions + told + again
         self._note_end(command.nonce, WITHDRAWN)
-        return self._deny_all(self.early.forget(command.nonce), WITHDRAWN)
+        asks += self.early.forget(command.nonce)
+        return actions + self._deny_all(asks, WITHDRAWN)
 
     # --- asks
 
@@ -414,7 +477,7 @@ class PrefillMachine:
         reason = self._why_denied(ask, offer)
         if reason:
             return self._deny(ask, route, reason)
-        if offer is None or not offer.is_pinned:
+        if offer is None or not offer.can_be_bound:
             state = self.early.add(events.Asked(route, ask), ask, now)
             if state is None:
                 return self._deny(ask, route, "too many early asks wait")
@@ -423,16 +486,23 @@ class PrefillMachine:
         binding = offer.binding
         if binding is None:
             binding = self._bind(offer, ask, now)
-            actions = [events.WriteSlot(binding.slot, binding.fence_token)]
+            if offer.prepared.slot is None:
+                actions = [events.WriteSlot(binding.slot, binding.fence_token)]
         binding.routes[rank], binding.asked[rank] = route, ask
         binding.leases[rank] = now + self._lease_s
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
-        if not offer.is_written:
+        if not offer.can_be_granted:
             offer.early[type(ask), rank] = events.Asked(route, ask)
             return actions
-        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
+        return [*actions, self._grant(offer, binding, route, ask)]
+
+    def _grant(
+        self, offer: Offer, binding: Binding, route: bytes, ask: messages.Ask
+    ) -> events.Reply:
+        written = None if offer.is_written else offer.written
+        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables, "num_tokens": written}
         fence = {"slot": binding.slot, "fence_token": binding.fence_token}
-        return [*actions, self._reply(route, messages.Grant, ask, **grant, **fence)]
+        return self._reply(route, messages.Grant, ask, **grant, **fence)
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
         rank = ask.reader.rank
@@ -453,11 +523,12 @@ class PrefillMachine:
             return "its blocks were recalled" if offer.state is State.RECALLED else ""
         if rank not in ask.readers:
             return f"rank {rank} is not among its own readers"
-        return "" if self.free_slots else "all fence slots are granted"
+        has_slot = offer.prepared.slot is not None or self.free_slots
+        return "" if has_slot else "all fence slots are granted"
 
     def _grant_early(self, offer: Offer, now: float) -> Actions:
-        """Grant a pair's offer to the first claim that has asked, once it is pinned and written."""
-        if not (offer.is_pinned and offer.is_written):
+        """Grant a pair's offer to the first claim that has asked, as soon as that is possible."""
+        if not offer.can_be_granted:
             return []
         asks = self.early.pop(offer.nonce)
         return [action for asked in asks for action in self._on_message(asked, now)]
@@ -479,14 +550,18 @@ class PrefillMachine:
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
+        if offer.prepared.slot is None:
+            slot, token = self.free_slots.pop(), new_fence_token()
+        else:
+            slot, token = offer.prepared.slot, offer.prepared.fence_token
         offer.binding = binding = Binding(
             ask.claim,
             ask.reader.engine,
-            self.free_slots.pop(),
-            new_fence_token(),
+            slot,
+            token,
             dict.fromkeys(ask.readers, now + self._lease_s),
             asked_at=now,
-            held_until=now + self._hold_s,
+            held_until=now + self._hold_s if offer.is_pinned else math.inf,
         )
         offer.ends_at = math.inf
         for rank in ask.readers:
@@ -533,10 +608,10 @@ class PrefillMachine:
         # load; without an answer it repeats the request.
         if binding is None or rank not in binding.asked:
             return []
-        if not offer.is_written:
+        num_tokens = offer.prepared.num_tokens
+        if offer.written < min(request.end, num_tokens):
             offer.early[type(request), rank] = events.Asked(route, request)
             return []
-        num_tokens = offer.prepared.num_tokens
         if request.end > num_tokens:
             return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
         return [events.MakeDigest(route, request, offer.prepared.tables)]
@@ -556,9 +631,9 @@ class PrefillMachine:
     def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
-        if offer is None or offer.binding is None or not offer.is_written:
+        if offer is None or offer.binding is None or not offer.can_be_granted:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
-        num_tokens = offer.prepared.num_tokens
+        num_tokens = offer.written
         if request.end > num_tokens:
             return self._deny(request, route, f"a chunk up to token {request.end} of {num_tokens}")
         if request.number < offer.binding.numbers[rank]:
@@ -624,7 +699,7 @@ class PrefillMachine:
         offer = self.offers.get(release.nonce)
         if release.incarnation != self._incarnation:
             return []
-        if offer is None or not offer.is_pinned:
+        if offer is None or (offer.binding is None and not offer.is_pinned):
             self.early.release(release)
             return []
         if offer.binding is None:
@@ -659,7 +734,7 @@ class PrefillMachine:
     def recall(self, offer: Offer, event: object, now: float) -> Actions:
         """Ask the readers for the blocks. The rank denies readers that ask later."""
         binding = offer.binding
-        if binding is None or offer.state is not State.GRANTED:
+        if binding is None or offer.state is not State.GRANTED or not offer.is_pinned:
             return []
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
@@ -693,24 +768,35 @@ class PrefillMachine:
 
     def _end(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
         """First the fence slot, then the blocks."""
-        binding, offer.binding = offer.binding, None
+        binding = offer.binding
         peer = "" if binding is None else f"engine {binding.engine!r}"
+        actions = self._unbind(offer)
         offer.move(None, event, peer=peer, detail=end.value)
         self._note_end(offer.nonce, ENDED[end])
         self._remove(offer)
-        denials = self._deny_all(self.early.forget(offer.nonce), ENDED[end])
-        if binding is None:
-            return [*denials, events.OfferEnded(offer.nonce, offer.request, end)]
-        self.free_slots.append(binding.slot)
-        for rank in binding.leases:
-            self.ring.release((offer.nonce, rank))
-            held = self._by_reader[binding.engine, rank]
-            del held[offer.nonce]
-            if not held:
-                del self._by_reader[binding.engine, rank]
-        reader, asked_at = binding.engine, binding.asked_at
+        actions += self._deny_all(self.early.forget(offer.nonce), ENDED[end])
+        reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
         ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        return [events.ClearSlot(binding.slot), *denials, ended]
+        return [*actions, ended]
+
+    def _unbind(self, offer: Offer, *, is_cleared: bool = False) -> Actions:
+        """Clear the fence slot, unless that is done, and free it and the slots of the ring."""
+        binding, offer.binding = offer.binding, None
+        slot = offer.prepared.slot
+        if binding is not None:
+            for rank in binding.leases:
+                self.ring.release((offer.nonce, rank))
+                held = self._by_reader[binding.engine, rank]
+                del held[offer.nonce]
+                if not held:
+                    del self._by_reader[binding.engine, rank]
+            if slot is None:
+                self.free_slots.append(binding.slot)
+                return [events.ClearSlot(binding.slot)]
+        if slot is None:
+            return []
+        free = events.PairSlotFree(slot)
+        return [free] if is_cleared else [events.ClearSlot(slot), free]
 
     def _remove(self, offer: Offer) -> None:
         del self.offers[offer.nonce]

@@ -109,6 +109,7 @@ class RankLife:
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count,
+                num_pair_slots=0,
                 features=features_with(
                     make_threads=lambda: self.copying,
                     make_memory=lambda _length: seat.staging,

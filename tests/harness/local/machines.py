@@ -57,7 +57,8 @@ def check_queue(queue: ReadQueue) -> None:
 
 def check_prefill(machine: PrefillMachine) -> None:
     """Check the fence slots, each offer and the ring."""
-    bound = [o.binding.slot for o in machine.offers.values() if o.binding is not None]
+    offers = [o for o in machine.offers.values() if o.prepared.slot is None]  # not of `PairSlots`
+    bound = [o.binding.slot for o in offers if o.binding is not None]
     if sorted(bound + machine.free_slots) != list(range(machine.num_slots)):
         raise LocalProtocolError(f"slots {bound} granted, {machine.free_slots} free")
     for offer in machine.offers.values():

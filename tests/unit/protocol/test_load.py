@@ -425,7 +425,7 @@ def test_the_end_of_a_read_that_was_never_started_is_our_own_mistake() -> None:
 
 def test_the_scripts_above_make_each_transition_of_the_table() -> None:
     recorded: list[Transition] = []
-    for script in (READS | VERIFICATION | SEVERAL_VERIFIED).values():
+    for script in (READS | VERIFICATION | SEVERAL_VERIFIED | PARTS).values():
         play(decode_machine(recorded.append), script)
     of_reads = [move for move in recorded if move.peer.startswith("rank")]
     assert moves_of(of_reads) == rows_of(TRANSITIONS)
@@ -753,6 +753,120 @@ EARLY_LOADS: dict[str, Script] = {
         EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
     ),
 }
+PART, WHOLE = (grant(lease_s=3600.0, num_tokens=n) for n in (4, None))
+FIRST, REST = (replace(START, begin=begin, end=end) for begin, end in ((0, 4), (4, 7)))
+READ_FIRST = StartRead(PEER, Rank(0), PART, FIRST)
+READ_REST = StartRead(PEER, Rank(0), WHOLE, REST)
+IN_PARTS: Script = after(EARLY, (110.0, answered(PART), READY), (START, READ_FIRST))
+AGAIN = Send(RANK_0, ask(is_early=True, number=2))
+SUM = replace(
+    read_done(),
+    num_bytes=2 * read_done().num_bytes,
+    num_runs=2 * read_done().num_runs,
+    seconds=2 * read_done().seconds,
+    post_seconds=2 * read_done().post_seconds,
+)
+GOOD_SUM = replace(GOOD, reads=(SUM,))
+OTHER_TOKEN = b"\2" * 16
+READ_MIDDLE = StartRead(PEER, Rank(0), replace(WHOLE, num_tokens=6), replace(START, begin=4, end=6))
+PARTS: dict[str, Script] = {
+    "the rest is read when it is granted": after(
+        IN_PARTS, (read_done(),), (answered(WHOLE), READ_REST), (read_done(), RELEASED, GOOD_SUM)
+    ),
+    "more is granted while the first part is read": after(
+        IN_PARTS, (answered(WHOLE),), (read_done(), READ_REST), (read_done(), RELEASED, GOOD_SUM)
+    ),
+    "no more than is granted is read": after(
+        IN_PARTS, (read_done(),), (answered(PART),), (110.1, answered(PART))
+    ),
+    "all is granted before there are blocks": after(
+        EARLY,
+        (answered(PART), READY),
+        (answered(WHOLE),),
+        (110.0, START, replace(READ, grant=WHOLE)),
+    ),
+    "it asks for the rest, and is never late while prefill answers": after(
+        IN_PARTS,
+        (read_done(),),
+        (111.5, Tick(), AGAIN),
+        (139.0, answered(PART)),
+        (150.0, Tick(), replace(AGAIN, message=ask(is_early=True, number=3))),
+        (139.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+    ),
+    "prefill preempts the request: the part is asked for again": after(
+        IN_PARTS,
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (answered(PART), READ_FIRST),
+        (read_done(),),
+    ),
+    "a part that was proven is kept": after(
+        IN_PARTS,
+        (read_done(),),
+        (answered(replace(WHOLE, num_tokens=6)), READ_MIDDLE),
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (answered(WHOLE), READ_REST),
+        (read_done(), RELEASED, GOOD_SUM),
+    ),
+    "the last part is fenced": after(
+        IN_PARTS,
+        (read_done(),),
+        (answered(WHOLE), READ_REST),
+        (read_done(fence_token=OTHER_TOKEN), GIVEN_UP, FENCED),
+    ),
+    "it is cancelled between two parts": after(
+        IN_PARTS, (read_done(),), (cancel_load(), GIVEN_UP, DROPPED)
+    ),
+    "it is cancelled in a part": after(
+        IN_PARTS, (cancel_load(), STOP), (read_done(), GIVEN_UP, DROPPED)
+    ),
+    "prefill ends the request between two parts": after(
+        IN_PARTS, (read_done(),), (answered(deny()), DENIED)
+    ),
+    "prefill dies between two parts": after(IN_PARTS, (read_done(),), (lost(), UNREACHABLE)),
+    "a part fails": after(IN_PARTS, (read_failed(), GIVEN_UP, BROKEN)),
+    "only the last part digests ahead": after(
+        EARLY,
+        (answered(PART), READY),
+        (
+            110.0,
+            START_VERIFIED,
+            Send(RANK_0, digest_request()),
+            StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
+        ),
+        (read_done(),),
+        (
+            answered(WHOLE),
+            StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
+            replace(TO_DIGEST, has_landed=False),
+        ),
+        (read_done(), TO_DIGEST),
+        TO_COMPARE,
+        (digest_compared(), RELEASED, replace(GOOD_SUM, verified=True)),
+    ),
+    "to be verified, all is read again after a preemption": after(
+        EARLY,
+        (answered(PART), READY),
+        (
+            110.0,
+            START_VERIFIED,
+            Send(RANK_0, digest_request()),
+            StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
+        ),
+        (read_done(),),
+        (
+            answered(replace(WHOLE, num_tokens=6)),
+            StartRead(
+                PEER, Rank(0), replace(WHOLE, num_tokens=6), replace(START_VERIFIED, begin=4, end=6)
+            ),
+        ),
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (
+            answered(WHOLE),
+            StartRead(PEER, Rank(0), WHOLE, START_VERIFIED),
+            replace(TO_DIGEST, has_landed=False),
+        ),
+    ),
+}
 HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
 HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 HEARTBEATS: dict[str, Script] = {
@@ -793,6 +907,11 @@ HEARTBEATS: dict[str, Script] = {
 
 @each_of(EARLY_LOADS)
 def test_a_load_by_a_pair_ticket(script: Script) -> None:
+    check_decode(loading(script))
+
+
+@each_of(PARTS)
+def test_a_load_in_parts(script: Script) -> None:
     check_decode(loading(script))
 
 

@@ -143,7 +143,10 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         ask(number=5, readers=(0, 1)),
         ["Ask", 9, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
     ),
-    "grant": (grant(), ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN]),
+    "grant": (
+        grant(),
+        ["Grant", 9, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None],
+    ),
     "pending": (pending("queued"), ["Pending", 9, RANK_LIFE, *OFFER_WIRE, "queued"]),
     "deny": (deny(), ["Deny", 9, RANK_LIFE, *OFFER_WIRE]),
     "digest request": (
@@ -387,7 +390,7 @@ TABLE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 RECORDS: list[tuple[Message, Callable[[list[Any]], Any], dict[str, Any]]] = [
     (digest_request(), lambda wire: wire[-1][0], SLICE_ERRORS),
     (description(), lambda wire: wire[5], SHAPE_ERRORS),
-    (grant(), lambda wire: wire[-3][0], TABLE_ERRORS),
+    (grant(), lambda wire: wire[-4][0], TABLE_ERRORS),
 ]
 
 

@@ -24,6 +24,8 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     PackChunk,
+    PairSlotFree,
+    PrepareOffer,
     ReclaimBlocks,
     Record,
     RevokeOffer,
@@ -666,6 +668,35 @@ QUEUED, COMPUTING = replied(pending("queued")), replied(pending("computing"))
 ASKED_EARLY: Script = [(90.0, EARLY, replied(pending("unknown")))]
 AWAITED: Script = after(ASKED_EARLY, (91.0, EXPECT))
 COMPUTED: Script = after(AWAITED, (92.0, prepare_offer(is_pair=True), COMPUTING))
+PAIR_SLOT, PAIR_TOKEN = 9, fence_token(0x77)
+
+
+def prepare_pair(computed: int | None, **changed: Any) -> PrepareOffer:
+    values = {"is_pair": True, "is_written": False, "computed": computed}
+    slot = {"slot": PAIR_SLOT, "fence_token": PAIR_TOKEN}
+    return prepare_offer(**{**values, **slot, **changed})
+
+
+def mark_pair(num_tokens: int, life: int = 0) -> MarkWritten:
+    return MarkWritten(NONCE, num_tokens, life)
+
+
+def granted_pair(num_tokens: int | None) -> Action:
+    return replied(grant(slot=PAIR_SLOT, fence_token=PAIR_TOKEN, num_tokens=num_tokens))
+
+
+def pair_ended(end: OfferEnd) -> list[Action]:
+    return [ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT), OfferEnded(NONCE, P1, end)]
+
+
+PAIR_READ = pair_ended(OfferEnd.READ)
+PARTS: Script = after(
+    AWAITED,
+    (92.0, prepare_pair(4), COMPUTING),
+    (mark_pair(4), granted_pair(4)),
+    (prepare_pair(6),),
+    (93.0, mark_pair(6), granted_pair(6)),
+)
 NO_REQUEST = "its request did not arrive"
 PAIRS: dict[str, Script] = {
     "an early ask is granted when the offer is pinned": after(
@@ -771,6 +802,79 @@ PAIRS: dict[str, Script] = {
         COMPUTED, (RELEASE_INCOMPLETE,), (publish_offer(), NOT_NEEDED)
     ),
     "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
+    "what is written is granted, and more of it when more is": PARTS,
+    "all of it is granted when all is written, and pinned later": after(
+        PARTS,
+        (94.0, prepare_pair(None)),
+        (MARK, granted_pair(None)),
+        (publish_offer(),),
+        (93.0 + LEASE_S, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
+        (RELEASE, *PAIR_READ),
+    ),
+    "an ask gets what is written by then": after(
+        [(91.0, EXPECT)],
+        (prepare_pair(4),),
+        (mark_pair(4),),
+        (asked(ask(is_early=True)), granted_pair(4)),
+        (asked(ask(is_early=True, number=2)), granted_pair(4)),
+    ),
+    "a preemption between two parts": after(
+        PARTS,
+        (94.0, WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT), QUEUED),
+        (mark_pair(6),),  # of the step before it
+        (prepare_pair(4, life=1, slot=8, fence_token=fence_token(0x78)), COMPUTING),
+        (mark_pair(6),),
+        (
+            mark_pair(4, life=1),
+            replied(grant(slot=8, fence_token=fence_token(0x78), num_tokens=4)),
+        ),
+    ),
+    "a request that ends between two parts": after(
+        PARTS,
+        (94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT), *denied(WITHDRAWN)),
+        (EARLY, *denied(WITHDRAWN)),
+    ),
+    "a preemption while a part is read": after(
+        PARTS,
+        (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
+        (WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT), QUEUED),
+    ),
+    "a reader that gives up between two parts": after(
+        PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED))
+    ),
+    "a reader that dies between two parts": after(
+        PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED))
+    ),
+    "what is computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
+    "a digest waits for all of its tokens": after(
+        PARTS,
+        (asked(digest_request(end=8)),),
+        (94.0, prepare_pair(None)),
+        (MARK, granted_pair(None), MakeDigest(ROUTE, digest_request(end=8), TABLES)),
+    ),
+    "a chunk of what is not written is denied": after(
+        PARTS,
+        (
+            asked(pack_request(end=7)),
+            AskDenied(NONCE, "a chunk up to token 7 of 6"),
+            replied(deny()),
+        ),
+    ),
+    "without a slot it waits for the pin": after(
+        AWAITED,
+        (92.0, prepare_offer(is_pair=True, is_written=False, computed=4), COMPUTING),
+        (mark_pair(4),),
+        (prepare_offer(is_pair=True, is_written=False),),
+        (MARK,),
+        (publish_offer(), WRITTEN, GRANT),
+    ),
+    "decode gives up before the pin, with a slot": after(
+        [(91.0, EXPECT)],
+        (prepare_pair(4),),
+        (RELEASE_INCOMPLETE,),
+        (prepare_pair(None),),
+        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT), NOT_NEEDED),
+    ),
     "an early ask for another life": [
         (
             90.0,
@@ -887,7 +991,7 @@ def test_whose_digest_is_wanted() -> None:
             for name, before in (("PREPARED", PREPARED), ("OFFERED", OFFERED), ("GRANTED", GRANTED))
         ],
         pytest.param(OFFERED, WithdrawOffer(NONCE), "WithdrawOffer leads from OFFERED", id="out"),
-        pytest.param(GRANTED, WithdrawOffer(NONCE), "WithdrawOffer leads from GRANTED", id="asked"),
+        pytest.param(GRANTED, WithdrawOffer(NONCE), "is granted and pinned", id="asked"),
         pytest.param(
             OFFERED,
             publish_offer(),
