@@ -25,6 +25,8 @@ from support.engines import EVENT_S, connected, started
 pytestmark = pytest.mark.e2e
 
 EARLY = ("--middleware", "nixl_kv.connector.EarlyAnswer")
+CHUNK = 128
+"""Tokens that prefill computes in one step."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,10 @@ def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
         replace(
             spec,
             name=f"early-{spec.role}",
-            extra_args=EARLY if spec.role == "prefill" else (),
-            connector_config={**spec.connector_config, "insecure": False},
+            extra_args=(*EARLY, "--max-num-batched-tokens", str(CHUNK))
+            if spec.role == "prefill"
+            else (),
+            connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
         for spec in base_specs
     )
@@ -62,6 +66,17 @@ def test_legs_start_together_and_the_answers_are_right(pair: Pair, single: Clien
     assert loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)[LOADS] == len(prompts)
     assert loads.changed()[FAILURES] == 0
     assert offers.wait_for(OFFERS_READ, len(prompts), timeout_s=EVENT_S)[OFFERS] == len(prompts)
+
+
+def test_chunks_are_read_while_prefill_computes_the_next(pair: Pair, single: Client) -> None:
+    prompts = [random_prompt(7 * CHUNK + 33 * n, seed=7350 + n) for n in range(6)]
+    expected = [single.complete(prompt, logprobs=None).text for prompt in prompts]
+    since = CountersSince(pair.to_decode)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda p: pair.to_router.complete(p, logprobs=None), prompts))
+    assert [answer.text for answer in answers] == expected
+    assert since.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)[LOADS] == len(prompts)
+    assert since.changed()[FAILURES] == 0
 
 
 def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
