@@ -1,0 +1,105 @@
+"""The fence slots of offers in progress, which the step thread writes and clears itself."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.engine.engine import PairSlots
+from nixl_kv.ids import FenceToken, Nonce
+from nixl_kv.protocol.events import PrepareOffer
+from nixl_kv.transport.base import SlotPage
+from support.records import NONCE, NONCE2, hex32, prepare_offer
+
+FIRST, COUNT = 3, 2
+CLEAR = FenceToken(bytes(16))
+
+
+@pytest.fixture
+def page() -> SlotPage:
+    return SlotPage(FIRST + COUNT)
+
+
+@pytest.fixture
+def slots(page: SlotPage) -> PairSlots:
+    return PairSlots(page, FIRST)
+
+
+def offer(nonce: Nonce = NONCE) -> PrepareOffer:
+    return prepare_offer(nonce=nonce, is_pair=True)
+
+
+def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
+    slots: PairSlots, page: SlotPage
+) -> None:
+    first = slots.prepare(offer())
+    assert first.slot is not None
+    assert page.read(first.slot) == first.fence_token != CLEAR
+    assert slots.prepare(offer()) == first
+    slots.clear(NONCE)
+    assert page.read(first.slot) == CLEAR
+    second = slots.prepare(offer())
+    assert second.slot != first.slot, "the transfer thread has not freed the first"
+    assert second.fence_token != first.fence_token
+    slots.free(first.slot)
+
+
+def test_without_a_free_slot_an_offer_has_none(slots: PairSlots) -> None:
+    taken = [slots.prepare(offer(Nonce(hex32(number)))) for number in range(COUNT)]
+    assert slots.prepare(offer(Nonce(hex32(9)))).slot is None
+    assert taken[0].slot is not None
+    slots.free(taken[0].slot)
+    assert slots.prepare(offer(Nonce(hex32(9)))).slot == taken[0].slot
+
+
+def test_the_transfer_thread_clears_a_published_slot(slots: PairSlots, page: SlotPage) -> None:
+    prepared = slots.prepare(offer())
+    slots.publish(NONCE)
+    slots.clear(NONCE)  # of another life
+    assert prepared.slot is not None
+    assert page.read(prepared.slot) == prepared.fence_token
+
+
+def test_a_slot_that_is_freed_early_is_not_given_again_to_its_offer(slots: PairSlots) -> None:
+    """Its readers have ended before the prompt was computed, and the rank forgets later steps."""
+    prepared = slots.prepare(offer())
+    assert prepared.slot is not None
+    slots.free(prepared.slot)
+    assert slots.prepare(offer()).slot is None
+    assert slots.prepare(offer(NONCE2)).slot is not None
+    slots.clear(NONCE)
+    assert slots.prepare(offer()).slot is not None
+
+
+@given(st.lists(st.tuples(st.sampled_from("pcuf"), st.integers(0, 4)), max_size=60))
+def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
+    moves: list[tuple[str, int]],
+) -> None:
+    """P(repare), c(lear), (p)u(blish), f(ree): in any order that vLLM and the rank may make."""
+    page = SlotPage(FIRST + COUNT)
+    slots = PairSlots(page, FIRST)
+    of_offer: dict[Nonce, int] = {}  # while the caller may clear it
+    in_use: set[int] = set()
+    for move, number in moves:
+        nonce = Nonce(hex32(number))
+        match move:
+            case "p":
+                slot = slots.prepare(offer(nonce)).slot
+                if slot is not None:
+                    assert FIRST <= slot < FIRST + COUNT
+                    assert (slot in in_use) == (of_offer.get(nonce) == slot)
+                    of_offer[nonce] = slot
+                    in_use.add(slot)
+                    assert page.read(slot) != CLEAR
+            case "c":
+                slots.clear(nonce)
+                if nonce in of_offer:
+                    assert page.read(of_offer.pop(nonce)) == CLEAR
+            case "u":
+                slots.publish(nonce)
+                of_offer.pop(nonce, None)
+            case "f" if in_use:
+                slot = sorted(in_use)[number % len(in_use)]
+                slots.free(slot)
+                in_use.remove(slot)
+                of_offer = {n: s for n, s in of_offer.items() if s != slot}
+    assert all(page.read(slot) == CLEAR for slot in range(FIRST))
