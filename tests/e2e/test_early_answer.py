@@ -24,9 +24,17 @@ from support.engines import EVENT_S, connected, started
 
 pytestmark = pytest.mark.e2e
 
-EARLY = ("--middleware", "nixl_kv.connector.EarlyAnswer")
 CHUNK = 128
 """Tokens that prefill computes in one step."""
+EARLY = (
+    *("--middleware", "nixl_kv.connector.EarlyAnswer"),
+    *("--max-num-batched-tokens", str(CHUNK)),
+)
+FAST = (
+    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
+    *("--distributed-executor-backend", "uni"),
+)
+"""Decode's worker runs in its scheduler's process, as on one GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +44,10 @@ def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
         replace(
             spec,
             name=f"early-{spec.role}",
-            extra_args=(*EARLY, "--max-num-batched-tokens", str(CHUNK))
-            if spec.role == "prefill"
-            else (),
+            extra_args=extra_args,
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
-        for spec in base_specs
+        for spec, extra_args in zip(base_specs, (EARLY, FAST), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])

@@ -1,0 +1,54 @@
+"""`--scheduler-cls nixl_kv.connector.Scheduler`: schedules a request as soon as its KV has landed.
+
+vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
+scheduling one step later still. If the worker runs in the scheduler's process, as it does on one
+GPU, this class asks it before each step. It changes nothing on engines with several workers.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from nixl_kv.connector.connector import NixlKVConnector
+from nixl_kv.errors import get_logger
+
+logger = get_logger(__name__)
+
+# Private to vLLM's scheduler, and the same in 0.31 to 0.33.
+UPDATE = "_update_from_kv_xfer_finished"
+UNKNOWN = (
+    "--scheduler-cls nixl_kv.connector.Scheduler has no effect: this vLLM's scheduler has no %s; "
+    "loads are reported with the output of a step"
+)
+
+
+class Scheduler(AsyncScheduler):
+    """See the module's docstring."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._can_update = hasattr(self, UPDATE)
+        if not self._can_update:
+            logger.warning(UNKNOWN, UPDATE)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        worker = _worker_here()
+        if worker is not None and self._can_update and isinstance(self.connector, NixlKVConnector):
+            landed, metadata = worker.take_landed()
+            if metadata is not None:
+                output = KVConnectorOutput(
+                    finished_recving=landed, kv_connector_worker_meta=metadata
+                )
+                getattr(self, UPDATE)(output)
+        return super().schedule(*args, **kwargs)
+
+
+def _worker_here() -> NixlKVConnector | None:
+    """The worker's half of the connector, if the only worker runs in this process."""
+    if not kv_transfer_state.has_kv_transfer_group():
+        return None
+    group = kv_transfer_state.get_kv_transfer_group()
+    return group if isinstance(group, NixlKVConnector) and group.is_only_rank else None
