@@ -239,6 +239,8 @@ class Config:
     hold_s: Annotated[float, SECONDS] = 60.0
     # How long a load on decode may make no progress before it fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
+    # How long decode waits until prefill begins to compute a request that it was asked for early.
+    wait_for_prefill_s: Annotated[float, SECONDS] = 3600.0
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"

@@ -392,6 +392,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         event_log.record,
         digests.name_slices,
         timeout_s=config.request_timeout_s,
+        wait_for_prefill_s=config.wait_for_prefill_s,
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),

@@ -54,6 +54,7 @@ class DecodeMachine:
         name_slices: NameSlices | None,  # None: it verifies no load
         *,
         timeout_s: float,
+        wait_for_prefill_s: float = math.inf,
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
         entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
@@ -67,6 +68,7 @@ class DecodeMachine:
         self._record = record
         self._name_slices = name_slices
         self._timeout_s = timeout_s
+        self._wait_for_prefill_s = wait_for_prefill_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._bytes_per_token = bytes_per_token
         self._entry_size = entry_size
@@ -156,6 +158,7 @@ class DecodeMachine:
             peer=key,
             is_early=command.is_early,
             timeout_s=self._timeout_s,
+            wait_for_prefill_s=self._wait_for_prefill_s,
             since=now,
             entry_size=self._entry_size,
             record=self._record,

@@ -193,6 +193,7 @@ class Load:
     is_early: bool = False  # by a pair ticket
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
     told_at: float = -math.inf  # when prefill last said that it will compute the request
+    wait_for_prefill_s: float = math.inf  # until prefill computes the request
     is_announced: bool = False  # the caller knows that it can use local blocks
     is_open: bool = False  # the peer is known, and so are all reads
     reads: dict[Rank, RankRead] = field(default_factory=dict)
@@ -259,8 +260,10 @@ class Load:
     def deadline(self) -> float:
         """When it is late unless something moves before; infinity for never."""
         if self.start is None or not self.reads:
-            began = max(self.since, self.told_at)
-            return math.inf if self.lacks_only_blocks else began + self.timeout_s
+            if self.lacks_only_blocks:
+                return math.inf
+            due = max(self.since, self.told_at) + self.timeout_s
+            return due if self.is_ready else min(due, self.prepared_at + self.wait_for_prefill_s)
         unfinished = [read for read in self.reads.values() if read.state not in ENDED]
         return min(map(self._late_at, unfinished), default=math.inf)
 
@@ -289,8 +292,12 @@ class Load:
                 return []
             self.overdue_since = now
             is_silent = any(read.silent_at <= now for read in self.reads.values())
-            stopped = f"nothing moved for {self.timeout_s:g} s"
-            detail = "prefill fell silent during the read" if is_silent else stopped
+            detail = f"nothing moved for {self.timeout_s:g} s"
+            if is_silent:
+                detail = "prefill fell silent during the read"
+            elif self.told == "queued" and not self.is_ready:
+                waited = f"{now - self.prepared_at:g} s (wait_for_prefill_s)"
+                detail = f"prefill has not begun to compute the request within {waited}"
             self.fail(Failure(FailureKind.LATE, detail))
         actions: Actions = []
         for read in self.reads.values() if now >= self.overdue_since + DRAIN_S else ():

@@ -143,6 +143,7 @@ def decode_machine(
     *,
     reader: Reader = READER,
     timeout_s: float = TIMEOUT_S,
+    wait_for_prefill_s: float = 1e9,
     heartbeat_interval_s: float = 1e9,
     bytes_per_token: int = 1,
     slices: tuple[KVSlice, ...] = SLICES,
@@ -153,6 +154,7 @@ def decode_machine(
         record,
         lambda *_: slices,
         timeout_s=timeout_s,
+        wait_for_prefill_s=wait_for_prefill_s,
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
     )

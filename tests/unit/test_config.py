@@ -117,6 +117,7 @@ REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "offer_ttl_s": (NO_SECONDS, SECONDS),
     "lease_s": (NO_SECONDS, SECONDS),
     "hold_s": (NO_SECONDS, SECONDS[:2]),
+    "wait_for_prefill_s": (NO_SECONDS, SECONDS[:2]),
     "request_timeout_s": (NO_SECONDS, SECONDS[:2]),
     "peer_timeout_s": (NO_SECONDS, SECONDS[:2]),
     "layout": (NO_LAYOUT, ("", "lbhnc", "NHD", None, 5, ["auto"])),
@@ -157,7 +158,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(key: str, close: str | No
         Config.parse({key: "00"}, {})
     keys = (
         "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
-        "layout, key_file, insecure, peers, peer_timeout_s, paced_reads, path, "
+        "wait_for_prefill_s, layout, key_file, insecure, peers, peer_timeout_s, paced_reads, path, "
         "staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
         "in_tree_metrics, verify"
     )

@@ -905,6 +905,13 @@ HEARTBEATS: dict[str, Script] = {
 }
 
 
+def test_an_operator_can_bound_the_wait_for_prefill() -> None:
+    machine = decode_machine(wait_for_prefill_s=50.0)
+    play(machine, [*EARLY, (125.0, PENDING["queued"])])
+    late = replace(LATE, failure=Failure(FailureKind.LATE, "within 50 s (wait_for_prefill_s)"))
+    play(machine, [(149.9, PENDING["queued"]), (150.0, Tick(), GIVEN_UP, READY), (START, late)])
+
+
 @each_of(EARLY_LOADS)
 def test_a_load_by_a_pair_ticket(script: Script) -> None:
     check_decode(loading(script))
