@@ -38,7 +38,7 @@ from nixl_kv.connector.vllm_config import (
     transfer_config,
     worker_rank,
 )
-from nixl_kv.engine.engine import PairSlots, RankSpec, TransferEngine
+from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
@@ -213,7 +213,7 @@ class Worker:
             self._wait_until = self._clock() + LOAD_WAIT_S
             self._stale_tails.clear(starting)
         # vLLM may reuse blocks of preempted requests in this step: clear their slots before it.
-        commands = _with_slots(step.commands, self._engine.pair_slots)
+        commands = self._engine.pair_slots.apply(step.commands)
         self._engine.submit([*self._unwritten.pop(), *commands])
         self._unwritten.add(commands)
 
@@ -276,7 +276,7 @@ class Worker:
         for one in results:
             if isinstance(one, events.NewLife):
                 self._new_life = self._handshake = HandshakeMetadata(encode(one.description))
-            elif isinstance(one, events.PairSlotFree) and engine.pair_slots is not None:
+            elif isinstance(one, events.PairSlotFree):
                 engine.pair_slots.free(one.slot)
         return results
 
@@ -337,23 +337,6 @@ class UnwrittenOffers:
         marks, self._current = self._current, []
         event = _record_event() if marks else None
         return marks if event is None else [events.AwaitWrites(tuple(marks), event.query)]
-
-
-def _with_slots(
-    commands: Iterable[events.Command], slots: PairSlots | None
-) -> list[events.Command]:
-    """Clear the slots of withdrawn offers, and give slots to the offers of pairs."""
-    found: list[events.Command] = []
-    for command in commands:
-        match command:
-            case events.WithdrawOffer() if slots is not None:
-                slots.clear(command.nonce)
-            case events.PublishOffer() if slots is not None:
-                slots.publish(command.nonce)
-            case events.PrepareOffer() if slots is not None and command.is_pair:
-                command = slots.prepare(command)  # noqa: PLW2901 - with its slot
-        found.append(command)
-    return found
 
 
 def _record_event() -> torch.Event | None:

@@ -132,6 +132,20 @@ class PairSlots:
         self._free = list(range(first, page.count))
         self._held: dict[Nonce, tuple[int, FenceToken] | None] = {}  # None: freed early
 
+    def apply(self, commands: Iterable[events.Command]) -> list[events.Command]:
+        """Clear the slots of withdrawn offers, and give slots to pairs. Call it before the step."""
+        found: list[events.Command] = []
+        for command in commands:
+            match command:
+                case events.WithdrawOffer():
+                    self.clear(command.nonce)
+                case events.PublishOffer():
+                    self.publish(command.nonce)
+                case events.PrepareOffer() if command.is_pair:
+                    command = self.prepare(command)  # noqa: PLW2901 - with its slot
+            found.append(command)
+        return found
+
     def prepare(self, offer: events.PrepareOffer) -> events.PrepareOffer:
         """Give the offer a slot with a token, the same in each step; none if all are in use."""
         if offer.nonce not in self._held:
@@ -175,7 +189,7 @@ class TransferEngine:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.loop: Loop | None = None
-        self.pair_slots: PairSlots | None = None  # once it is started; for the caller's thread
+        self.pair_slots: PairSlots  # once it is started; for the caller's thread
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped

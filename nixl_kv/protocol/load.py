@@ -425,10 +425,14 @@ class Load:
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.fence_token == read.fence_token
-        start, part = self.start, read.part
-        is_more = start is not None and part is not None and part.end < start.end
-        if is_more and read.state is State.READING:
-            return self._on_part_done(read, event, now, is_proven=slot_valid)
+        start, part, is_reading = self.start, read.part, read.state is State.READING
+        if is_reading and self.is_early and not slot_valid:
+            return self._ask_anew(read, event, now)
+        if is_reading and start is not None and part is not None and part.end < start.end:
+            self.queue.remove((self.claim, read.rank), now, has_landed=True)
+            self._add_part(read, event)
+            self._move(read, State.GRANTED, event, now)
+            return []
         if not slot_valid:
             detail = f"prefill rank {read.rank} took its blocks back during the read"
             self.fail(Failure(FailureKind.FENCED, detail))
@@ -442,16 +446,11 @@ class Load:
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
 
-    def _on_part_done(
-        self, read: RankRead, event: events.ReadDone, now: float, *, is_proven: bool
-    ) -> Actions:
-        self.queue.remove((self.claim, read.rank), now, has_landed=is_proven)
-        if is_proven:
-            self._add_part(read, event)
-            self._move(read, State.GRANTED, event, now)
-            return []
-        # Prefill has preempted the request. It computes the same tokens again, under another token,
-        # but not the same bits: a digest must be of bytes that were computed together.
+    def _ask_anew(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
+        """Prefill has preempted the request, or has ended the offer and denies the ask."""
+        self.queue.remove((self.claim, read.rank), now, has_landed=False)
+        # It computes the same tokens again, but not the same bits: a digest must be of bytes that
+        # were computed together.
         if self.start is not None and self.start.verify:
             read.proven, read.done = 0, None
         read.grant = None

@@ -807,11 +807,20 @@ PARTS: dict[str, Script] = {
         (answered(WHOLE), READ_REST),
         (read_done(), RELEASED, GOOD_SUM),
     ),
-    "the last part is fenced": after(
+    "prefill preempts the request during the last part": after(
         IN_PARTS,
         (read_done(),),
         (answered(WHOLE), READ_REST),
-        (read_done(fence_token=OTHER_TOKEN), GIVEN_UP, FENCED),
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (answered(WHOLE), READ_REST),
+        (read_done(), RELEASED, GOOD_SUM),
+    ),
+    "prefill ends the offer during the last part": after(
+        IN_PARTS,
+        (read_done(),),
+        (answered(WHOLE), READ_REST),
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (answered(deny()), DENIED),
     ),
     "it is cancelled between two parts": after(
         IN_PARTS, (read_done(),), (cancel_load(), GIVEN_UP, DROPPED)
