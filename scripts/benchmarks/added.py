@@ -1,7 +1,8 @@
 """Measure what a second engine adds to the time to the first token.
 
-Each round asks with new prompts: prefill alone ("alone"), prefill and then decode as a router does
-("serial"), the same with prefill's early answer ("early"), and with text through vllm-router
+Each round asks with new prompts, in each way: prefill alone ("alone"), prefill and then decode as a
+router does ("serial"), the same with prefill's early answer ("early"), the same with a decode
+engine that has our scheduler class ("fast"), and text through vllm-router to that engine
 ("router"; "alone, text" is its comparison). "added" is the difference from prefill alone. Figures
 are medians in milliseconds.
 """
@@ -9,6 +10,7 @@ are medians in milliseconds.
 import argparse
 import statistics
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +23,10 @@ from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
 
 EARLY: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
+FAST: Final = (
+    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
+    *("--distributed-executor-backend", "uni"),  # as on a GPU
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,52 +35,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-router", action="store_true", help="ask the engines directly, only")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each length."""
-    with engines.new_cluster() as cluster:
+    """A row for each length. Both decode engines have the same GPUs, and are asked in turns."""
+    with engines.new_cluster() as cluster, ExitStack() as stack:
         prefill, decode = engines.pair_of("nixl-kv", options)
         prefill = replace(prefill, extra_args=(*EARLY, *prefill.extra_args))
-        started = cluster.start(prefill, decode)
-        router = None if options.no_router else cluster.route(started[:1], started[1:])
-        with Pair(*started, router) as pair:
-            for length in options.lengths:
-                rounds = [
-                    sample_of(pair, length, f"{options.seed}/{length}/{number}")
-                    for number in range(WARM_UP + options.repeat)
-                ]
-                yield {"tokens": length} | figures(rounds[WARM_UP:])
+        fast = replace(decode, name="fast", extra_args=(*FAST, *decode.extra_args))
+        first, *others = cluster.start(prefill, decode, fast)
+        slow, quick = (
+            stack.enter_context(Pair(first, one, cluster.route([first], [one]))) for one in others
+        )
+        for length in options.lengths:
+            rounds = [
+                sample_of(slow, quick, length, f"{options.seed}/{length}/{number}")
+                for number in range(WARM_UP + options.repeat)
+            ]
+            yield {"tokens": length} | figures(rounds[WARM_UP:])
 
 
-def sample_of(pair: Pair, length: int, seed: str) -> dict[str, float]:
+def sample_of(slow: Pair, fast: Pair, length: int, seed: str) -> dict[str, float]:
     """Ask in each way; seconds to the end of the answer's one token.
 
     Raises:
         RuntimeError: if decode did not load each prompt.
     """
-    since = CountersSince(pair.to_decode)
+    since = [(pair, CountersSince(pair.to_decode)) for pair in (slow, fast)]
+    alone = prompt(length, f"{seed}/0")
+    times = {"alone": slow.to_prefill.complete(alone, 1, logprobs=None).seconds}
     # Prefill answers early unless it is asked for log probabilities.
-    ways = {"serial": {"logprobs": 0}, "early": {"logprobs": None}}
-    times = {
-        "alone": pair.to_prefill.complete(prompt(length, f"{seed}/0"), 1, logprobs=None).seconds
-    }
-    for way, extra in ways.items():
+    for way, pair, logprobs in (("serial", slow, 0), ("early", slow, None), ("fast", fast, None)):
         tokens = prompt(length, f"{seed}/{way}")
-        ticket, seconds = pair.to_prefill.timed_ticket(tokens, **extra)
+        ticket, seconds = pair.to_prefill.timed_ticket(tokens, logprobs=logprobs)
         leg = pair.decode_with(ticket, tokens, 1, logprobs=None)
         times[way] = seconds + leg.seconds
-    expected = len(ways)
-    if pair.router is not None:
-        text = text_of(prompt(length, f"{seed}/1"))
-        times["alone, text"] = pair.to_prefill.complete(text, 1, logprobs=None).seconds
-        text = text_of(prompt(length, f"{seed}/2"))
-        times["router"] = pair.to_router.complete(text, 1, logprobs=None).seconds
-        expected += 1
-    loads = since.wait_for(LOADS, expected)[LOADS]
-    if loads != expected:
-        raise RuntimeError(f"{pair.decode.name}: {loads} loads; see {pair.decode.log_path}")
+    text = text_of(prompt(length, f"{seed}/1"))
+    times["alone, text"] = slow.to_prefill.complete(text, 1, logprobs=None).seconds
+    text = text_of(prompt(length, f"{seed}/2"))
+    times["router"] = fast.to_router.complete(text, 1, logprobs=None).seconds
+    for pair, counted in since:
+        loads = counted.wait_for(LOADS, 2)[LOADS]
+        if loads != 2:  # noqa: PLR2004 - serial and early, fast and router
+            raise RuntimeError(f"{pair.decode.name}: {loads} loads; see {pair.decode.log_path}")
     return times
 
 
@@ -86,9 +89,7 @@ def text_of(tokens: list[int]) -> str:
 
 def figures(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Medians of one length, and what each way adds."""
-    times = {name: [each[name] * 1e3 for each in rounds] for name in rounds[0]}
-    row = {f"{name} ms": statistics.median(times[name]) for name in times}
-    for way, base in {"serial": "alone", "early": "alone", "router": "alone, text"}.items():
-        if way in times:
-            row[f"{way} added ms"] = row[f"{way} ms"] - row[f"{base} ms"]
-    return row
+    row = {f"{name} ms": statistics.median(r[name] for r in rounds) * 1e3 for name in rounds[0]}
+    bases = {"serial": "alone", "early": "alone", "fast": "alone", "router": "alone, text"}
+    added = {f"{way} added ms": row[f"{way} ms"] - row[f"{base} ms"] for way, base in bases.items()}
+    return row | added
