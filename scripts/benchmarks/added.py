@@ -1,6 +1,6 @@
 """Measure what a second engine adds to the time to the first token.
 
-Each round asks with new prompts, in each way: prefill alone ("alone"), prefill and then decode as a
+Each round asks with new prompts, in each way, in random order: prefill alone ("alone"), prefill and then decode as a
 router does ("serial"), the same with prefill's early answer ("early"), the same with a decode
 engine that has our scheduler class ("fast"), and text through vllm-router to that engine
 ("router"; "alone, text" is its comparison). "added" is the difference from prefill alone. Figures
@@ -8,8 +8,9 @@ are medians in milliseconds.
 """
 
 import argparse
+import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -18,6 +19,7 @@ from benchmarks import engines
 from benchmarks.floor import prompt
 from benchmarks.shapes import Row
 from benchmarks.transfer import WARM_UP
+from harness.cluster.client import Client, Prompt
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
@@ -62,18 +64,26 @@ def sample_of(slow: Pair, fast: Pair, length: int, seed: str) -> dict[str, float
         RuntimeError: if decode did not load each prompt.
     """
     since = [(pair, CountersSince(pair.to_decode)) for pair in (slow, fast)]
-    alone = prompt(length, f"{seed}/0")
-    times = {"alone": slow.to_prefill.complete(alone, 1, logprobs=None).seconds}
-    # Prefill answers early unless it is asked for log probabilities.
-    for way, pair, logprobs in (("serial", slow, 0), ("early", slow, None), ("fast", fast, None)):
-        tokens = prompt(length, f"{seed}/{way}")
+
+    def legs(pair: Pair, tokens: list[int], logprobs: int | None) -> float:
+        # Prefill answers early unless it is asked for log probabilities.
         ticket, seconds = pair.to_prefill.timed_ticket(tokens, logprobs=logprobs)
-        leg = pair.decode_with(ticket, tokens, 1, logprobs=None)
-        times[way] = seconds + leg.seconds
-    text = text_of(prompt(length, f"{seed}/1"))
-    times["alone, text"] = slow.to_prefill.complete(text, 1, logprobs=None).seconds
-    text = text_of(prompt(length, f"{seed}/2"))
-    times["router"] = fast.to_router.complete(text, 1, logprobs=None).seconds
+        return seconds + pair.decode_with(ticket, tokens, 1, logprobs=None).seconds
+
+    def single(client: Client, tokens: Prompt) -> float:
+        return client.complete(tokens, 1, logprobs=None).seconds
+
+    ways: dict[str, Callable[[list[int]], float]] = {
+        "alone": lambda tokens: single(slow.to_prefill, tokens),
+        "serial": lambda tokens: legs(slow, tokens, 0),
+        "early": lambda tokens: legs(slow, tokens, None),
+        "fast": lambda tokens: legs(fast, tokens, None),
+        "alone, text": lambda tokens: single(slow.to_prefill, text_of(tokens)),
+        "router": lambda tokens: single(fast.to_router, text_of(tokens)),
+    }
+    # The same work takes 3 % longer on a GPU that has just worked.
+    order = random.Random(seed).sample(list(ways), len(ways))  # noqa: S311 - the same each time
+    times = {way: ways[way](prompt(length, f"{seed}/{way}")) for way in order}
     for pair, counted in since:
         loads = counted.wait_for(LOADS, 2)[LOADS]
         if loads != 2:  # noqa: PLR2004 - serial and early, fast and router
@@ -89,7 +99,8 @@ def text_of(tokens: list[int]) -> str:
 
 def figures(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Medians of one length, and what each way adds."""
-    row = {f"{name} ms": statistics.median(r[name] for r in rounds) * 1e3 for name in rounds[0]}
     bases = {"serial": "alone", "early": "alone", "fast": "alone", "router": "alone, text"}
+    names = dict.fromkeys([*bases.values(), *bases])
+    row = {f"{name} ms": statistics.median(r[name] for r in rounds) * 1e3 for name in names}
     added = {f"{way} added ms": row[f"{way} ms"] - row[f"{base} ms"] for way, base in bases.items()}
     return row | added
