@@ -61,7 +61,6 @@ class Invariants:
     def __init__(self, world: World, *, is_served: Callable[[], bool]) -> None:
         """Observe this world. `is_served`: whether each read is served to its end, up to now."""
         self.num_good = 0
-        self.num_verified = 0
         self.failed: list[FailedLoad] = []
         self._world = world
         self._is_served = is_served
@@ -198,7 +197,6 @@ class Invariants:
             self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
             return
         self.num_good += 1
-        self.num_verified += ended.verified
         compared = all(
             (rank, ended.request, read.rank) in self._equal
             for read in ended.reads
