@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.vllm_config import prompt_of
@@ -25,19 +24,12 @@ from support.records import rank_description
 from support.vllm_scheduler import (
     BLOCK,
     MAX_TOKENS,
+    OURS,
     make_config,
     make_request,
     make_scheduler,
-    num_free_blocks,
 )
 
-STEP_S: Final = 0.1  # how much time passes for the connector in a step
-
-WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
-OURS: Final = {
-    "kv_connector": "NixlKVConnector",
-    "kv_connector_module_path": "nixl_kv.connector",
-}
 SAVER: Final = {"kv_connector": "Saver", "kv_connector_module_path": "fuzz.scheduler.saver"}
 
 
@@ -166,26 +158,14 @@ class Engine:
         self.role._prefill._clock = lambda: self.now
         self._is_multi = configuration.is_multi
 
-    @property
-    def num_free(self) -> int:
-        return num_free_blocks(self.vllm)
-
     def tables(self, request: str) -> tuple[list[int], ...]:
         """A request's block table in each group."""
         tables: tuple[list[int], ...] = self.vllm.kv_cache_manager.get_block_ids(request)
         return tables
 
-    def request(
-        self, name: str, tokens: list[int], params: object = None, *, max_tokens: int, **more: Any
-    ) -> Request:
-        """A request as vLLM's frontend makes it; it is not added."""
-        return make_request(
-            name, tokens, params, max_tokens=max_tokens, arrival_time=self.now, **more
-        )
-
     def ticket(self, tokens: list[int]) -> dict[str, Any]:
         """Of another engine that has computed this prompt."""
-        prompt, nonce = prompt_of(self.request("any", tokens, max_tokens=1)), new_nonce()
+        prompt, nonce = prompt_of(make_request("any", tokens)), new_nonce()
         ticket = Ticket(
             engine=EngineId("prefill"),
             host="127.0.0.1",
