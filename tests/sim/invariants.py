@@ -68,7 +68,7 @@ class Invariants:
         self._owners: dict[int, RequestId | None] = {}  # of reads' blocks, by the read's number
         self._reported: set[tuple[RankLife, RequestId]] = set()
         self._equal: set[tuple[RankLife, RequestId, Rank]] = set()
-        world.environment.observer = self
+        world.observer = self
 
     def check(self) -> None:
         """To be called after a step."""
@@ -204,8 +204,7 @@ class Invariants:
         )
         if ended.verified != start.verify or (start.verify and not compared):
             raise Violation("not compared", name)
-        environment = self._world.environment
-        packs = environment.config.path == "staged" and not environment.has_copy_failed
+        packs = self._world.config.path == "staged" and not self._world.has_copy_failed
         if packs and any(r.num_bytes and r.path != "staged" for r in ended.reads):
             raise Violation("read directly although prefill packs", name)
         tokens = range(start.begin, start.end)

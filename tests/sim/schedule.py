@@ -64,7 +64,7 @@ class Run:
             return
         excused: set[FailureKind] = set()
         seconds = self._ended_at - self._started_at
-        is_old = seconds > self.world.environment.config.offer_ttl_s / 2
+        is_old = seconds > self.world.config.offer_ttl_s / 2
         is_crowded = self.world.num_tokens > shape.blocks * BLOCK_TOKENS
         if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
