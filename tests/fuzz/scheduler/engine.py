@@ -15,18 +15,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import nixl_kv.connector.scheduler as ours
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata
-from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.ids import new_incarnation, new_nonce
 from nixl_kv.protocol.messages import encode
-from nixl_kv.protocol.ticket import Ticket
-from support.records import rank_description
+from support.records import rank_description, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
     MAX_TOKENS,
     OURS,
     make_config,
-    make_request,
     make_scheduler,
 )
 
@@ -165,34 +162,17 @@ class Engine:
 
     def ticket(self, tokens: list[int]) -> dict[str, Any]:
         """Of another engine that has computed this prompt."""
-        prompt, nonce = prompt_of(make_request("any", tokens)), new_nonce()
-        ticket = Ticket(
-            engine=EngineId("prefill"),
-            host="127.0.0.1",
-            port=5600,
-            incarnation=new_incarnation(),
-            nonce=nonce,
-            num_tokens=len(tokens),
-            context=prompt.context(nonce),
-        )
+        ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation())
         return self.role._trust.seal(ticket)
 
-    def commands(self, output: SchedulerOutput) -> list[Any]:
+    def metadata(self, output: SchedulerOutput) -> Any:
         """What this connector tells its workers in a step."""
-        commands: list[Any] = self._metadata(output, 0).commands
-        return commands
-
-    def failed(self, output: SchedulerOutput) -> list[str]:
-        """The loads that its workers report as failed with a step."""
-        return list(self._metadata(output, 0).failed)
+        metadata = output.kv_connector_metadata
+        return metadata.metadata[0] if self._is_multi else metadata
 
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
-        return self._metadata(output, 1).requests if self._is_multi else []
+        return output.kv_connector_metadata.metadata[1].requests if self._is_multi else []
 
     def close(self) -> None:
         self.connector.shutdown()
-
-    def _metadata(self, output: SchedulerOutput, child: int) -> Any:
-        metadata = output.kv_connector_metadata
-        return metadata.metadata[child] if self._is_multi else metadata

@@ -6,6 +6,7 @@ order, each behind those before. Loads land, and offers are read, when a step en
 
 import random
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -229,7 +230,7 @@ class Life:
             tokens = range(begin, request.num_computed_tokens)
             writes.append(_Write(request, self._engine.tables(name), tokens))
         self._note_begun(output)
-        for command in self._engine.commands(output):
+        for command in self._engine.metadata(output).commands:
             self._do(command)
         self._saves.update(dict.fromkeys(self._engine.saves(output)))
         self._steps.append(_Step(output, sampled, writes))
@@ -322,7 +323,7 @@ class Life:
 
     def _end_step(self) -> None:
         step = self._steps.popleft()
-        reports = self._reports(self._engine.failed(step.output))
+        reports = self._reports(self._engine.metadata(step.output).failed)
         if self._happens(0.06):
             self._abort()
         ids = list(step.output.num_scheduled_tokens)
@@ -339,7 +340,7 @@ class Life:
                 if each.finish_reason is not None:
                     self.counts[f"ended ({each.finish_reason})"] += 1
 
-    def _reports(self, held_back: list[str]) -> dict[str, Any]:
+    def _reports(self, held_back: Collection[str]) -> dict[str, Any]:
         """What the workers report with a step, which told them to fail the loads `held_back`."""
         received, failed = set(held_back), set(held_back)
         self.counts["loads held back"] += len(held_back)
