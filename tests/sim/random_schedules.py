@@ -221,22 +221,20 @@ def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[st
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
-    if word in ("step", "piece"):
-        engine = rng.choice(list(run.world.engines))
-        is_skipped = engine == slow and rng.random() > SLOW
-        yield from [] if is_skipped else [f"{word} {engine}"]
-    elif word == "round":
+    if word == "round":
         yield from round_lines(run.world)
-    elif word == "beat":
+        return
+    if word == "beat":
         yield from _beat(run.world)
-    else:
-        uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
-        name = "decode once" if word == "decode" and uses_once else word
-        _, *kinds = STEPS[word.split(maxsplit=1)[0]]
-        draws = VARIANTS.get(name) or [kind.draw for kind in kinds]
-        drawn = [draw(run.world, rng) for draw in draws]
-        if None not in drawn:
-            yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
+        return
+    verb, *_ = word.split()
+    uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
+    name = "decode once" if word == "decode" and uses_once else word
+    draws = VARIANTS.get(name) or [kind.draw for kind in STEPS[verb][1:]]
+    drawn = [draw(run.world, rng) for draw in draws]
+    is_skipped = verb in ("step", "piece") and drawn == [slow] and rng.random() > SLOW
+    if None not in drawn and not is_skipped:
+        yield " ".join([verb, *map(str, drawn)])
 
 
 def _beat(world: World) -> Iterator[str]:
