@@ -1,10 +1,10 @@
 """Measure what a second engine adds to the time to the first token.
 
-Each round asks with new prompts, in each way, in random order: prefill alone ("alone"), prefill and then decode as a
-router does ("serial"), the same with prefill's early answer ("early"), the same with a decode
-engine that has our scheduler class ("fast"), and text through vllm-router to that engine
-("router"; "alone, text" is its comparison). "added" is the difference from prefill alone. Figures
-are medians in milliseconds.
+Each round asks with new prompts, in each way, in random order: prefill alone ("alone"), prefill and
+then decode as a router does ("serial"), the same with prefill's early answer ("early"), the same
+with a decode engine that has our scheduler class ("fast"), and text through vllm-router to that
+engine ("router"; "alone, text" is its comparison). "added" is the difference from prefill alone.
+Figures are medians in milliseconds.
 """
 
 import argparse
