@@ -277,7 +277,7 @@ class Worker:
             if isinstance(one, events.NewLife):
                 self._new_life = self._handshake = HandshakeMetadata(encode(one.description))
             elif isinstance(one, events.PairSlotFree):
-                engine.pair_slots.free(one.slot)
+                engine.pair_slots.free(one)
         return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:

@@ -130,7 +130,12 @@ class PairSlots:
     def __init__(self, page: SlotPage, first: int) -> None:
         self._page = page
         self._free = list(range(first, page.count))
+        self._tokens: dict[int, FenceToken] = {}  # of the slots that are not free
         self._held: dict[Nonce, tuple[int, FenceToken] | None] = {}  # None: freed early
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
 
     def apply(self, commands: Iterable[events.Command]) -> list[events.Command]:
         """Clear the slots of withdrawn offers, and give slots to pairs. Call it before the step."""
@@ -153,6 +158,7 @@ class PairSlots:
                 return offer
             slot, token = self._free.pop(), new_fence_token()
             self._page.write(slot, token)
+            self._tokens[slot] = token
             self._held[offer.nonce] = slot, token
         held = self._held[offer.nonce]
         if held is None:
@@ -169,10 +175,15 @@ class PairSlots:
         """The blocks are pinned: from now on the transfer thread clears the slot."""
         self._held.pop(nonce, None)
 
-    def free(self, slot: int) -> None:
-        self._free.append(slot)
+    def free(self, report: events.PairSlotFree) -> None:
+        """The report may come twice, and the slot may have another token by then."""
+        for slot in list(self._tokens) if report.slot is None else [report.slot]:
+            if report.slot is None or self._tokens.get(slot) == report.fence_token:
+                del self._tokens[slot]
+                self._page.clear(slot)
+                self._free.append(slot)
         for nonce, held in self._held.items():
-            if held is not None and held[0] == slot:
+            if held is not None and self._tokens.get(held[0]) != held[1]:
                 self._held[nonce] = None
 
 

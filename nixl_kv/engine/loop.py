@@ -276,7 +276,7 @@ class Loop:
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
         parts = self.parts
-        self._free_pair_slots()
+        self._results.append(events.PairSlotFree(None))
         parts.counts.count("thread_restarts")
         parts.slots.clear_all()  # first of all: no grant is valid any longer
         for queue in (self._received, self._writes, self._decoding, self._doubted):
@@ -378,7 +378,7 @@ class Loop:
         # The agent was replaced. Peers know the old one, so all offers of this life end.
         parts = self.parts
         incarnation, metadata = new_incarnation(), serving.metadata()
-        self._free_pair_slots()
+        self._results.append(events.PairSlotFree(None))
         parts.slots.clear_all()
         parts.prefill.begin_life(incarnation, parts.writing)
         self.outstanding.lose_offers()
@@ -388,10 +388,16 @@ class Loop:
         )
         self._results.append(events.NewLife(parts.description))
 
-    def _free_pair_slots(self) -> None:
-        """The machine forgets all offers, and will name none of their slots again."""
-        slots = [offer.prepared.slot for offer in self.parts.prefill.offers.values()]
-        self._results.extend(events.PairSlotFree(slot) for slot in slots if slot is not None)
+    def _free_pair_slot(self, offer: events.PrepareOffer) -> None:
+        if offer.slot is not None:
+            self._results.append(events.PairSlotFree(offer.slot, offer.fence_token))
+
+    def _with_valid_slot(self, offer: events.PrepareOffer) -> events.PrepareOffer:
+        """Without its slot, if a restart has cleared that since the caller's thread wrote it."""
+        if offer.slot is None or self.parts.slots.read(offer.slot) == offer.fence_token:
+            return offer
+        self._free_pair_slot(offer)
+        return msgspec.structs.replace(offer, slot=None, fence_token=events.NO_TOKEN)
 
     # --- commands and messages
 
@@ -401,16 +407,7 @@ class Loop:
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
         # the command.
         while self._commands:
-            command = self._commands.popleft()
-            if isinstance(command, events.SetEngine):
-                self.parts.agents.peers.set_layouts(command.layouts)
-                self.parts.decode.set_engine(command.engine)
-            elif isinstance(command, events.AwaitWrites):
-                self._writes.append(command)
-            elif self.outstanding.admit(command):
-                self._handle(command)
-            elif isinstance(command, events.PrepareOffer) and command.slot is not None:
-                self._results.append(events.PairSlotFree(command.slot))
+            self._on_command(self._commands.popleft())
         until = self._clock() + RECEIVING_S
         while self._received:
             self._on_received(self._received.popleft())
@@ -419,6 +416,21 @@ class Loop:
         # One in a turn: checks take milliseconds.
         if self._decoding and self._decoding[0][1].done():
             self._on_received(self._decoding.popleft())
+
+    def _on_command(self, command: events.Command) -> None:
+        match command:
+            case events.SetEngine():
+                self.parts.agents.peers.set_layouts(command.layouts)
+                self.parts.decode.set_engine(command.engine)
+            case events.AwaitWrites():
+                self._writes.append(command)
+            case events.PrepareOffer():
+                if self.outstanding.admit(command):
+                    self._handle(self._with_valid_slot(command))
+                else:
+                    self._free_pair_slot(command)
+            case _ if self.outstanding.admit(command):
+                self._handle(command)
 
     def _on_received(self, item: Received | _Decoded) -> None:
         """Handle one message or loss. An invalid message is logged and changes nothing."""

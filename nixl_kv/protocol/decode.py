@@ -320,12 +320,13 @@ class DecodeMachine:
             if read.unreachable_since < math.inf and read.incarnation == message.incarnation:
                 read.unreachable_since = math.inf
                 self._touched[load.claim] = load
+        actions: Actions = []
         for claim in message.lost:
             one, held = self._claimed(Claim(claim), endpoint)
             # A heartbeat may overtake an ask, so prefill may have granted the claim since.
             if one and held and held.grant is not None and held.granted_at < message.number:
-                one.on_refusal(held, message, now)
-        return self.breaker.on_reply(message, endpoint)
+                actions += one.on_refusal(held, message, now)
+        return actions + self.breaker.on_reply(message, endpoint)
 
     # --- reads
 

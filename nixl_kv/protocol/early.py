@@ -56,6 +56,9 @@ class EarlyAsks:
     def __contains__(self, nonce: Nonce) -> bool:
         return nonce in self._pairs
 
+    def __len__(self) -> int:
+        return len(self._pairs)
+
     @property
     def num_asks(self) -> int:
         return self._num_asks

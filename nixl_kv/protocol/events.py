@@ -509,9 +509,10 @@ class LoadReady(msgspec.Struct, frozen=True):
 
 
 class PairSlotFree(msgspec.Struct, frozen=True):
-    """No grant names this slot of `PairSlots` any longer."""
+    """No grant names this slot of `PairSlots`, with this token, any longer."""
 
-    slot: int
+    slot: int | None  # None: all slots, whatever their tokens
+    fence_token: FenceToken = NO_TOKEN
 
 
 class NewLife(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from nixl_kv.protocol.ticket import Ticket
 ASK_AGAIN_S: Final = 1.0  # an unanswered message is repeated: ZMQ may have dropped it
 SILENCE_S: Final = 3.0  # a read from an unreachable rank is late, although NIXL reports no error
 DRAIN_S: Final = 1.0  # a late read that has not ended is abandoned: its agent is replaced
+MAX_LOST: Final = 16  # preemptions of one request, after which decode computes it
 MAX_TIMEOUTS: Final = 4  # a read that does not move is late then, whatever moves beside it
 
 DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
@@ -65,7 +66,8 @@ TRANSITIONS: Final[Table[State]] = {
         events.StartLoad: (State.READING,),
         messages.Deny: _FAILED,
         messages.Recall: _FAILED,
-        messages.HeartbeatReply: _FAILED,
+        messages.Pending: (State.ASKING,),  # prefill has preempted the request
+        messages.HeartbeatReply: (State.ASKING, State.FAILED),
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
@@ -139,6 +141,7 @@ class RankRead:
     granted_at: int = 0  # the number of this rank's last message when the grant came
     part: events.StartLoad | None = None  # the tokens that are being read
     fence_token: FenceToken | None = None  # of the grant under which this part is read
+    num_lost: int = 0  # grants, to preemptions
     proven: int = 0  # the tokens before this one have landed, under a valid grant
     done: events.ReadDone | None = None  # of all parts that are proven
     slices: tuple[messages.KVSlice, ...] = ()  # to be verified; known once there are local blocks
@@ -381,6 +384,8 @@ class Load:
 
     def on_pending(self, read: RankRead, pending: messages.Pending, now: float) -> Actions:
         """The rank grants when it can. Prefill's queue has no deadline while it answers."""
+        if read.state is State.GRANTED:
+            self._lose_grant(read, pending, now)
         if read.state is not State.ASKING:
             return []
         if pending.state != self.told:
@@ -393,6 +398,10 @@ class Load:
 
     def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
         """The rank does not grant, or no longer does, or cannot be reached."""
+        is_lost = isinstance(event, messages.HeartbeatReply) and read.state is State.GRANTED
+        if is_lost and self.is_early:
+            self._lose_grant(read, event, now)
+            return self.ask(read, now)
         kind, what = _REFUSALS[type(event)]
         reason = f": {event.reason}" if isinstance(event, events.EndpointLost) else ""
         failure = Failure(kind, f"prefill rank {read.rank} {what}{reason}")
@@ -427,7 +436,8 @@ class Load:
         slot_valid = read.grant is not None and event.fence_token == read.fence_token
         start, part, is_reading = self.start, read.part, read.state is State.READING
         if is_reading and self.is_early and not slot_valid:
-            return self._ask_anew(read, event, now)
+            self._lose_grant(read, event, now)
+            return self.ask(read, now)
         if is_reading and start is not None and part is not None and part.end < start.end:
             self.queue.remove((self.claim, read.rank), now, has_landed=True)
             self._add_part(read, event)
@@ -446,16 +456,18 @@ class Load:
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
 
-    def _ask_anew(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
-        """Prefill has preempted the request, or has ended the offer and denies the ask."""
-        self.queue.remove((self.claim, read.rank), now, has_landed=False)
+    def _lose_grant(self, read: RankRead, event: object, now: float) -> None:
+        """Prefill has preempted the request, or has ended the offer and will deny the next ask."""
         # It computes the same tokens again, but not the same bits: a digest must be of bytes that
         # were computed together.
         if self.start is not None and self.start.verify:
             read.proven, read.done = 0, None
         read.grant = None
+        read.num_lost += 1
         self._move(read, State.ASKING, event, now)
-        return self.ask(read, now)
+        if read.num_lost > MAX_LOST:
+            detail = f"prefill rank {read.rank} took its blocks back {read.num_lost} times"
+            self.fail(Failure(FailureKind.FENCED, detail))
 
     def _add_part(self, read: RankRead, event: events.ReadDone) -> None:
         before = read.done

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+import msgspec
+
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import (
     Claim,
@@ -401,6 +403,9 @@ class PrefillMachine:
         if offer is None:
             self.offers[command.nonce] = Offer(command, self._record)
         elif command.is_pair and not offer.is_pinned:
+            if offer.prepared.slot is not None:  # readers may have it
+                fence = {"slot": offer.prepared.slot, "fence_token": offer.prepared.fence_token}
+                command = msgspec.structs.replace(command, **fence)
             offer.prepared = command
         else:  # a preempted request without a pair gets a new nonce
             raise LocalProtocolError(f"offer of request {command.request!r} exists already")
@@ -598,6 +603,8 @@ class PrefillMachine:
 
     def _on_digest_request(self, request: messages.DigestRequest, route: bytes) -> Actions:
         offer, rank = self.offers.get(request.nonce), request.reader.rank
+        if offer is None and request.nonce in self.early:  # the reader repeats it
+            return []
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
         binding = offer.binding
@@ -795,7 +802,7 @@ class PrefillMachine:
                 return [events.ClearSlot(binding.slot)]
         if slot is None:
             return []
-        free = events.PairSlotFree(slot)
+        free = events.PairSlotFree(slot, offer.prepared.fence_token)
         return [free] if is_cleared else [events.ClearSlot(slot), free]
 
     def _remove(self, offer: Offer) -> None:

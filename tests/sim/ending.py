@@ -27,7 +27,7 @@ from sim.engine import Engine
 from sim.invariants import Invariants
 from sim.rank import RankLife
 from sim.repeatable import Violation
-from sim.steps import perform, round_lines
+from sim.steps import arrive, perform, round_lines
 from sim.world import World
 
 PAUSE_S: Final = 0.1  # between two rounds
@@ -93,6 +93,8 @@ def _end_faults(world: World) -> None:
     for rank in world.ranks():
         rank.is_stopped, rank.faults.dies_after, rank.faults.refuses_peer = False, None, False
         rank.faults.unsent = 0
+    while world.arriving:
+        arrive(world, world.arriving[0])
     for engine in world.alive():
         engine.settle()
         engine.scheduler.vacate()
@@ -172,8 +174,10 @@ def _left_on(rank: RankLife) -> Iterator[str]:
     parts = rank.parts
     if rank.seat.slots.any_valid:
         yield "a valid slot"
-    if parts.prefill.offers:
+    if parts.prefill.offers or parts.prefill.early:
         yield repr(parts.prefill)
+    if len(rank.engine.pair_slots) < rank.seat.slots.count - parts.prefill.num_slots:
+        yield "the fence slot of a pair"
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
     for peer in parts.decode.peers.known.values():

@@ -32,6 +32,7 @@ class Engine:
         self._environment = environment
         self.name = seats[0].process.name
         self.is_prefill, self.is_decode = seats[0].is_prefill, seats[0].is_decode
+        self._freed: list[int] = []  # blocks that a step may write as soon as it begins
         self._overwrite(list(range(seats[0].cache.num_blocks)))
         self.is_paused = False  # vLLM makes no steps; the transfer threads go on
         self.is_draining = False  # it takes no new request
@@ -42,7 +43,7 @@ class Engine:
         if self.is_prefill:
             port = seats[0].port + DIRECTORY_PORT
             self._directory = DirectoryServer(self.directory_control, HOST, port)
-        blocks = BlockPool(seats[0].cache.num_blocks, self._overwrite)
+        blocks = BlockPool(seats[0].cache.num_blocks, self._freed.extend)
         self.scheduler = EngineScheduler(
             seats, BlockManager(blocks, environment.window), environment
         )
@@ -160,17 +161,27 @@ class Engine:
     def _begin(self) -> None:
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
+        # A load writes its own blocks; they may hold a local prefix by now.
+        blocks, loading = self.scheduler.blocks.block_pool.blocks, self.scheduler.decode.requests
+        freed = [block for block in self._freed if blocks[block].owner not in loading]
+        self._freed.clear()
         pieces: list[Piece] = [(rank, partial(rank.submit, commands)) for rank in self.ranks]
-        pieces += [(rank, partial(self._work, rank, forwards)) for rank in self.ranks]
+        pieces += [(rank, partial(self._work, rank, freed, forwards)) for rank in self.ranks]
         self._pieces = [*pieces, (None, self._end)]
 
-    def _work(self, rank: RankLife, forwards: list[Forward]) -> None:
+    def _work(self, rank: RankLife, freed: list[int], forwards: list[Forward]) -> None:
+        """Others may write all blocks that were freed before this step; then its requests do."""
+        self._environment.observer.on_overwritten(rank, freed)
+        rank.seat.cache.overwrite(freed)
         for forward in forwards:
             rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
+        rank.mark_written()
         self._take_report(rank)
 
     def _take_report(self, rank: RankLife) -> None:
         ended, failed = rank.pop_ended()
+        self.scheduler.decode.connector.on_ready(rank.ready)
+        rank.ready.clear()
         self._failed |= failed
         self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
 

@@ -1,7 +1,8 @@
 """Promises that must hold after every step.
 
 a slot            is granted only while it is clear, and cleared once (see `planes.SimSlots`)
-a grant           is valid when it leaves, for blocks of the request that it was made for
+a grant           is valid when it leaves, for blocks of the request that it was made for, and of
+                  tokens that are written
 a valid slot      its blocks are still that request's, and it is not reported as sent
 a read            its blocks are those of the request that it is for, until it cannot write
 a good load       has its own prompt's bytes from every rank, when it is reported
@@ -113,6 +114,12 @@ class Invariants:
                 raise Violation(f"{kind} of what is not held", f"{rank.seat.name}: {answer.nonce}")
             self._check_grant(granted)
 
+    def on_overwritten(self, rank: RankLife, blocks: list[int]) -> None:
+        for granted in self._grants.values():
+            if granted.rank is rank and granted.is_valid and granted.blocks & set(blocks):
+                detail = f"{rank.seat.name}: slot {granted.slot}, of {granted.owner}"
+                raise Violation("overwritten while its slot is valid", detail)
+
     def on_compared(self, rank: RankLife, event: events.DigestCompared) -> None:
         if event.difference is None and event.refusal is None:
             self._equal.add((rank, event.request, event.rank))
@@ -125,20 +132,43 @@ class Invariants:
     def _add_grant(self, engine: Engine, rank: RankLife, grant: Grant) -> None:
         ids = [block for table in grant.tables for block in table.block_ids.tolist()]
         blocks = frozenset(ids) - {ABSENT}
-        owner = _owner(engine, min(blocks, default=NULL_BLOCK))
+        # vLLM may have freed a pair's blocks since its last step, which its next step will tell.
+        owner = self._world.pairs.get(grant.nonce) or _owner(
+            engine, min(blocks, default=NULL_BLOCK)
+        )
         if owner is None:
             raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")
         granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
-        if not granted.is_valid:
+        is_pair, key = grant.nonce in self._world.pairs, (rank, grant.nonce)
+        if not granted.is_valid and not is_pair:  # the step thread clears a pair's
             raise Violation("granted without a slot", f"{rank.seat.name}: {owner}")
-        known = self._grants.setdefault((rank, grant.nonce), granted)
-        if known != granted:
+        known = self._grants.get(key)
+        grows = known is not None and is_pair and granted.blocks >= known.blocks
+        if known is not None and known != granted and known.is_valid and not grows:
             raise Violation("granted in two ways", f"{rank.seat.name}: {known} and {granted}")
+        self._grants[key] = granted
         self._check_grant(granted)
+        if granted.is_valid:
+            self._check_written(engine, rank, grant, owner)
+
+    def _check_written(
+        self, engine: Engine, rank: RankLife, grant: Grant, owner: RequestId
+    ) -> None:
+        request, (table, *_) = engine.scheduler.prefill.requests.get(owner), grant.tables
+        if request is None or table.first or self._world.shape.window:
+            return
+        num_tokens = grant.num_tokens or request.prompt.length
+        wrong = rank.seat.cache.wrong_tokens(
+            request.prompt, table.block_ids.tolist(), range(num_tokens)
+        )
+        if wrong:
+            raise Violation("granted before it is written", f"{rank.seat.name}: tokens {wrong}")
 
     def _check_grant(self, granted: Granted) -> None:
         engine = self._engine_of(granted.rank)
-        if engine is None or not granted.is_valid:
+        # A pair's blocks are not pinned before its ticket leaves: see `on_overwritten`.
+        is_pair = granted.nonce in self._world.pairs
+        if engine is None or is_pair or not granted.is_valid:
             return
         for block in granted.blocks:
             if _owner(engine, block) != granted.owner:

@@ -43,6 +43,7 @@ DEADLY: Final = (
     "kill 0.3, start 1.5, stop 1, cont 3, hang 0.7, break 0.4, refuse 0.3, damage 0.5, fail 0.3, "
     "die 0.6, mute 0.5, wait 3"
 )
+EARLY: Final = "pair 6, arrive 8, prefill 2"
 RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
 IN_STEP: Final = "prefill 5, decode once 8, beat 8"
 """No rank is slow: everything that can be done is done, and then time passes."""
@@ -108,6 +109,10 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "anew": Profile(
         _weights(EVERY_DAY, GENTLE, "prefill 6, decode 8, hang 6, kill p 0.7, start 20, report 20"),
         gentle=True,
+    ),
+    "early": Profile(_weights(EVERY_DAY, GENTLE, EARLY), gentle=True),
+    "early, faults": Profile(
+        _weights(EVERY_DAY, BUSY, EARLY, NETWORK, DEADLY, RESTING, "preempt 4, abort 4")
     ),
     "busy": Profile(_weights(EVERY_DAY, BUSY, "repeat 2, damage 1")),
     "late": Profile(_weights(EVERY_DAY, BUSY, "wait 5, hang 1, fail 0.2, damage 1")),

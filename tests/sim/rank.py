@@ -1,7 +1,8 @@
 """One life of one rank: the real transfer engine, and what its worker does with it."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -55,6 +56,7 @@ class Environment:
     fabric: SimFabric
     config: Config
     window: int = 0
+    num_pair_slots: int = 0
     has_copy_failed: bool = False
     observer: Any = field(init=False)  # `Invariants`
 
@@ -83,6 +85,8 @@ class RankLife:
         self.has_died = False  # the loop restarts instead of its next turn
         self.has_turned = False  # since its machines were checked
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
+        self.ready: set[RequestId] = set()  # early loads that were reported as ready
+        self._unwritten: list[events.Command] = []
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
         self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
@@ -104,8 +108,8 @@ class RankLife:
                 make_control=lambda: self.control,
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
-                num_slots=seat.slots.count,
-                num_pair_slots=0,
+                num_slots=seat.slots.count - environment.num_pair_slots,
+                num_pair_slots=environment.num_pair_slots,
                 features=features_with(
                     make_threads=lambda: self.copying,
                     make_memory=lambda _length: seat.staging,
@@ -191,10 +195,21 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        commands = list(commands)
+        with self._on_step_thread():
+            commands = self.engine.pair_slots.apply(commands)
+        self._unwritten += [
+            events.MarkWritten(each.nonce, each.computed, each.life)
+            for each in commands
+            if isinstance(each, events.PrepareOffer) and not each.is_written
+        ]
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
         self.engine.submit(commands)
+
+    def mark_written(self) -> None:
+        """`Worker.wait_for_save`, after the forwards of the step."""
+        written, self._unwritten = self._unwritten, []
+        self.engine.submit(written)
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
         """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""
@@ -206,6 +221,13 @@ class RankLife:
             if isinstance(result, events.Counts):
                 self.counts.update(by_name(result))
                 continue
+            if isinstance(result, events.PairSlotFree):
+                with self._on_step_thread():
+                    self.engine.pair_slots.free(result)
+                continue
+            if isinstance(result, events.LoadReady):
+                self.ready.add(result.request)
+                continue
             is_offer = isinstance(result, events.OfferEnded)
             if not (self.seat.is_prefill if is_offer else self.seat.is_decode):
                 raise Violation("unexpected report", f"{self.seat.name}: {result}")
@@ -213,6 +235,13 @@ class RankLife:
             if isinstance(result, events.LoadEnded) and result.failure is not None:
                 failed.add(result.request)
         return ended, failed
+
+    @contextmanager
+    def _on_step_thread(self) -> Iterator[None]:
+        """The transfer thread alone dies."""
+        dies_after, self.faults.dies_after = self.faults.dies_after, None
+        yield
+        self.faults.dies_after = dies_after
 
     def _guard(self) -> None:
         """Machines and digests may be what the thread dies of; comparisons are shown."""

@@ -14,6 +14,7 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
+from nixl_kv.protocol.ticket import Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.rank import Environment, Seat
 from sim.repeatable import Violation
@@ -66,10 +67,10 @@ class PrefillHalf(_Half):
             self.admission.address = replace(address, epoch=address.epoch + 1)
         self.admission.reset_cache()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, pair: Ticket | None = None) -> None:
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
-        self.admission.on_new_request(name, length, request.connector_prompt.context)
+        self.admission.on_new_request(name, length, request.connector_prompt.context, pair)
 
     def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
@@ -109,7 +110,7 @@ class PrefillHalf(_Half):
             self.release(request)
         elif params is None:
             raise Violation("no ticket", request.request_id)
-        else:
+        elif not request.is_pair:
             self.tickets.append(IssuedTicket(params, request.prompt, self.seats[0].process.name))
 
     def expects_end(self, request: Request) -> bool:
@@ -249,7 +250,10 @@ class DecodeHalf(_Half):
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
             self.admission.may_begin(request.request_id, request.prompt.length)
-            load, parks = self.connector.get_num_new_matched_tokens(name, request.local)
+            matched, parks = self.connector.get_num_new_matched_tokens(name, request.local)
+            if matched is None:
+                return  # it waits without blocks
+            load = matched
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
         is_first = not self.blocks.table(name)

@@ -32,11 +32,12 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import RequestId, new_nonce
+from nixl_kv.protocol.ticket import Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.engine import Engine
 from sim.planes import Faults, Read
@@ -220,6 +221,27 @@ def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
         engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
 
+def _pair(world: World, length: int, engine: Engine) -> None:
+    """The router gets a ticket before the request arrives at prefill."""
+    address = engine.scheduler.prefill.admission.address
+    if not engine.is_prefill or address is None:
+        return
+    ticket = Ticket(**asdict(address), nonce=new_nonce())
+    prompt = world.new_prompt(length)
+    request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
+    world.pairs[ticket.nonce] = request.request_id
+    world.arriving.append((engine.name, request, ticket))
+    world.tickets.append(IssuedTicket(ticket.params(None), prompt, engine.name))
+
+
+def arrive(world: World, arriving: tuple[str, Request, Ticket]) -> None:
+    world.arriving.remove(arriving)
+    name, request, ticket = arriving
+    engine = world.engines.get(name)
+    if engine is not None and engine.takes_requests:
+        engine.scheduler.prefill.add(request, ticket)
+
+
 def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
     if engine.name == ticket.engine:
         return  # no router sends a request back to where it comes from
@@ -327,6 +349,8 @@ def round_lines(world: World) -> Iterator[str]:
 
 STEPS: Final[Mapping[str, Step]] = {
     "prefill": (_prefill, LENGTH, one_of(1, 1, 1, 2, 3, 4), PREFILL_ENGINE),
+    "pair": (_pair, LENGTH, PREFILL_ENGINE),
+    "arrive": (arrive, _nth(lambda world: world.arriving)),
     "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
     "foreign": (_foreign, DECODE_ENGINE, TICKET),
     "step": (lambda _, engine: engine.step(), Argument(_running, _any_engine)),

@@ -10,13 +10,14 @@ from typing import Final
 from harness.local.engine import HOST_PATHS
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import ANYWHERE, Config
-from nixl_kv.ids import Rank, RequestId
+from nixl_kv.ids import Nonce, Rank, RequestId
+from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.paths import allocate
 from sim.cache import KnownPrompt, RankCache
 from sim.engine import Engine
 from sim.planes import Process, SimFabric, SimSlots
 from sim.rank import Environment, RankLife, Seat
-from sim.vllm import IssuedTicket
+from sim.vllm import IssuedTicket, Request
 from support.stepped import Clock
 
 FIRST_PORT: Final = 7000
@@ -39,6 +40,7 @@ class Shape:
     blocks: int = 11  # of each rank's cache
     heads: int = 2
     slots: int = 3
+    pairs: int = 2  # fence slots of offers that are still computed
     share: float = 0.5
     tcp: bool = False
     verify: float = 0.0  # share of the loads whose bytes are compared
@@ -95,9 +97,12 @@ class World(Environment):
     def __init__(self, shape: Shape) -> None:
         self.shape, clock = shape, Clock()
         fabric = SimFabric(clock, tcp=shape.tcp, rate=shape.rate)
-        super().__init__(clock, MemoryNetwork(held=True), fabric, shape.config(), shape.window)
+        network = MemoryNetwork(held=True)
+        super().__init__(clock, network, fabric, shape.config(), shape.window, shape.pairs)
         # What the clients and the router know, through all lives of the engines.
         self.tickets: list[IssuedTicket] = []
+        self.arriving: list[tuple[str, Request, Ticket]] = []  # requests with pair tickets
+        self.pairs: dict[Nonce, RequestId] = {}  # prefill's requests, by their pair tickets
         self.num_prompts = self.num_tokens = self.num_requests = 0  # tokens of all prompts
         self.num_used = 0  # how often a ticket was used
         self.is_damage_due = False  # for the next piece of a load that is verified
@@ -168,7 +173,7 @@ class World(Environment):
                 cache=RankCache(
                     shape.blocks, range(first := number * each % shape.heads, first + each)
                 ),
-                slots=SimSlots(shape.slots),
+                slots=SimSlots(shape.slots + shape.pairs, shape.pairs),
                 staging=allocate(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.engine.engine import PairSlots
 from nixl_kv.ids import FenceToken, Nonce
-from nixl_kv.protocol.events import PrepareOffer
+from nixl_kv.protocol.events import PairSlotFree, PrepareOffer
 from nixl_kv.transport.base import SlotPage
 from support.records import NONCE, NONCE2, hex32, prepare_offer
 
@@ -22,6 +22,10 @@ def page() -> SlotPage:
 @pytest.fixture
 def slots(page: SlotPage) -> PairSlots:
     return PairSlots(page, FIRST)
+
+
+def free(offer: PrepareOffer) -> PairSlotFree:
+    return PairSlotFree(offer.slot, offer.fence_token)
 
 
 def offer(nonce: Nonce = NONCE) -> PrepareOffer:
@@ -40,14 +44,14 @@ def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
     second = slots.prepare(offer())
     assert second.slot != first.slot, "the transfer thread has not freed the first"
     assert second.fence_token != first.fence_token
-    slots.free(first.slot)
+    slots.free(free(first))
 
 
 def test_without_a_free_slot_an_offer_has_none(slots: PairSlots) -> None:
     taken = [slots.prepare(offer(Nonce(hex32(number)))) for number in range(COUNT)]
     assert slots.prepare(offer(Nonce(hex32(9)))).slot is None
     assert taken[0].slot is not None
-    slots.free(taken[0].slot)
+    slots.free(free(taken[0]))
     assert slots.prepare(offer(Nonce(hex32(9)))).slot == taken[0].slot
 
 
@@ -63,33 +67,34 @@ def test_a_slot_that_is_freed_early_is_not_given_again_to_its_offer(slots: PairS
     """Its readers have ended before the prompt was computed, and the rank forgets later steps."""
     prepared = slots.prepare(offer())
     assert prepared.slot is not None
-    slots.free(prepared.slot)
+    slots.free(free(prepared))
     assert slots.prepare(offer()).slot is None
     assert slots.prepare(offer(NONCE2)).slot is not None
     slots.clear(NONCE)
     assert slots.prepare(offer()).slot is not None
 
 
-@given(st.lists(st.tuples(st.sampled_from("pcuf"), st.integers(0, 4)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("pcufsr"), st.integers(0, 4)), max_size=60))
 def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
     moves: list[tuple[str, int]],
 ) -> None:
-    """P(repare), c(lear), (p)u(blish), f(ree): in any order that vLLM and the rank may make."""
+    """P(repare), c(lear), (p)u(blish), f(ree), a s(tale) report, a r(estart), in any order."""
     page = SlotPage(FIRST + COUNT)
     slots = PairSlots(page, FIRST)
     of_offer: dict[Nonce, int] = {}  # while the caller may clear it
-    in_use: set[int] = set()
+    in_use: dict[int, FenceToken] = {}
     for move, number in moves:
         nonce = Nonce(hex32(number))
         match move:
             case "p":
-                slot = slots.prepare(offer(nonce)).slot
+                prepared = slots.prepare(offer(nonce))
+                slot = prepared.slot
                 if slot is not None:
                     assert FIRST <= slot < FIRST + COUNT
                     assert (slot in in_use) == (of_offer.get(nonce) == slot)
                     of_offer[nonce] = slot
-                    in_use.add(slot)
-                    assert page.read(slot) != CLEAR
+                    in_use[slot] = page.read(slot)
+                    assert in_use[slot] == prepared.fence_token != CLEAR
             case "c":
                 slots.clear(nonce)
                 if nonce in of_offer:
@@ -99,7 +104,12 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
                 of_offer.pop(nonce, None)
             case "f" if in_use:
                 slot = sorted(in_use)[number % len(in_use)]
-                slots.free(slot)
-                in_use.remove(slot)
+                slots.free(PairSlotFree(slot, in_use.pop(slot)))
                 of_offer = {n: s for n, s in of_offer.items() if s != slot}
+            case "s" if in_use:
+                slots.free(PairSlotFree(min(in_use), FenceToken(b"9" * 16)))
+            case "r":
+                slots.free(PairSlotFree(None))
+                in_use, of_offer = {}, {}
+    assert len(slots) == COUNT - len(in_use)
     assert all(page.read(slot) == CLEAR for slot in range(FIRST))

@@ -32,6 +32,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.load import (
     ASK_AGAIN_S,
     DRAIN_S,
+    MAX_LOST,
     MAX_TIMEOUTS,
     SILENCE_S,
     TRANSITIONS,
@@ -821,6 +822,35 @@ PARTS: dict[str, Script] = {
         (answered(WHOLE), READ_REST),
         (read_done(fence_token=OTHER_TOKEN), AGAIN),
         (answered(deny()), DENIED),
+    ),
+    "prefill says that it has preempted the request": after(
+        IN_PARTS, (read_done(),), (PENDING["queued"],), (answered(WHOLE), READ_REST)
+    ),
+    "prefill forgot the claim between two parts": after(
+        IN_PARTS,
+        (read_done(),),
+        (answered(renewed(CLAIM, number=2)), AGAIN),
+        (answered(WHOLE), READ_REST),
+    ),
+    "prefill preempts the request again and again": after(
+        IN_PARTS,
+        *(
+            step
+            for number in range(2, MAX_LOST + 2)
+            for step in (
+                (
+                    read_done(fence_token=OTHER_TOKEN),
+                    Send(RANK_0, ask(is_early=True, number=number)),
+                ),
+                (answered(PART), READ_FIRST),
+            )
+        ),
+        (
+            read_done(fence_token=OTHER_TOKEN),
+            Send(RANK_0, ask(is_early=True, number=MAX_LOST + 2)),
+            GIVEN_UP,
+            failed(FailureKind.FENCED, f"{MAX_LOST + 1} times"),
+        ),
     ),
     "it is cancelled between two parts": after(
         IN_PARTS, (read_done(),), (cancel_load(), GIVEN_UP, DROPPED)

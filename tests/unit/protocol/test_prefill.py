@@ -686,7 +686,7 @@ def granted_pair(num_tokens: int | None) -> Action:
 
 
 def pair_ended(end: OfferEnd) -> list[Action]:
-    return [ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT), OfferEnded(NONCE, P1, end)]
+    return [ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
 
 
 PAIR_READ = pair_ended(OfferEnd.READ)
@@ -820,7 +820,7 @@ PAIRS: dict[str, Script] = {
     ),
     "a preemption between two parts": after(
         PARTS,
-        (94.0, WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT), QUEUED),
+        (94.0, WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
         (mark_pair(6),),  # of the step before it
         (prepare_pair(4, life=1, slot=8, fence_token=fence_token(0x78)), COMPUTING),
         (mark_pair(6),),
@@ -831,13 +831,13 @@ PAIRS: dict[str, Script] = {
     ),
     "a request that ends between two parts": after(
         PARTS,
-        (94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT), *denied(WITHDRAWN)),
+        (94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), *denied(WITHDRAWN)),
         (EARLY, *denied(WITHDRAWN)),
     ),
     "a preemption while a part is read": after(
         PARTS,
         (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
-        (WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT), QUEUED),
+        (WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
     ),
     "a reader that gives up between two parts": after(
         PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED))
@@ -873,7 +873,7 @@ PAIRS: dict[str, Script] = {
         (prepare_pair(4),),
         (RELEASE_INCOMPLETE,),
         (prepare_pair(None),),
-        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT), NOT_NEEDED),
+        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ),
     "an early ask for another life": [
         (
