@@ -13,10 +13,12 @@ from msgspec import structs
 from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.prefill import PrefillScheduler
+from nixl_kv.engine.engine import PairSlots
 from nixl_kv.protocol import decode, events
 from nixl_kv.protocol.decode import DecodeMachine
+from nixl_kv.protocol.early import EarlyAsks, _Pair
 from nixl_kv.protocol.load import Load, State
-from nixl_kv.protocol.prefill import Binding, PrefillMachine, RingBook
+from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, PrefillMachine, RingBook
 from nixl_kv.reading import replace
 from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import SlotPage
@@ -191,6 +193,63 @@ def difference_between_digests_ignored(patch: pytest.MonkeyPatch) -> None:
 @breaks("KV from before a reset", in_="resting")
 def loads_from_before_a_reset_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeScheduler, "reset_cache", lambda _: None)
+
+
+# --- pair tickets, and offers that are granted while they are computed
+
+
+@breaks("overwritten while its slot is valid", in_="early")
+def slot_of_a_preempted_pair_stays_valid(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PairSlots, "clear", lambda slots, nonce: slots.publish(nonce))
+
+
+@breaks("granted before it is written", in_="early", is_quick=True)
+def pair_granted_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    prepare = PrefillMachine._prepare
+
+    def prepare_as_written(machine: PrefillMachine, offer: Any) -> list[events.Action]:
+        actions = prepare(machine, offer)
+        machine.offers[offer.nonce].written = offer.computed or offer.num_tokens
+        return actions
+
+    patch.setattr(PrefillMachine, "_prepare", prepare_as_written)
+
+
+@breaks("wrong bytes", in_="early")
+def fence_of_a_part_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def on_done(load: Load, read: Any, done: events.ReadDone, now: float) -> list[events.Action]:
+        is_part = load.start is not None and read.part.end < load.start.end
+        token = read.fence_token if is_part else done.fence_token
+        return load.on_read_done(read, structs.replace(done, fence_token=token), now)
+
+    patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, events.ReadDone: on_done})
+
+
+@breaks("wrong bytes", in_="foreign")
+def pair_granted_for_another_prompt(patch: pytest.MonkeyPatch) -> None:
+    why = PrefillMachine._why_denied
+
+    def why_denied(machine: PrefillMachine, ask: Any, offer: Any) -> str:
+        reason = why(machine, ask, offer)
+        return "" if reason == OTHER_PROMPT else reason
+
+    patch.setattr(PrefillMachine, "_why_denied", why_denied)
+    patch.setattr(EarlyAsks, "expect", _expect_any)
+
+
+def _expect_any(early: EarlyAsks, event: events.ExpectOffer) -> list[events.Asked]:
+    pair = early._pairs.setdefault(event.nonce, _Pair())
+    pair.expected, pair.state, pair.known_by = event, "queued", FOREVER
+    return []
+
+
+@breaks("needless failure", "granted in two ways", in_="early")
+def pair_slot_given_twice(patch: pytest.MonkeyPatch) -> None:
+    def free(slots: PairSlots, report: events.PairSlotFree) -> None:
+        if report.slot is not None:
+            slots._free.append(report.slot)
+
+    patch.setattr(PairSlots, "free", free)
 
 
 @breaks("wrong bytes", "good bytes called corrupt", in_="staged")

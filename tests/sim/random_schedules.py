@@ -111,6 +111,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         gentle=True,
     ),
     "early": Profile(_weights(EVERY_DAY, GENTLE, EARLY), gentle=True),
+    "foreign": Profile(_weights(EVERY_DAY, EARLY, "foreign 8")),
     "early, faults": Profile(
         _weights(EVERY_DAY, BUSY, EARLY, NETWORK, DEADLY, RESTING, "preempt 4, abort 4")
     ),
