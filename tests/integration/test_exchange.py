@@ -1,24 +1,12 @@
 """A prefill and a decode rank exchange blocks: the real threads, sockets and machines."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from harness.local.caches import ORDERS, Sizes
+from harness.local.caches import Sizes
 from harness.local.memory import Fabric
-from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.protocol.events import FailureKind, Tick
 from support.pair import MakePair, MakeTransport, exchange
-
-
-@pytest.mark.parametrize("orders", [*itertools.product(ORDERS, ORDERS)], ids="-".join)
-def test_blocks_arrive_whatever_the_orders(
-    memory: MakeTransport, make_pair: MakePair, orders: tuple[str, str]
-) -> None:
-    """Over the control plane in memory."""
-    network = MemoryNetwork()
-    exchange(make_pair(memory, orders=orders, make_control=lambda: MemoryControl(network)))
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
