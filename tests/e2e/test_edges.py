@@ -1,7 +1,7 @@
 """What a client may ask for at the edges of the API, through the router: as one engine answers.
 
 Beside each answer stands what it cost: what decode read, what came of prefill's offers, and that
-neither engine holds a block afterwards. Prompts of single lengths are in test_answers.py.
+neither engine holds a block afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,19 +12,29 @@ from typing import Any
 import pytest
 
 from harness.cluster.answers import LIKELY, questions_of
-from harness.cluster.client import Answer, Client, Prompt, RefusedError
+from harness.cluster.client import WANT_TICKET, Answer, Client, Prompt, RefusedError
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
-from harness.cluster.metrics import FAILURES, LOADS, PREEMPTIONS, TICKETS_REFUSED, UNREACHABLE
+from harness.cluster.metrics import (
+    FAILURES,
+    LOADS,
+    NBYTES,
+    OFFERS,
+    PREEMPTIONS,
+    TICKETS_REFUSED,
+    UNREACHABLE,
+    CountersSince,
+)
 from harness.cluster.models.families import TinyModel
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import EVENT_S, Accounts, connected, expect, started
+from support.engines import EVENT_S, Accounts, connected, expect, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 128
+BLOCK_BYTES = 4 * 4 * BLOCK * 2 * 64 * 4  # layers, heads, tokens, K and V, head size, float32
 ANSWER = 16
 LIMIT = TinyModel().max_positions
 ROUNDING = 1e-4  # of a log probability; 4e-6 were seen
@@ -35,6 +45,45 @@ SAMPLED: Mapping[str, Any] = {"temperature": 0.8, "seed": 7}
 # vLLM gives one answer where temperature is 0.
 GREEDY_IN_EFFECT: Mapping[str, Any] = {"temperature": 1, "top_k": 1}
 IDS = {word: number for number, word in enumerate([*SPECIALS, *words()])}
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"),
+    [
+        pytest.param(5, 1, id="shorter than a block"),
+        pytest.param(127, 1, id="one short of a block"),
+        pytest.param(128, 1, id="exactly a block"),
+        pytest.param(129, 1, id="a block and the last token"),
+        pytest.param(130, 2, id="a block and two tokens"),
+        pytest.param(256, 2, id="exactly two blocks"),
+        pytest.param(1500, 12, id="twelve blocks"),
+    ],
+)
+def test_prompts_of_any_length_are_read_in_whole_blocks(
+    pair: Pair, single: Client, accounts: Accounts, length: int, blocks: int
+) -> None:
+    prompt = random_prompt(length, seed=100)
+    answer = pair.to_router.complete(prompt)
+    assert answer.tokens == single.complete(prompt).tokens
+    assert accounts.expect_loaded(length - 1)[NBYTES] == blocks * BLOCK_BYTES
+
+
+def test_a_full_hit_reads_nothing_and_releases_prefill_at_once(
+    pair: Pair, single: Client, accounts: Accounts
+) -> None:
+    prompt = random_prompt(2 * BLOCK + 1, seed=103)
+    pair.to_router.complete(prompt)
+    assert pair.to_router.complete(prompt).tokens == single.complete(prompt).tokens
+    accounts.expect_offers(2, read=1, aborted=1)
+    accounts.expect_loaded(2 * BLOCK)
+
+
+def test_an_aborted_prefill_publishes_no_offer(pair: Pair) -> None:
+    """Its client hangs up when it has seen the first of many tokens."""
+    since = CountersSince(pair.to_prefill)
+    pair.to_prefill.abandon(random_prompt(500, seed=107), 400, kv_transfer_params=WANT_TICKET)
+    expect_free(pair.to_prefill)
+    assert since.changed()[OFFERS] == 0
 
 
 @pytest.mark.parametrize(
@@ -61,29 +110,6 @@ def test_ways_to_ask(
     got = pair.to_router.answers(prompt, max_tokens, **asked)
     expect_same(got, single.answers(prompt, max_tokens, **asked))
     accounts.expect_loaded(length - 1)
-    accounts.expect_offers(1, read=1)
-
-
-@pytest.mark.parametrize(
-    "stop_of",
-    [
-        pytest.param(lambda said: said.split()[3], id="a token"),
-        pytest.param(lambda said: said.strip()[17:22], id="across two tokens"),
-        pytest.param(lambda said: ["none of it", said.split()[5]], id="several"),
-    ],
-)
-def test_stop_strings(
-    pair: Pair, single: Client, accounts: Accounts, stop_of: Callable[[str], object]
-) -> None:
-    prompt = random_prompt(310, seed=301 + len(str(stop_of("ba be bi bo da de di"))))
-    whole = single.complete(prompt)
-    stop = stop_of(whole.text)
-    got = pair.to_router.complete(prompt, stop=stop)
-    expect_same([got], [single.complete(prompt, stop=stop)])
-    assert got.finish_reason == "stop"
-    assert whole.text.startswith(got.text)
-    assert 0 < len(got.tokens) < len(whole.tokens)
-    accounts.expect_loaded(309)
     accounts.expect_offers(1, read=1)
 
 

@@ -11,13 +11,12 @@ from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.families import TinyModel
-from harness.cluster.models.files import SPECIALS, ensure_tiny_model, words
+from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from harness.cluster.tickets import changed, sealed, values
+from harness.cluster.tickets import sealed, values
 from harness.cluster.waiting import wait_until
-from nixl_kv.ids import Nonce
-from nixl_kv.protocol.ticket import FIELD, context_hash
+from nixl_kv.protocol.ticket import FIELD
 from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +98,6 @@ def test_a_malformed_ticket_is_computed_locally(
         pytest.param(having(port=1), "cannot connect", id="nobody listens"),
         pytest.param(having(engine="other"), "instead of 'other'", id="another engine"),
         pytest.param(having(incarnation="f" * 32), "incarnation", id="a former life"),
-        pytest.param(having(nonce="0" * 32), "prefill rank 0 denied", id="unknown nonce"),
     ],
 )
 def test_a_ticket_of_nobody_is_computed_locally(
@@ -108,12 +106,11 @@ def test_a_ticket_of_nobody_is_computed_locally(
     spoil: Callable[[Ticket], Ticket],
     named: str,
 ) -> None:
-    """These look right, so decode asks; a nonce changes the context, which is hashed anew here."""
+    """These look right, so decode asks."""
     prompt = random_prompt(160 + len(named), seed=201)
-    ticket = pair.to_prefill.ticket(prompt)
-    spoilt = with_context(spoil(ticket), ticket, prompt)
+    ticket = spoil(pair.to_prefill.ticket(prompt))
     since, start = CountersSince(pair.to_decode), pair.decode.log_size()
-    answer = pair.decode_with(spoilt, prompt)
+    answer = pair.decode_with(ticket, prompt)
     assert answer.tokens == single.complete(prompt).tokens
     assert answer.seconds < REQUEST_TIMEOUT_S
     assert since.wait_for(FAILURES, timeout_s=EVENT_S)[FAILURES] == 1
@@ -221,13 +218,3 @@ def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:
             pair.decode_with(pair.to_prefill.ticket(prompt), prompt)
         refusal = "is 'float8_e5m2 in CPU_ATTN", "' here and 'float8_e4m3fn in CPU_ATTN"
         assert all(words in other.log_text() for words in refusal)
-
-
-def with_context(spoilt: Ticket, ticket: Ticket, prompt: str) -> Ticket:
-    """The context is keyed by the nonce: with another nonce it has to be another one."""
-    nonce = values(spoilt)["nonce"]
-    if nonce == values(ticket)["nonce"]:
-        return spoilt
-    ids = {word: number for number, word in enumerate([*SPECIALS, *words()])}
-    tokens = [ids[word] for word in prompt.split()]
-    return changed(spoilt, context=context_hash(Nonce(nonce), tokens, ()))
