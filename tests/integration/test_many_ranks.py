@@ -24,7 +24,7 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnd, SetEngine, StartLoad
-from support.pair import MakeTransport
+from support.integration import MakeTransport
 from support.planting import FAULTS, Bytes, Places, Planter, fields_of, memory_of
 
 CONFIG = Config(host=HOST, offer_ttl_s=600, lease_s=600, request_timeout_s=600, peer_timeout_s=60)

@@ -19,7 +19,7 @@ from harness.cluster import netns
 from harness.cluster.netns import Namespace, Switch
 from harness.local.caches import Sizes
 from nixl_kv.config import Config
-from support.pair import CONFIG
+from support.integration import CONFIG
 from support.processes import Side, SideProcess
 
 pytestmark = pytest.mark.nixl

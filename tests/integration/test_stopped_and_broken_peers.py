@@ -140,7 +140,7 @@ def test_a_rank_whose_turn_is_long_has_not_stopped_before_nothing_can_write(
     prefill, decode = start(), Side("decode", over_tcp, SIZES)
     assert decode.load(prefill.offer()) is None
     engine = decode.engine.ranks[0].engine
-    transport = decode.engine.parts.agents.current.transport
+    transport = decode.engine.ranks[0].parts.agents.current.transport
     is_posted, may_go_on = threading.Event(), threading.Event()
     read = transport.read
 

@@ -78,15 +78,16 @@ class EndingSide(Side):
         peers.KEPT_S = 600.0  # type: ignore[misc]
 
     def forget(self) -> None:
-        self.engine.wait(lambda: not self.engine.parts.decode.peers.known, WAIT_S)
+        self.engine.wait(lambda: not self.engine.ranks[0].parts.decode.peers.known, WAIT_S)
 
     def settle(self) -> None:
         """Until nothing is known of any peer, and nothing is under way that ends by itself."""
-        transfer, parts = self.engine.ranks[0].engine, self.engine.parts
+        (rank,) = self.engine.ranks
+        parts = rank.parts
 
         def is_settled() -> bool:
-            if transfer.loop is not None:
-                transfer.loop.wake()
+            if rank.engine.loop is not None:
+                rank.engine.loop.wake()
             known = parts.decode.peers.known or parts.control.links()
             return not (known or parts.agents.is_busy or parts.agents.next_due is not None)
 

@@ -13,9 +13,10 @@ import psutil
 from typing_extensions import Self
 
 from harness.local.caches import Cache, Sizes
+from harness.local.engine import LocalEngine
 from nixl_kv.config import Config
 from nixl_kv.protocol.ticket import Ticket
-from support.pair import CONFIG, MakeTransport, SmallEngine
+from support.integration import CONFIG, MakeTransport
 
 START_S = 300.0  # how long a process may take to start, on a busy machine
 WAIT_S = 120.0
@@ -33,8 +34,8 @@ class Side:
         self.table = range(1, sizes.blocks)
         self.tokens = len(self.table) * sizes.tokens
         self.count = 0
-        self._open = lambda: SmallEngine(
-            role, self.cache, make_transport, config=config, roles=role
+        self._open = lambda: LocalEngine(
+            role, [self.cache.layout()], make_transport, config=config, roles=role
         )
         self.engine = self._open()
 
@@ -56,7 +57,7 @@ class Side:
         self.count += 1
         name = f"d{self.count}"
         self.engine.prepare_load(name, ticket)
-        self.engine.load(name, self.table, end=self.tokens)
+        self.engine.start_load(name, [self.table], range(self.tokens))
         return name
 
     def begin(self, ticket: Ticket) -> str:

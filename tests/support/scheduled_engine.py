@@ -10,9 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,6 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION
-from nixl_kv.transport.base import Transport
 from support.cache_manager import CacheManager
 
 WAIT_S: Final = 60.0
@@ -39,18 +37,16 @@ TABLE: Final = (7, 3, 4)
 class ScheduledEngine:
     """Prefill and decode. Steps happen when `step` is called, and while it waits."""
 
-    def __init__(
-        self, name: str, key_file: str, make_transport: Callable[[], Transport] | None = None
-    ) -> None:
-        """Start it; by default nobody can read what it offers."""
-        fabric, sizes = Fabric(), Sizes()
-        self.cache = Cache(sizes)
+    def __init__(self, name: str, key_file: str) -> None:
+        """Start it; nobody can read what it offers."""
+        sizes = Sizes()
+        self._cache = Cache(sizes)
         config = Config(host=HOST, key_file=key_file, offer_ttl_s=5.0, request_timeout_s=600.0)
         trust = Trust.of(config)
         self.local = LocalEngine(
             name,
-            [self.cache.layout()],
-            make_transport or (lambda: MemoryTransport(fabric)),
+            [self._cache.layout()],
+            lambda: MemoryTransport(Fabric()),
             config=config,
         )
         self._manager = CacheManager()
@@ -75,7 +71,7 @@ class ScheduledEngine:
         self._manager.tables[request] = [TABLE]
         prompt = Prompt(name, len(TOKENS), TOKENS)
         self._prefill.on_new_request(name, len(TOKENS), prompt.context)
-        self._submit_step((name, range(len(TOKENS))))
+        self.step((name, range(len(TOKENS))))
         is_pinned, params = self._prefill.request_finished(name, [TABLE], reason="")
         self.step()
         assert is_pinned
@@ -104,15 +100,6 @@ class ScheduledEngine:
         self.step()
         return self.local.wait_failure(request, WAIT_S)
 
-    def reset(self, weights: str = "") -> None:
-        """The cache is reset; the weights may have another label now. No step follows."""
-        address = self._prefill.address
-        assert address is not None
-        self._prefill.address = replace(address, epoch=address.epoch + 1, weights=weights)
-        self._decode.weights = weights
-        self._prefill.reset_cache()
-        self._decode.reset_cache()
-
     def finish(self, request: str) -> None:
         self._decode.request_finished(RequestId(request))
         self.step()
@@ -129,10 +116,7 @@ class ScheduledEngine:
         self._prefill.update_connector_output([RequestId(request)])
         return rank.offers[RequestId(request)].value
 
-    def step(self) -> None:
-        self._submit_step()
-
-    def _submit_step(self, *scheduled: tuple[RequestId, range]) -> None:
+    def step(self, *scheduled: tuple[RequestId, range]) -> None:
         commands = self._prefill.build_connector_meta(scheduled)
         self.local.submit(*commands, *self._decode.build_connector_meta())
 

@@ -9,7 +9,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
-from support.pair import CONFIG, MakeEngine, MakeTransport
+from support.integration import CONFIG, MakeEngine, MakeTransport
 
 
 @pytest.fixture

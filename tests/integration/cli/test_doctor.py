@@ -18,8 +18,8 @@ from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.breaker import State
 from nixl_kv.transport.tcp.detect import Place
 from nixl_kv.transport.zmq import ZmqControl
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]

@@ -13,8 +13,8 @@ from nixl_kv.cli import client
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
 from nixl_kv.keys import find_user_key, read_key_file, write_key_file
 from nixl_kv.transport.zmq import ZmqControl
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]

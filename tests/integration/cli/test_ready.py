@@ -9,8 +9,8 @@ from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.engine.trust import Trust
 from nixl_kv.keys import write_key_file
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 HANDSHAKE = "handshake failed: perhaps it has another key, or none, or hangs"
 

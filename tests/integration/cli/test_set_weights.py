@@ -7,8 +7,8 @@ import pytest
 from nixl_kv.config import KEY_VARIABLE
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.zmq import ZmqControl
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 
 def test_the_label_is_set_with_the_key_alone(

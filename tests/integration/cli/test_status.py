@@ -10,8 +10,8 @@ from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.zmq import ZmqControl
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 TIMEOUT_S = 60.0
 TOKENS = 8
