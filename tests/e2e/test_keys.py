@@ -34,6 +34,7 @@ def keyed(cluster: Cluster, key_file: Path) -> Iterator[Pair]:
     specs = pair_specs(
         ensure_tiny_model(),
         suffix="-keyed",
+        by_name=True,  # the installed entry point finds our connector
         kv_cache_bytes=128 << 20,
         connector_config={**PATIENT, "key_file": str(key_file)},
     )
