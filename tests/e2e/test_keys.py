@@ -1,6 +1,10 @@
-"""Real engines that share a key: requests go as always, and what a client changed leads nowhere."""
+"""Real engines that share a key: requests go as always, and what a client changed leads nowhere.
+
+They are configured as for vLLM's own NixlConnector: only our module's path and the key are new.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +21,12 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.ticket import FIELD
-from support.engines import EVENT_S, PATIENT, Accounts, connected, started
+from support.engines import EVENT_S, Accounts, connected, started
 
 pytestmark = pytest.mark.e2e
+
+THEIR_KEYS = {"backends": ["UCX"], "num_threads": 4, "kv_lease_duration": 30}
+"""What users of vLLM's connector may have set."""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +41,12 @@ def keyed(cluster: Cluster, key_file: Path) -> Iterator[Pair]:
     specs = pair_specs(
         ensure_tiny_model(),
         suffix="-keyed",
-        by_name=True,  # the installed entry point finds our connector
+        drop_in=True,
         kv_cache_bytes=128 << 20,
-        connector_config={**PATIENT, "key_file": str(key_file)},
+        connector_config={**THEIR_KEYS, "key_file": str(key_file)},
     )
-    with started(cluster, *specs) as engines, connected(*engines) as pair:
+    both = [replace(spec, role="both") for spec in specs]
+    with started(cluster, *both) as engines, connected(*engines) as pair:
         yield pair
 
 
@@ -49,6 +57,9 @@ def test_engines_with_one_key_exchange_kv(keyed: Pair) -> None:
     answer = keyed.decode_with(ticket, prompt)
     accounts.expect_loaded(299)
     assert answer.tokens == keyed.to_prefill.complete(prompt).tokens
+    log = keyed.prefill.log_text()
+    assert "kv_connector_extra_config['kv_lease_duration'] counts as 'offer_ttl_s'" in log
+    assert "kv_connector_extra_config['num_threads'] has no effect: " in log
 
 
 def test_a_changed_ticket_is_computed_locally(keyed: Pair) -> None:

@@ -130,6 +130,7 @@ def test_a_refused_ticket_is_an_error_if_the_operator_says_so(
         ensure_tiny_model(),
         "decode",
         "nixl-kv",
+        by_name=True,  # the installed entry point finds our connector
         kv_cache_bytes=64 << 20,
         connector_config={"on_load_failure": "fail"},
     )

@@ -8,7 +8,6 @@ import pytest
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.engine.trust import Trust
-from nixl_kv.keys import write_key_file
 from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
 
@@ -47,14 +46,13 @@ def test_an_engine_that_starts_is_not_ready(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("trouble", ["gone", "key"])
 def test_no_answer_is_one_line_within_a_second(
-    make_engine: MakeEngine, tmp_path: Path, trouble: str
+    make_engine: MakeEngine, key_file: Path, trouble: str
 ) -> None:
     engine, options = make_engine("P", 1), []
     if trouble == "gone":
         engine.directory.stop()
     else:
-        write_key_file(tmp_path / "key")
-        options = [f"--key-file {tmp_path / 'key'}"]
+        options = [f"--key-file {key_file}"]
     begin = time.monotonic()
     result = nixl_kv("ready --at", address(engine), *options)
     assert time.monotonic() - begin < 5.0  # 0.8 s, on an idle machine

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
-from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.keys import read_key_file
 from nixl_kv.transport.zmq import ZmqControl
 from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
@@ -38,10 +38,9 @@ def wait_status(
 
 
 def test_loads_and_offers_say_what_they_wait_for(
-    make_engine: MakeEngine, fabric: Fabric, tmp_path: Path
+    make_engine: MakeEngine, fabric: Fabric, key_file: Path
 ) -> None:
-    write_key_file(tmp_path / "key")
-    keys, options = read_key_file(tmp_path / "key"), [f"--key-file {tmp_path / 'key'}"]
+    keys, options = read_key_file(key_file), [f"--key-file {key_file}"]
     prefill = make_engine("P", 1, roles="prefill", make_control=lambda: ZmqControl(keys))
     decode = make_engine("D", 2, roles="decode", make_control=lambda: ZmqControl(keys))
     fabric.reads_hang = True
