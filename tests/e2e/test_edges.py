@@ -4,7 +4,7 @@ Beside each answer stands what it cost: what decode read, what came of prefill's
 neither engine holds a block afterwards.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,24 +12,15 @@ from typing import Any
 import pytest
 
 from harness.cluster.answers import LIKELY, questions_of
-from harness.cluster.client import WANT_TICKET, Answer, Client, Prompt, RefusedError
+from harness.cluster.client import WANT_TICKET, Answer, Client, RefusedError
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
-from harness.cluster.metrics import (
-    FAILURES,
-    LOADS,
-    NBYTES,
-    OFFERS,
-    PREEMPTIONS,
-    TICKETS_REFUSED,
-    UNREACHABLE,
-    CountersSince,
-)
+from harness.cluster.metrics import NBYTES, OFFERS, PREEMPTIONS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.families import TinyModel
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import EVENT_S, Accounts, connected, expect, expect_free, started
+from support.engines import Accounts, connected, expect, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
@@ -200,37 +191,15 @@ def test_a_prompt_of_one_token_has_nothing_to_read(
     accounts.expect_offers(1, read=0, aborted=1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "asked"),
-    [
-        pytest.param("", {}, id="no text"),
-        pytest.param([LIMIT * 2], {}, id="no such id"),
-        pytest.param([3] * LIMIT, {}, id="one token too long"),
-        pytest.param("ba be", {"n": 2}, id="greedy and two"),
-    ],
-)
-def test_what_one_engine_refuses_prefill_refuses(
-    pair: Pair,
-    single: Client,
-    accounts: Accounts,
-    prompt: Prompt,
-    asked: Mapping[str, Any],
-) -> None:
-    expected = refusal(single, prompt, **asked)
-    assert expected[0] == 400
-    assert refusal(pair.to_router, prompt, **asked) == expected
-    accounts.expect_loaded()
-    accounts.expect_offers(0, read=0)
-
-
 def test_what_decode_alone_refuses_costs_prefill_no_block(
     pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """vLLM's frontend tells the connector of it only if the ticket has `do_remote_prefill`."""
     prompt = random_prompt(370, seed=323)
     ticket = {**pair.to_prefill.ticket(prompt), "do_remote_prefill": True}
-    expected = refusal(single, prompt, max_tokens=0)
-    assert refusal(pair.to_decode, prompt, max_tokens=0, kv_transfer_params=ticket) == expected
+    expected = refusal(single, prompt)
+    assert expected[0] == 400
+    assert refusal(pair.to_decode, prompt, kv_transfer_params=ticket) == expected
     accounts.expect_loaded()
     accounts.expect_released()
 
@@ -253,23 +222,6 @@ def test_log_probabilities_of_the_prompt_are_computed_on_decode(
     accounts.expect_offers(2, read=0, aborted=2)
 
 
-def test_sixty_four_at_once(pair: Pair, single: Client, accounts: Accounts) -> None:
-    """On two cores the threads that keep a connection alive may wait for longer than its timeout.
-
-    What is then lost is computed on decode. No load may fail for another reason.
-    """
-    prompts = [random_prompt(5 + 53 * number % 300, seed=315) for number in range(64)]
-    assert ask_both(pair.to_router.complete, single, prompts, num_tokens=8).count("other") == 0
-    ended = accounts.decode.wait(lambda now: now[LOADS] + now[FAILURES] >= 64, EVENT_S, step=True)
-    lost = ended[UNREACHABLE]
-    if lost:
-        assert (ended[LOADS], ended[FAILURES]) == (64 - lost, lost)
-        assert lost < 32
-    else:
-        accounts.expect_loaded(*(len(prompt.split()) - 1 for prompt in prompts))
-        accounts.expect_offers(64, read=64)
-
-
 def test_what_preempted_requests_have_read_is_computed_again(
     cluster: Cluster,
     base_specs: tuple[EngineSpec, EngineSpec],
@@ -283,28 +235,20 @@ def test_what_preempted_requests_have_read_is_computed_again(
     with started(cluster, spec) as (decode,), connected(prefill, decode) as pair:
         accounts = Accounts(pair)
         accounts.expect_free()  # of what came before
-        assert ask_both(pair.complete, single, prompts, num_tokens=TALK).count("other") == 0
+        questions = questions_of(single, prompts, TALK)
+        with ThreadPoolExecutor(TALKERS) as pool:
+            answers = list(pool.map(lambda prompt: pair.complete(prompt, TALK), prompts))
+        likenesses = [one.compare(got) for one, got in zip(questions, answers, strict=True)]
+        assert "other" not in likenesses
         assert accounts.expect_loaded(*[249] * TALKERS)[PREEMPTIONS] > 0
         accounts.expect_offers(TALKERS, read=TALKERS)
         accounts.expect_free()
 
 
-def ask_both(
-    complete: Callable[[str, int], Answer], single: Client, prompts: list[str], *, num_tokens: int
-) -> list[str]:
-    """All prompts at once, first to the single engine; how the other answers compare."""
-    questions = questions_of(single, prompts, num_tokens)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = pool.map(lambda one: complete(one, num_tokens), prompts)
-        return [one.compare(answer) for one, answer in zip(questions, answers, strict=True)]
-
-
-def refusal(
-    client: Client, prompt: Prompt, max_tokens: int = ANSWER, **asked: object
-) -> tuple[int, Mapping[str, object]]:
-    """The status and the error that a request ends with."""
+def refusal(client: Client, prompt: str, **asked: object) -> tuple[int, Mapping[str, object]]:
+    """The status and the error of a request for no token."""
     with pytest.raises(RefusedError) as raised:
-        client.answers(prompt, max_tokens, **asked)
+        client.complete(prompt, 0, **asked)
     return raised.value.status, raised.value.error
 
 

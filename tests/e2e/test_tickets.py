@@ -20,11 +20,6 @@ from support.engines import EVENT_S, PATIENT, Accounts, started
 pytestmark = pytest.mark.e2e
 
 REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
-PARAMETERS = (
-    *("remote_engine_id", "remote_request_id", "remote_host", "remote_port"),
-    *("remote_block_ids", "tp_size"),
-)
-"""What is beside the ticket."""
 ROUTED = itertools.count(270)  # seeds: no prompt is in decode's cache before
 
 
@@ -32,34 +27,13 @@ def lines_with(words: str, log: str) -> list[str]:
     return [line for line in log.splitlines() if words in line]
 
 
-def beside(*missing: str, **fields: object) -> Callable[[Ticket], Ticket]:
-    """Other fields beside the string that is the ticket, and some missing."""
-    return lambda ticket: {k: v for k, v in (ticket | fields).items() if k not in missing}
+def without_string(ticket: Ticket) -> Ticket:
+    return {name: value for name, value in ticket.items() if name != FIELD}
 
 
 def having(**fields: object) -> Callable[[Ticket], Ticket]:
     """Other values in the string."""
     return lambda ticket: sealed(ticket, list((values(ticket) | fields).values()))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(beside(do_remote_prefill=True, do_remote_decode=False), id="flags set"),
-        pytest.param(beside(remote_host="http://prefill.example:8000"), id="overwritten host"),
-        pytest.param(beside(*PARAMETERS), id="nothing but the string"),
-    ],
-)
-def test_what_a_router_does_beside_the_ticket_does_not_matter(
-    pair: Pair, single: Client, change: Callable[[Ticket], Ticket]
-) -> None:
-    prompt = random_prompt(140, seed=next(ROUTED))
-    ticket = pair.to_prefill.ticket(prompt)
-    assert set(ticket) >= {*PARAMETERS, FIELD}
-    since = CountersSince(pair.to_decode)
-    answer = pair.decode_with(change(ticket), prompt)
-    assert answer.tokens == single.complete(prompt).tokens
-    assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
 
 
 REFUSED = TICKETS_REFUSED, "is computed here"
@@ -71,7 +45,7 @@ so that decode asks."""
 @pytest.mark.parametrize(
     ("outcome", "spoil", "named"),
     [
-        pytest.param(REFUSED, beside(FIELD), "lacks the field 'nixl_kv_ticket'", id="no ticket"),
+        pytest.param(REFUSED, without_string, "lacks the field 'nixl_kv_ticket'", id="no ticket"),
         pytest.param(
             *(REFUSED, lambda _: {"do_remote_decode": True}, "do_remote_decode"), id="for prefill"
         ),
