@@ -104,24 +104,6 @@ def test_ways_to_ask(
     accounts.expect_offers(1, read=1)
 
 
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_a_stream_joins_to_the_same_answer(
-    pair: Pair, single: Client, accounts: Accounts, *, is_chat: bool
-) -> None:
-    prompt = random_prompt(320, seed=302 + is_chat)
-    if is_chat:
-        messages = [{"role": "user", "content": prompt}]
-        expected, got = single.chat(messages, 64), pair.to_router.stream_chat(messages, 64)
-    else:
-        expected, got = single.complete(prompt, 64), pair.to_router.stream(prompt, 64)
-    assert got.tokens == expected.tokens
-    assert got.text == expected.text
-    assert len(got.pieces) > 1
-    assert got.finish_reason == "length"
-    accounts.expect_loaded(expected.prompt_tokens - 1)
-    accounts.expect_offers(1, read=1)
-
-
 def test_a_chat_of_three_turns_reads_only_what_is_new(
     pair: Pair, single: Client, accounts: Accounts
 ) -> None:

@@ -27,7 +27,7 @@ from nixl_kv.reading.peers import (
     RemoteRank,
 )
 from nixl_kv.transport.base import ListHandle, PeerName, Rows
-from support.readable import ReadableRank, engine_of
+from support.agent_reading import ReadableRank, engine_of
 from support.records import PEER
 from support.stepped import Background
 

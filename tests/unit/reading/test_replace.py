@@ -37,7 +37,7 @@ from nixl_kv.reading.agent import WARM_UP_S, open_transport
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S, Agents
 from nixl_kv.transport.base import PeerName, Transport
-from support.readable import ReadableRank, engine_of
+from support.agent_reading import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
 
