@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from support.endings import running, wait_for
-from support.processes import SideProcess
+from support.processes import SideProcess, running, wait_for
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl

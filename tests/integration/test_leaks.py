@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from support.endings import Usage, running, wait_for
-from support.processes import SideProcess, cut
+from support.processes import SideProcess, Usage, cut, running, wait_for
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
