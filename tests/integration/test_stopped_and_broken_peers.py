@@ -10,18 +10,14 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from nixl_kv.errors import TransportError
-from nixl_kv.protocol.events import LoadEnded
 from nixl_kv.transport.base import Transport
 from support.processes import Side, SideProcess, cut
 
@@ -130,39 +126,3 @@ def test_after_a_break_decode_reads_on(paced_decode: Side, start: Start) -> None
     logger.info("prefill %s", "lives" if broken.process.is_alive() else "died")
     if broken.process.is_alive():  # UCX has spared it: it is connected to anew
         assert paced_decode.load(broken.offer()) is None
-
-
-def test_a_rank_whose_turn_is_long_has_not_stopped_before_nothing_can_write(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The load is reported once, and nothing lands after that."""
-    monkeypatch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
-    prefill, decode = start(), Side("decode", over_tcp, SIZES)
-    assert decode.load(prefill.offer()) is None
-    engine = decode.engine.ranks[0].engine
-    transport = decode.engine.ranks[0].parts.agents.current.transport
-    is_posted, may_go_on = threading.Event(), threading.Event()
-    read = transport.read
-
-    def read_slowly(*arguments: Any) -> Any:
-        handle = read(*arguments)
-        is_posted.set()
-        may_go_on.wait(60)
-        return handle
-
-    monkeypatch.setattr(transport, "read", read_slowly)
-    late = decode.start(prefill.offer())
-    assert is_posted.wait(60)
-    with pytest.raises(TransportError, match="the thread has not ended its turn"):
-        engine.stop()
-    assert engine.pop_results() == []
-    may_go_on.set()
-    engine.stop(60)
-    (ended,) = (each for each in engine.pop_results() if isinstance(each, LoadEnded))
-    assert (ended.request, str(ended.failure)) == (late, "this rank has stopped (dropped)")
-    decode.cache.memory[...] = 0  # it is somebody else's now
-    time.sleep(1.0)  # that nothing comes can only be seen by waiting
-    assert not decode.cache.memory.any()
-    engine.stop()
-    assert engine.pop_results() == []
-    decode.engine.directory.stop()
