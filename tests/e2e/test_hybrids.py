@@ -1,9 +1,8 @@
 """A model with recurrent state: decode reads the state before the token that it computes itself.
 
 Three layers of a tiny Qwen3-Next keep a state, and one KV. vLLM computes them in bfloat16, so that
-an answer may part from the single engine's where two tokens are as good as equally likely. Prompts
-of any length are in the matrix, and what answers are worth without the state in
-test_state_recall.py.
+an answer may part from the single engine's where two tokens are as good as equally likely. What
+answers are worth without the state is in test_state_recall.py.
 """
 
 import itertools
@@ -49,6 +48,7 @@ ANSWER = 16
 DTYPE = "bfloat16"
 STATE_ARGS = ("--mamba-ssm-cache-dtype", "float32")
 CHUNK = 512  # tokens that are computed in a step at most
+LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
 TALKERS = 8
 TALK = 120
 """So long that requests overlap: vLLM 0.33 preempts none of those that answer with 40 tokens."""
@@ -119,6 +119,14 @@ def expect_loaded(accounts: Accounts, *tokens: int) -> None:
     assert changed[VERIFIED] == changed[LOADS]
 
 
+def test_prompts_of_any_length_are_read_but_for_their_last_token(
+    hybrids: Pair, alone: Client
+) -> None:
+    accounts = Accounts(hybrids)
+    expect_answers(hybrids, alone, *(random_prompt(n, seed=next(SEEDS)) for n in LENGTHS))
+    expect_loaded(accounts, *(n - 1 for n in LENGTHS))
+
+
 def test_a_prompt_of_one_token_is_computed_on_decode(hybrids: Pair, alone: Client) -> None:
     prompt, accounts = random_prompt(1, seed=next(SEEDS)), Accounts(hybrids)
     got = hybrids.to_decode.complete(prompt, ANSWER, kv_transfer_params=None)
@@ -141,6 +149,15 @@ def test_what_is_cached_on_either_side_is_not_computed_or_read_again(
     # Of the prompt alone, which vLLM has kept a state of before its last block.
     expect_answers(hybrids, alone, f"{head} {tails[0]}")
     assert cached.wait_for(CACHED_TOKENS, BLOCK, EVENT_S)
+
+
+def test_two_answers_to_a_prompt(hybrids: Pair, alone: Client) -> None:
+    prompt = random_prompt(BLOCK + 50, seed=next(SEEDS))
+    ticket = hybrids.to_prefill.ticket(prompt)
+    asked = {"n": 2, "temperature": 1, "top_k": 1, "kv_transfer_params": ticket}
+    question = Question.of(alone, prompt, ANSWER)
+    answers = hybrids.to_decode.answers(prompt, ANSWER, **asked)
+    assert [question.compare(one, DTYPE) == "other" for one in answers] == [False, False]
 
 
 def test_a_fault_in_a_state_is_found_and_named(
