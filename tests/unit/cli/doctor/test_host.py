@@ -12,7 +12,7 @@ from typing import TypeAlias
 import pytest
 
 from nixl_kv.cli.doctor import host
-from nixl_kv.cli.doctor.host import TESTED, TESTED_PYTHONS, Gpus
+from nixl_kv.cli.doctor.host import TESTED, Gpus
 from nixl_kv.cli.doctor.report import Check
 
 REPO = Path(__file__).resolve().parents[4]
@@ -20,7 +20,7 @@ MakeHost: TypeAlias = Callable[..., Path]
 
 
 def verdicts(checks: Iterable[Check]) -> dict[str, str]:
-    return {check.name: check.verdict.value for check in checks}
+    return {check.name: check.verdict for check in checks}
 
 
 def only(checks: Iterable[Check], name: str) -> Check:
@@ -66,7 +66,7 @@ def test_tested_versions_are_those_of_the_compatibility_page() -> None:
     assert shown == set(TESTED["torch"].versions)
     project = (REPO / "pyproject.toml").read_text()
     classified = re.findall(r"Python :: (3\.\d+)", project)
-    assert tuple(classified) == TESTED_PYTHONS
+    assert tuple(classified) == TESTED["Python"].versions
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_versions_are_compared_with_those_that_were_tested(
     monkeypatch.setattr(metadata, "version", version)
     found = list(host.check_versions())
     assert verdicts(found).items() >= {**expected, "Python": "ok"}.items()
-    assert all(check.fix for check in found if check.verdict.value in ("warning", "error"))
+    assert all(check.fix for check in found if check.verdict in ("warning", "error"))
 
 
 def test_another_python_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_few_descriptors_are_named(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     check = only(host.check_limits(make_host()), "file descriptors (ulimit -n)")
-    assert check.verdict.value == verdict
+    assert check.verdict == verdict
     assert ("unlimited" if descriptors < 0 else f"{descriptors:,}") in check.detail
 
 
@@ -134,7 +134,7 @@ def test_locked_memory_matters_with_rdma(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, -1))
     check = only(host.check_limits(make_host(rdma)), "locked memory (ulimit -l)")
-    assert check.verdict.value == verdict
+    assert check.verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(64 << 20, "warning"), (8 << 30, "ok")])
@@ -143,12 +143,12 @@ def test_a_small_shm_is_a_warning(
 ) -> None:
     blocks = SimpleNamespace(f_blocks=free >> 12, f_bavail=free >> 12, f_frsize=4096)
     monkeypatch.setattr(host.os, "statvfs", lambda _: blocks)
-    assert only(host.check_limits(make_host()), "shared memory (/dev/shm)").verdict.value == verdict
+    assert only(host.check_limits(make_host()), "shared memory (/dev/shm)").verdict == verdict
 
 
 def test_a_missing_shm_is_an_error(tmp_path: Path) -> None:
     check = only(host.check_limits(tmp_path), "shared memory (/dev/shm)")
-    assert (check.verdict.value, check.detail) == ("error", "No such file or directory")
+    assert (check.verdict, check.detail) == ("error", "No such file or directory")
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_rdma_must_be_usable(
     root = make_host({"mlx5_0": state}, verbs=verbs)
     found = list(host.check_transports(environ, root))
     check = only(found, "RDMA")
-    assert (check.verdict.value, word in check.detail) == (verdict, True)
+    assert (check.verdict, word in check.detail) == (verdict, True)
     assert ("RDMA" in only(found, "between hosts").detail) is (verdict == "ok")
 
 
 def test_gpus_without_cuda_ipc_are_a_warning(make_host: MakeHost) -> None:
     found = list(host.check_transports({"UCX_TLS": "sm,tcp,cuda_copy"}, make_host(gpus=1)))
     check = only(found, "between processes of this host")
-    assert (check.verdict.value, "cuda_ipc" in check.fix) == ("warning", True)
+    assert (check.verdict, "cuda_ipc" in check.fix) == ("warning", True)
     assert "UCX_TLS" not in verdicts(found)
 
 
@@ -231,8 +231,8 @@ def test_settings_that_nixl_refuses_beside_gpus_are_an_error(
     ids=["none", "peers", "blind", "hidden", "no torch"],
 )
 def test_gpus_must_read_each_other(gpus: Gpus | None, verdict: str, words: str) -> None:
-    (check,) = host.check_gpus(gpus)
-    assert (check.verdict.value, words in check.detail) == (verdict, True)
+    check = host.check_gpus(gpus)
+    assert (check.verdict, words in check.detail) == (verdict, True)
 
 
 @pytest.mark.parametrize(

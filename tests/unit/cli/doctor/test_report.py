@@ -70,4 +70,4 @@ def test_a_bug_in_a_check_hides_nothing() -> None:
 
     title, (first, bug) = run("t", checks)
     assert (title, first.name) == ("t", "first")
-    assert (bug.verdict.value, bug.detail) == ("warning", "a check failed: KeyError: 'oops'")
+    assert (bug.verdict, bug.detail) == ("warning", "a check failed: KeyError: 'oops'")

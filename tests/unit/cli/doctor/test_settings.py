@@ -19,13 +19,12 @@ MODULE = {"kv_connector_module_path": "nixl_kv.connector"}
 
 
 def verdicts(checks: Iterable[Check]) -> list[tuple[str, str]]:
-    return [(check.name, check.verdict.value) for check in checks if check.verdict.value != "ok"]
+    return [(check.name, check.verdict) for check in checks if check.verdict != "ok"]
 
 
 def checked(value: Any, environ: dict[str, str] | None = None) -> list[Check]:
     setup = Setup.parse(None if value is None else json.dumps(value))
-    config = settings.read_config(setup, environ or {})
-    return list(settings.check_settings(setup, config, environ or {}))
+    return settings.check_settings(setup, environ or {})[1]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_a_key_is_known_by_its_fingerprint(tmp_path: Path) -> None:
     write_key_file(path)
     for checks in (key_checks(path), key_checks(key_file=str(path))):
         (check,) = checks
-        assert check.verdict.value == "ok"
+        assert check.verdict == "ok"
         assert read_key_file(path).fingerprint in check.detail
         assert path.read_text().strip() not in check.detail
 
@@ -135,7 +134,7 @@ def test_a_bad_key_file_is_an_error(tmp_path: Path) -> None:
     write_key_file(path)
     path.chmod(0o644)
     keys, (check,) = settings.check_key(None, path, insecure=False)
-    assert (keys, check.verdict.value) == (None, "error")
+    assert (keys, check.verdict) == (None, "error")
     assert "its mode is 0644" in check.detail
 
 
@@ -149,10 +148,8 @@ def test_no_key_is_a_warning_beyond_this_machine() -> None:
 
 
 def address_checks(peers: tuple[str, ...] = (), role: str = "kv_both", **extra: Any) -> list[Check]:
-    value = {**OURS, "kv_role": role, "kv_connector_extra_config": extra}
-    setup = Setup.parse(json.dumps(value))
-    config = Config.parse(extra, {})
-    return list(settings.check_address(config, None, peers, setup))
+    config, is_prefill = Config.parse(extra, {}), role != "kv_consumer"
+    return list(settings.check_address(config, None, peers, is_prefill=is_prefill))
 
 
 def test_a_port_that_another_process_has_is_an_error() -> None:
@@ -160,7 +157,7 @@ def test_a_port_that_another_process_has_is_an_error() -> None:
         port = server.getsockname()[1]
         found = address_checks(port=port)
     (check,) = [each for each in found if each.fix]
-    assert (check.name, check.verdict.value) == ("port", "error")
+    assert (check.name, check.verdict) == ("port", "error")
     assert f"{port} of 127.0.0.1 is in use by " in check.detail
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in check.fix
     assert verdicts(address_checks(port=port)) == []  # free again
@@ -185,7 +182,7 @@ def test_another_route_than_the_ticket_says_is_a_warning(monkeypatch: pytest.Mon
     monkeypatch.setattr(settings.addresses, "is_local", lambda host: host == "192.0.2.1")
     found = address_checks(("192.0.2.7:5600",), host="192.0.2.1", insecure=True, port=0)
     (check,) = [each for each in found if each.fix]
-    assert (check.name, check.verdict.value) == ("route to 192.0.2.7", "warning")
+    assert (check.name, check.verdict) == ("route to 192.0.2.7", "warning")
     assert check.detail == "packets leave from 192.0.2.2, but tickets would name 192.0.2.1"
 
 
