@@ -95,20 +95,10 @@ def test_settings_are_judged_before_an_engine_starts(
     assert verdicts(checked(value)) == expected
 
 
-def test_an_error_says_what_the_engine_would_say() -> None:
-    (check,) = [each for each in checked({"ofer_ttl_s": 5}) if each.fix]
-    assert "did you mean 'offer_ttl_s'?" in check.detail
-
-
 def test_a_plugin_that_vllm_does_not_load_is_an_error() -> None:
     found = checked(OURS, {"VLLM_PLUGINS": "lora"})
     assert verdicts(found) == [("kv_connector", "error")]
     assert verdicts(checked(OURS, {"VLLM_PLUGINS": "lora,nixl_kv"})) == []
-
-
-def test_the_role_decides_who_needs_an_address() -> None:
-    assert Setup.parse(None).is_prefill
-    assert not Setup.parse(json.dumps({**OURS, "kv_role": "kv_consumer"})).is_prefill
 
 
 # --- the key
@@ -127,15 +117,6 @@ def test_a_key_is_known_by_its_fingerprint(tmp_path: Path) -> None:
         assert check.verdict == "ok"
         assert read_key_file(path).fingerprint in check.detail
         assert path.read_text().strip() not in check.detail
-
-
-def test_a_bad_key_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    write_key_file(path)
-    path.chmod(0o644)
-    keys, (check,) = settings.check_key(None, path, insecure=False)
-    assert (keys, check.verdict) == (None, "error")
-    assert "its mode is 0644" in check.detail
 
 
 def test_no_key_is_a_warning_beyond_this_machine() -> None:
