@@ -218,9 +218,3 @@ def test_a_file_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
     assert result.stderr == (
         f"error: --out is '{out}': No such file or directory; allowed: a new file\n"
     )
-
-
-def test_an_engine_that_does_not_answer_exits_2(tmp_path: Path) -> None:
-    result = nixl_kv(f"trace --insecure --at nowhere --out {tmp_path / 'trace.json'}")
-    assert result.exit_code == 2
-    assert result.stderr == "error: --at is 'nowhere'; allowed: HOST:PORT\n"
