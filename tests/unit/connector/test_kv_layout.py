@@ -24,7 +24,7 @@ from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Region, Span, Stripe
 from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
-from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
+from support.vllm_objects import LAYERS, kv_cache_config, kv_caches, vllm_config
 
 if not current_platform.is_cpu():
     pytest.skip("the CPU build's kernel", allow_module_level=True)
@@ -136,19 +136,16 @@ def with_shape(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torc
     return {name: change(tensor) for name, tensor in kv_caches().items()}
 
 
-def with_fewer_blocks() -> dict[str, torch.Tensor]:
-    caches = kv_caches()
-    name = next(iter(caches))
-    return caches | {name: caches[name][:8]}
-
-
 @pytest.mark.parametrize(
     ("caches", "words"),
     [
         ({}, "no layer with a KV cache"),
         (with_shape(lambda t: t[..., None]), r"has the shape .*allowed: \[blocks, heads, tokens"),
         (with_shape(lambda t: t[..., ::2]), "and the strides .*a stride of 1 for the content"),
-        (with_fewer_blocks(), "layers of one cache group have"),
+        (
+            kv_caches() | {LAYERS[0]: torch.zeros(8, 2, 32, 128)},
+            "layers of one cache group have",
+        ),
     ],
     ids=["no cache", "another shape", "content with strides", "blocks of two sizes"],
 )
@@ -185,9 +182,6 @@ def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) ->
     (group,) = kv_layout.cache_layout(with_new_backend(divided), cache, caches).groups
     words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
     assert {region.element for region in group.regions} == {words}
-
-
-def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) -> None:
     words = "decode_context_parallel_size is 2, and 1 ranks have the same KV heads of layer"
     with pytest.raises(ConfigError, match=words):
         kv_layout.cache_layout(divided, kv_cache_config(), kv_caches())
@@ -218,15 +212,10 @@ def test_a_backend_that_is_not_known_is_read_in_whole_blocks_by_its_likes(
     name, tensor = next(iter(kv_caches().items()))
     (region,) = kv_layout.Layer(config, name, group.kv_cache_spec, change(tensor)).regions()
     assert (region.opaque, region.element) == (True, f"float32 in NEW_ATTN blocks of {words}")
-
-
-def test_a_cache_without_attention_names_its_own_backend() -> None:
-    config = vllm_config()
-    name, layer = next(iter(config.compilation_config.static_forward_context.items()))
-    del layer.attn_backend
-    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
-    (group,) = kv_cache_config().transfer_groups
-    assert kv_layout.Layer(config, name, group.kv_cache_spec, torch.empty(0)).backend == "INDEXER"
+    module = config.compilation_config.static_forward_context[name]
+    del module.attn_backend  # a cache without attention
+    module.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
+    assert kv_layout.Layer(config, name, group.kv_cache_spec, tensor).backend == "INDEXER"
 
 
 # --- what the bytes mean
@@ -287,10 +276,8 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     ],
 )
 def test_scales_are_told_as_they_are(key: Any, value: Any, scales: tuple[str, ...]) -> None:
+    """Not as many as heads, or one, stop the start."""
     assert described("fp8", key, value).scales == scales
-
-
-def test_scales_of_other_than_each_head_stop_the_start() -> None:
     with pytest.raises(ValueError, match="number of scales is 3; allowed: 0, 1 or 2"):
         described("fp8", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
 
