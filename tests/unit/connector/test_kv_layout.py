@@ -305,22 +305,17 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     config = vllm_config()
     config.parallel_config.tensor_parallel_size = tp
     config.model_config.model_arch_config.total_num_kv_heads = heads
-    text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
-    config.model_config.hf_text_config = text
+    values: dict[str, Any] = {"num_key_value_heads": heads}
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
     cache = torch.empty(3, heads_here, 32, 128)
-    assert kv_layout.Layer(config, "layers.0", spec_of(heads_here), cache).first_head == first
-
-
-def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each rank has one head, it may be one of as many, or a copy."""
-    config = vllm_config()
-    config.parallel_config.tensor_parallel_size = 4
-    values = {"num_key_value_heads": 2, "text_config": {"n_head_kv": 4}}
-    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
-    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
-    with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
-        kv_layout.Layer(config, "layers.0", spec_of(1), torch.empty(0)).num_shards()
+    layer = kv_layout.Layer(config, "layers.0", spec_of(heads_here), cache)
+    assert layer.first_head == first
+    if heads_here == 1:  # one of as many heads, or a copy: their number must be certain
+        values["text_config"] = {"n_head_kv": 8}
+        words = rf"names \[{heads}, 8\] as possible numbers of KV heads"
+        with pytest.raises(ConfigError, match=words):
+            layer.num_shards()
 
 
 @pytest.mark.parametrize(

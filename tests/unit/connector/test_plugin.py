@@ -91,9 +91,9 @@ def test_a_configured_address_that_cannot_be_used_is_refused_in_any_role(
     with pytest.raises(ConfigError) as refusal:
         check_address(config, engine(), is_prefill=is_prefill)
     assert str(refusal.value) == (
-        f"{PORT_VARIABLE} is {taken}; port {taken} of {HOST} cannot be used: Address already in use; "
-        "allowed: a free port; set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port for "
-        "each engine on this machine"
+        f"{PORT_VARIABLE} is {taken}; port {taken} of {HOST} cannot be used: Address already "
+        "in use; allowed: a free port; set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port "
+        "for each engine on this machine"
     )
     config = Config.parse({"insecure": True, "host": ELSEWHERE}, {})
     words = rf"config\['host'\] is '{ELSEWHERE}', which is not an address of this machine;"

@@ -1,6 +1,5 @@
 """The worker role, with caches as vLLM registers them."""
 
-import copy
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -290,10 +289,9 @@ def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() 
 def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
     """Whether vLLM counts data-parallel engines itself or each is told its place."""
     config = vllm_config({"port": 5600, "rank_port": 5700})
-    ports = []
-    for engine in range(3):
-        parallel = copy.copy(config.parallel_config)
-        parallel.data_parallel_index, parallel.world_size = engine, 4
+    parallel, ports = config.parallel_config, list[int]()
+    parallel.world_size = 4
+    for parallel.data_parallel_index in range(3):
         ports += [rank_port(parse_config(config), parallel, Rank(rank)) for rank in range(4)]
     assert ports == [*range(5700, 5712)]
 

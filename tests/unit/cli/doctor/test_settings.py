@@ -140,7 +140,7 @@ def test_a_port_that_another_process_has_is_an_error() -> None:
     (check,) = [each for each in found if each.fix]
     assert (check.name, check.verdict) == ("port", "error")
     assert f"{port} of 127.0.0.1 is in use by " in check.detail
-    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in check.fix
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(check.fix)
     assert verdicts(address_checks(port=port)) == []  # free again
 
 
