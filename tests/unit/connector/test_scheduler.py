@@ -246,7 +246,8 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
         '"kv_connector_module_path": "nixl_kv.connector" to prefill\'s --kv-transfer-config'
     )
     assert refused(scheduler) == {"other_connector": 5}
-    for value in (None, [], "x" * 10**6, {"a": 1}, 2**64 - 1):  # no value of a field raises
+    hostile: list[Any] = [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1]
+    for value in hostile:  # none raises
         values = dict.fromkeys(("remote_engine_id", "remote_host"), value)
         for blocks in (value, OF_IN_TREE["remote_block_ids"]):
             changed = {**OF_IN_TREE, **values, "remote_block_ids": blocks}
