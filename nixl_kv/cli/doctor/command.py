@@ -84,8 +84,9 @@ def _groups(
     yield report.run("limits", host.check_limits)
     yield report.run("transports", lambda: host.check_transports(environ))
     yield "GPUs", [host.check_gpus(gpus)]
-    config, checks = settings.check_settings(setup, environ)
-    yield "settings", checks
+    read = settings.read_config(setup, environ)
+    config = read if isinstance(read, Config) else None
+    yield report.run("settings", lambda: settings.check_settings(setup, read, environ))
     keys, checks = settings.check_key(config, key_file, insecure=insecure)
     yield "key", checks
     is_given = setup.is_given or any(environ.get(name) for name in (HOST_VARIABLE, PORT_VARIABLE))

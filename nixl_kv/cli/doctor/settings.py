@@ -69,26 +69,31 @@ class Setup:
         return (self.transfer or {}).get("kv_role") != "kv_consumer"
 
 
-def check_settings(setup: Setup, environ: Mapping[str, str]) -> tuple[Config | None, list[Check]]:
-    """The settings as the engine would read them, and the checks of them."""
-    checks: list[Check] = []
-    if not setup.is_given:
-        checks.append(skipped("--kv-transfer-config", NO_CONFIG))
-    elif setup.transfer is not None:
-        checks += _transfer_checks(setup.transfer, environ)
-    checks += [
-        warning("settings", line, "remove the key") for line in foreign_key_lines(setup.extra)
-    ]
+def read_config(setup: Setup, environ: Mapping[str, str]) -> Config | Check:
+    """The settings as the engine would read them, or the check that says why it would not start."""
     try:
-        config = Config.parse(setup.extra, environ)
+        return Config.parse(setup.extra, environ)
     except ConfigError as reason:
         fix = "correct this setting or variable; docs/reference/configuration.md lists them all"
-        return None, [*checks, error("settings", str(reason), fix)]
+        return error("settings", str(reason), fix)
+
+
+def check_settings(
+    setup: Setup, config: Config | Check, environ: Mapping[str, str]
+) -> Iterator[Check]:
+    if not setup.is_given:
+        yield skipped("--kv-transfer-config", NO_CONFIG)
+    elif setup.transfer is not None:
+        yield from _transfer_checks(setup.transfer, environ)
+    for line in foreign_key_lines(setup.extra):
+        yield warning("settings", line, "remove the key")
+    if isinstance(config, Check):
+        yield config
+        return
     names = [f"{name}={setup.extra[name]!r}" for name in setup.extra if name in Config.parsers()]
-    checks.append(ok("settings", ", ".join(names) or "all at their defaults"))
+    yield ok("settings", ", ".join(names) or "all at their defaults")
     if config.backends != Config.backends:
-        checks.append(_backends(config))
-    return config, checks
+        yield _backends(config)
 
 
 def _transfer_checks(transfer: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Check]:

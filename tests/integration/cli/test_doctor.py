@@ -113,7 +113,7 @@ def test_a_port_where_nothing_listens_is_told_from_a_firewall(
 
 
 def test_a_drained_engine_and_a_silent_rank_are_named(make_engine: MakeEngine) -> None:
-    """And a name that does not resolve, and a peer that the settings exclude."""
+    """So are a name that does not resolve, and a peer that the settings exclude."""
     engine = make_engine("P", 2)
     assert nixl_kv("drain --at", address(engine)).exit_code == 0
     engine.ranks[1].engine.stop()

@@ -140,7 +140,7 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
 
-def test_a_copy_is_prefills_alone_describes_nothing_and_reports_each_offer_as_ended(
+def test_a_copy_is_for_prefill_alone_and_reports_each_offer_as_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM waits for a report of each worker before it takes the blocks back."""

@@ -24,7 +24,8 @@ def verdicts(checks: Iterable[Check]) -> list[tuple[str, str]]:
 
 def checked(value: Any, environ: dict[str, str] | None = None) -> list[Check]:
     setup = Setup.parse(None if value is None else json.dumps(value))
-    return settings.check_settings(setup, environ or {})[1]
+    config = settings.read_config(setup, environ or {})
+    return list(settings.check_settings(setup, config, environ or {}))
 
 
 @pytest.mark.parametrize(
