@@ -19,7 +19,9 @@ from harness.cluster.waiting import wait_until
 PATIENCE_S = 60
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 FAIL = [sys.executable, "-c", "raise ValueError('no such model')"]
-STUBBORN = "setsid sleep 300 & trap '' TERM; echo $! > child; while :; do sleep 0.05; done"
+STUBBORN = (
+    "setsid sleep 300 & trap '' TERM; echo $! > new; mv new child; while :; do sleep 0.05; done"
+)
 
 
 class SleepingEngine(Engine):
