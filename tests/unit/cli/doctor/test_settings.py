@@ -93,7 +93,10 @@ def test_what_is_no_configuration_is_bad_input(text: str, words: str) -> None:
 def test_settings_are_judged_before_an_engine_starts(
     value: Any, expected: list[tuple[str, str]]
 ) -> None:
-    assert verdicts(checked(value)) == expected
+    found = checked(value)
+    assert verdicts(found) == expected
+    if value == {"ofer_ttl_s": 5}:
+        assert "did you mean 'offer_ttl_s'?" in found[-1].detail, "what the engine would say"
 
 
 def test_a_plugin_that_vllm_does_not_load_is_an_error() -> None:
@@ -118,6 +121,10 @@ def test_a_key_is_known_by_its_fingerprint(tmp_path: Path) -> None:
         assert check.verdict == "ok"
         assert read_key_file(path).fingerprint in check.detail
         assert path.read_text().strip() not in check.detail
+    path.chmod(0o644)
+    keys, (check,) = settings.check_key(None, path, insecure=False)
+    assert (keys, check.verdict) == (None, "error")
+    assert "its mode is 0644" in check.detail
 
 
 def test_no_key_is_a_warning_beyond_this_machine() -> None:
@@ -130,8 +137,8 @@ def test_no_key_is_a_warning_beyond_this_machine() -> None:
 
 
 def address_checks(peers: tuple[str, ...] = (), role: str = "kv_both", **extra: Any) -> list[Check]:
-    config, is_prefill = Config.parse(extra, {}), role != "kv_consumer"
-    return list(settings.check_address(config, None, peers, is_prefill=is_prefill))
+    config, setup = Config.parse(extra, {}), Setup.parse(json.dumps({**OURS, "kv_role": role}))
+    return list(settings.check_address(config, None, peers, is_prefill=setup.is_prefill))
 
 
 def test_a_port_that_another_process_has_is_an_error() -> None:
