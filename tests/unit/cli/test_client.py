@@ -47,3 +47,12 @@ def test_unknown_host_exits_2() -> None:
     result = nixl_kv("status --at no.such.host.invalid:5600")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --at no.such.host.invalid:5600: no.such.host.invalid: ")
+
+
+@pytest.mark.parametrize(
+    "command", ["status --at [::1]:1", "plan --prefill-at a:1 --decode-at b:1"]
+)
+def test_a_key_file_that_is_missing_exits_2(command: str) -> None:
+    result = nixl_kv(f"{command} --key-file nowhere")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: key_file is 'nowhere': No such file")
