@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -80,12 +80,6 @@ def test_a_table_comes_back_whole(ids: list[int], begin: int) -> None:
     assert Table.of(written_out(made)) == made
 
 
-def test_what_is_absent_at_first_costs_nothing() -> None:
-    """The state after the last of 128k tokens."""
-    made = Table.of([7], first=(1 << 17) - 1)
-    assert len(msgspec.msgpack.encode(made)) < 32
-
-
 # --- token segments
 
 
@@ -111,10 +105,6 @@ def place_of(group: Group, token: int) -> tuple[int, int]:
     return kept // group.block_size, kept % group.block_size
 
 
-def shared_tokens(mine: Group, theirs: Group, num_tokens: int) -> list[int]:
-    return [t for t in range(num_tokens) if is_kept(mine, t) and is_kept(theirs, t)]
-
-
 @properties
 @given(mine=groups(), theirs=groups(), first=st.integers(0, 2), n=st.integers(0, 40))
 def test_segments_cover_each_common_token_once(
@@ -126,8 +116,8 @@ def test_segments_cover_each_common_token_once(
     """
     start = first * mine.entry_size
     tokens = range(start, start + n)
-    wanted = [t for t in shared_tokens(mine, theirs, tokens.stop) if t >= start]
-    expected = {(place_of(mine, t), place_of(theirs, t)) for t in wanted}
+    common = [t for t in tokens if is_kept(mine, t) and is_kept(theirs, t)]
+    expected = {(place_of(mine, t), place_of(theirs, t)) for t in common}
     covered = []
     for segment in token_segments(mine, theirs):
         for token in segment.starts(tokens):
@@ -163,13 +153,10 @@ def test_segments_of_a_long_period_are_not_listed() -> None:
 # --- piece numbers
 
 
-PieceNumbers: TypeAlias = Callable[[range, int], BlockIds]
-
-
-def table(ids: list[int], *, first: int = 0, **changes: Any) -> PieceNumbers:
+def table(ids: list[int], **changes: Any) -> Callable[[range, int], BlockIds]:
     """The piece numbers of a table of a cache of 12 blocks of four tokens."""
     sizes = {"block_size": 4, "num_blocks": 12, "blocks_per_entry": 1} | changes
-    kept = Table(first, block_ids(ids).tobytes())
+    kept = Table(0, block_ids(ids).tobytes())
     return partial(kept.piece_numbers, Group(**sizes, regions=()))
 
 
@@ -183,7 +170,7 @@ def table(ids: list[int], *, first: int = 0, **changes: Any) -> PieceNumbers:
     ],
 )
 def test_tokens_without_a_valid_entry_are_refused(
-    table: PieceNumbers, tokens: range, message: str
+    table: Callable[[range, int], BlockIds], tokens: range, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         table(tokens, 1)
@@ -215,19 +202,7 @@ def test_each_token_has_the_piece_of_a_table_written_out(
     ]
     begin = data.draw(st.integers(0, len(numbers)))
     tokens = range(begin, data.draw(st.integers(begin, len(numbers))), step)
-    found = table(
-        ids,
-        first=first,
-        block_size=size * per_block,
-        num_blocks=6 * per_entry,
-        blocks_per_entry=per_entry,
-    )(tokens, per_block)
+    group = Group(size * per_block, 6 * per_entry, per_entry, ())
+    found = Table(first, block_ids(ids).tobytes()).piece_numbers(group, tokens, per_block)
     assert np.maximum(found, ABSENT).tolist() == [numbers[token] for token in tokens]
     assert found.dtype == np.int32
-
-
-def test_piece_numbers_do_not_change_the_table() -> None:
-    """The ids may be a view of a message."""
-    kept = Table.of([1, 1, 1])
-    kept.piece_numbers(Group(4, 8, 2, ()), range(24), 4)
-    assert kept == Table.of([1, 1, 1])

@@ -32,62 +32,56 @@ RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "good", "bad", "name"),
+    ("record", "field", "low", "high", "name"),
     [
-        pytest.param(*row, id=f"{row[0]} {row[1]}")
-        for row in [
-            ("part", "offset", (0, 2**63 - 1), (-1, 2**63), "part offset"),
-            ("part", "length", (1, 2**31 - 1), (-1, 0, 2**31), "part length"),
-            ("part", "count", (1, 65535), (-1, 0, 65536), "part count"),
-            ("part", "stride", (0, 2**63 - 1), (-1, 2**63), "part stride"),
-            ("part", "token_stride", (0, 2**63 - 1), (-1, 2**63), "part token_stride"),
-            ("region", "base", (1, 2**63 - 1), (-1, 0, 2**63), "base"),
-            ("region", "block_stride", (1, 2**63 - 1), (-1, 0, 2**63), "block_stride"),
-            ("region", "head_stride", (1, 2**63 - 1), (-1, 0, 2**63), "head_stride"),
-            ("region", "token_stride", (1, 2**63 - 1), (-1, 0, 2**63), "token_stride"),
-            ("region", "first_head", (0, 65535), (-1, 65536), "first_head"),
-            ("region", "num_heads", (1, 65535), (-1, 0, 65536), "num_heads"),
-            ("group", "block_size", (1, 2**20 - 1), (-1, 0, 2**20), "block_size"),
-            ("group", "num_blocks", (1, 2**31 - 1), (-1, 0, 2**31), "num_blocks"),
-            ("group", "blocks_per_entry", (1, 65535), (-1, 0, 65536), "blocks_per_entry"),
-            ("group", "window", (0, 2**31 - 1), (-1, 2**31), "window"),
-            ("span", "address", (1, 2**63 - 1), (-1, 0, 2**63), "span address"),
-            ("span", "length", (1, 2**63 - 1), (-1, 0, 2**63), "span length"),
-            ("cache", "device", (0, 1023), (-1, 1024), "device"),
-        ]
+        ("part", "offset", 0, 2**63 - 1, "part offset"),
+        ("part", "length", 1, 2**31 - 1, "part length"),
+        ("part", "count", 1, 65535, "part count"),
+        ("part", "stride", 0, 2**63 - 1, "part stride"),
+        ("part", "token_stride", 0, 2**63 - 1, "part token_stride"),
+        ("region", "base", 1, 2**63 - 1, "base"),
+        ("region", "block_stride", 1, 2**63 - 1, "block_stride"),
+        ("region", "head_stride", 1, 2**63 - 1, "head_stride"),
+        ("region", "token_stride", 1, 2**63 - 1, "token_stride"),
+        ("region", "first_head", 0, 65535, "first_head"),
+        ("region", "num_heads", 1, 65535, "num_heads"),
+        ("group", "block_size", 1, 2**20 - 1, "block_size"),
+        ("group", "num_blocks", 1, 2**31 - 1, "num_blocks"),
+        ("group", "blocks_per_entry", 1, 65535, "blocks_per_entry"),
+        ("group", "window", 0, 2**31 - 1, "window"),
+        ("span", "address", 1, 2**63 - 1, "span address"),
+        ("span", "length", 1, 2**63 - 1, "span length"),
+        ("cache", "device", 0, 1023, "device"),
     ],
 )
 def test_each_number_has_bounds_that_its_error_names(
-    record: str, field: str, good: tuple[int, ...], bad: tuple[int, ...], name: str
+    record: str, field: str, low: int, high: int, name: str
 ) -> None:
     valid: Any = RECORDS[record]
-    low, high = good[0], good[-1]
-    for value in good:
+    for value in (low, high):
         assert getattr(replace(valid, **{field: value}), field) == value
-    for value in bad:
+    for value in (low - 1, high + 1):
         with pytest.raises(ValueError, match=f"^{name} is {value}; allowed: {low} to {high}$"):
             replace(valid, **{field: value})
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "item", "allowed", "name"),
+    ("record", "field", "item", "low", "high"),
     [
-        pytest.param("region", "parts", PARTS[0], (1, 8), "number of parts", id="parts"),
-        pytest.param("group", "regions", REGION, (0, 2**14 - 1), "number of regions", id="regions"),
-        pytest.param(
-            "cache", "groups", Group(16, 10, 1, ()), (1, 64), "number of groups", id="groups"
-        ),
+        ("region", "parts", PARTS[0], 1, 8),
+        ("group", "regions", REGION, 0, 2**14 - 1),
+        ("cache", "groups", Group(16, 10, 1, ()), 1, 64),
     ],
 )
 def test_the_length_of_each_tuple_has_bounds(
-    record: str, field: str, item: object, allowed: tuple[int, int], name: str
+    record: str, field: str, item: object, low: int, high: int
 ) -> None:
     valid: Any = RECORDS[record]
-    for count in allowed:
+    for count in (low, high):
         assert len(getattr(replace(valid, **{field: (item,) * count}), field)) == count
-    low, high = allowed
     for count in {max(0, low - 1), high + 1} - {low}:
-        with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: {low} to {high}$"):
+        message = f"^number of {field} is {count}; allowed: {low} to {high}$"
+        with pytest.raises(ValueError, match=message):
             replace(valid, **{field: (item,) * count})
 
 
@@ -127,16 +121,20 @@ def test_a_layer_is_once_in_a_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_entry", "tokens", "num_entries"),
+    ("per_entry", "stripe", "slots", "tokens", "num_entries"),
     [
-        (1, 16, 10),
-        (4, 64, 2),  # two blocks are left over
-        (11, 176, 0),
+        (1, Stripe(), 16, 16, 10),
+        (4, Stripe(), 64, 64, 2),  # two blocks are left over
+        (11, Stripe(), 176, 176, 0),
+        (2, Stripe(4, 1, 8), 32, 128, 5),  # an entry has the tokens of all stripes
     ],
 )
-def test_entries_consist_of_whole_blocks(per_entry: int, tokens: int, num_entries: int) -> None:
-    group = replace(GROUP, blocks_per_entry=per_entry)
-    assert (group.entry_size, group.num_entries) == (tokens, num_entries)
+def test_entries_consist_of_whole_blocks(
+    per_entry: int, stripe: Stripe, slots: int, tokens: int, num_entries: int
+) -> None:
+    group = replace(GROUP, blocks_per_entry=per_entry, stripe=stripe)
+    assert (group.slots_per_entry, group.entry_size) == (slots, tokens)
+    assert group.num_entries == num_entries
 
 
 # --- stripes of tokens
@@ -205,50 +203,28 @@ def test_stripes_fill_entries_and_have_no_window(
         replace(GROUP, stripe=Stripe(*stripe), window=window)
 
 
-def test_an_entry_has_the_tokens_of_all_stripes() -> None:
-    group = replace(GROUP, blocks_per_entry=2, stripe=Stripe(4, 1, 8))
-    assert (group.slots_per_entry, group.entry_size) == (32, 128)
-
-
-def test_a_stage_may_have_no_layer_of_a_group() -> None:
-    """It has the group nevertheless: all ranks of an engine number block tables in the same way."""
-    empty = replace(GROUP, regions=())
-    assert replace(LAYOUT, groups=(empty, GROUP)).groups[0].entry_size == 16
-    assert replace(LAYOUT, groups=(empty,), spans=()).spans == ()
+FEW_BYTES = Part(0, 2, count=64, stride=32, token_stride=2)
 
 
 @pytest.mark.parametrize(
-    ("region", "group", "expected"),
+    ("parts", "last"),
     [
-        pytest.param(REGION, GROUP, EXTENT, id="K then V"),
+        pytest.param(PARTS, 15 * 384 + 384, id="K then V"),
         pytest.param(
-            replace(REGION, parts=(Part(0, 300), Part(1000, 8))),
-            GROUP,
-            EXTENT - 384 + 1008,
-            id="the longest part is not the last",
+            (Part(0, 300), Part(1000, 8)), 15 * 384 + 1008, id="the longest part is not the last"
         ),
         pytest.param(
-            replace(REGION, parts=(Part(0, 2, count=64, stride=32, token_stride=2), Part(9, 7))),
-            GROUP,
-            EXTENT - 384 + 16,
-            id="each part with its own token stride: the second ends last",
+            (FEW_BYTES, Part(9, 7)), 15 * 384 + 16, id="each part with its own token stride"
         ),
         pytest.param(
-            replace(REGION, parts=(Part(8000, 2, count=64, stride=32, token_stride=2),)),
-            GROUP,
-            9 * 50_000 + 7 * 6144 + 8000 + 63 * 32 + 15 * 2 + 2,
-            id="content in pieces",
-        ),
-        pytest.param(
-            replace(REGION, num_heads=1),
-            replace(GROUP, num_blocks=1, block_size=1),
-            384,
-            id="one block, one head, one token: strides do not count",
+            (replace(FEW_BYTES, offset=8000),), 8000 + 63 * 32 + 15 * 2 + 2, id="content in pieces"
         ),
     ],
 )
-def test_extent_ends_with_the_last_element(region: Region, group: Group, expected: int) -> None:
-    assert extent(region, group) == expected
+def test_extent_ends_with_the_last_element(parts: tuple[Part, ...], last: int) -> None:
+    assert extent(replace(REGION, parts=parts), GROUP) == 9 * 50_000 + 7 * 6144 + last
+    one = replace(GROUP, num_blocks=1)
+    assert extent(replace(REGION, parts=parts, num_heads=1), one) == last
 
 
 @pytest.mark.parametrize(
