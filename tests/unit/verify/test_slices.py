@@ -68,28 +68,25 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 # --- naming the slices of a load
 
 
-def test_all_tokens_of_the_shared_heads_are_read() -> None:
-    share = {"a": (2, 4), "c": (3, 4)}
-    slices = named(layout(), share, tables([5, 3], [7, 8, 1, 2]))
-    assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
-
-
-def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3))
-    assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
-
-
-def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
-    share = {"a": (2, 6), "c": (2, 6)}
-    passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = named(layout(windowed=True), share, tables([5, 3, 1], passed))
-    assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
-
-
-@pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
-def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed))
-    assert slices == (KVSlice("a", 2, 6, 0),)
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        pytest.param(tables([5, 3], [7, 8, 1, 2]), [0, 0], id="all tokens"),
+        pytest.param(tables([5], [7, 8], first=3), [24, 24], id="after a prefix hit"),
+        pytest.param(
+            tables([5, 3, 1], [ABSENT, 4, ABSENT, ABSENT, 7, 8]), [0, 16], id="a window has passed"
+        ),
+        pytest.param(tables([5], [ABSENT, ABSENT]), [0], id="a window has passed all"),
+        pytest.param(tables([5], []), [0], id="a group without blocks"),
+    ],
+)
+def test_slices_have_the_shared_heads_from_the_first_token_that_is_read_on(
+    read: list[Table], expected: list[int]
+) -> None:
+    """A window is read from after its last absent entry."""
+    slices = named(layout(windowed=True), {"a": (2, 4), "c": (3, 4)}, read)
+    both = (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
+    assert slices == tuple(replace(kv, begin=n) for kv, n in zip(both, expected, strict=False))
 
 
 # --- where it is
@@ -174,12 +171,6 @@ def test_a_state_is_not_divided() -> None:
 # --- requests of peers
 
 
-@pytest.mark.parametrize("first", [1, 2])
-def test_slices_without_heads_are_refused(first: int) -> None:
-    with pytest.raises(ValueError, match=r"^end_head is 1; allowed: "):
-        KVSlice("a", first, 1, 0)
-
-
 TWICE = "a layer occurs twice among the slices; allowed: once"
 
 
@@ -208,8 +199,15 @@ def test_slices_that_are_not_on_this_rank_are_refused(
         find_slices(layout(windowed=True), wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
 
 
-def test_blocks_that_the_cache_or_the_table_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="the block of token 0 is absent"):
-        find_slices(layout(), [A], tables([5, 3], [], first=2), end=4)
-    with pytest.raises(ValueError, match="block id 10; allowed: 0 to 9"):
-        find_slices(layout(), [A], tables([10], []), end=4)
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (tables([5, 3], [], first=2), "the block of token 0 is absent"),
+        (tables([10], []), "block id 10; allowed: 0 to 9"),
+    ],
+)
+def test_blocks_that_the_cache_or_the_table_does_not_have_are_refused(
+    table: list[Table], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_slices(layout(), [A], table, end=4)
