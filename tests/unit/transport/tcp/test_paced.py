@@ -15,7 +15,6 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.tcp import paced
-from nixl_kv.transport.tcp.detect import IsTcp
 from nixl_kv.transport.tcp.paced import (
     MAX_STREAMS,
     MIN_STREAMS,
@@ -26,14 +25,6 @@ from nixl_kv.transport.tcp.paced import (
 from support.stepped import Background
 
 SIZE = 4096
-
-
-def always(_metadata: bytes) -> bool:
-    return True
-
-
-def never(_metadata: bytes) -> bool:
-    return False
 
 
 class Watched(MemoryTransport):
@@ -91,7 +82,7 @@ def ids(*numbers: int) -> BlockIds:
 
 
 class World:
-    def __init__(self, is_tcp: IsTcp = always) -> None:
+    def __init__(self, *, is_tcp: bool = True) -> None:
         self.fabric = Fabric(polls=1)
         self.owner = MemoryTransport(self.fabric)
         self.agents: list[Watched] = []
@@ -100,7 +91,7 @@ class World:
         self.reader = PacedTransport(
             self.make_agent(),
             self.make_agent,
-            is_tcp,
+            lambda _: is_tcp,
             self.background,
             clock=lambda: next(self.now) * 1e-3,
         )
@@ -146,38 +137,28 @@ def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
     world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
     assert sorted(world.lengths) == [8, 16, 16]
     assert np.array_equal(world.local_bytes[:40], world.remote_bytes[80:120])
-
-
-def test_neighbours_of_two_rows_are_read_together_too() -> None:
-    world = World()
-    local, remote = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
-    world.finish(world.reader.read(local, remote, (ids(0, 1), ids(0, 1))))
-    assert world.lengths == [12]
+    of_two_rows = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
+    world.finish(world.reader.read(*of_two_rows, (ids(0, 1), ids(0, 1))))
+    assert sorted(world.lengths) == [8, 12, 16, 16]
 
 
 def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
+    """The read goes on while each of them connects."""
     world = World()
     world.fabric.polls = 20
-    world.finish(world.start(*range(128)))
-    assert 2 < len(world.agents) <= paced.MAX_STREAMS
-    assert all(agent.lengths for agent in world.agents)
-    for start in range(0, SIZE, 32):
-        assert np.array_equal(
-            world.local_bytes[start : start + 16], world.remote_bytes[start : start + 16]
-        )
-
-
-def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
-    world = World()
     world.background.is_held = True
-    read = world.start(*range(50))
+    read = world.start(*range(128))
     while len(world.lengths) < 20:
         assert not world.reader.poll(read)
     assert len(world.background) == len(world.agents) == 1
+    world.background.is_held = False
     world.background.work()
     world.finish(read)
-    assert len(world.agents) > 1
+    assert 2 < len(world.agents) <= paced.MAX_STREAMS
     assert all(agent.lengths for agent in world.agents)
+    for start in range(0, SIZE, 32):
+        piece = slice(start, start + 16)
+        assert np.array_equal(world.local_bytes[piece], world.remote_bytes[piece])
 
 
 def pieces_of_another_peer(world: World) -> ListHandle:
@@ -323,7 +304,7 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
     world.finish(read)
     assert sum(len(agent.lengths) for agent in world.agents) == asked + 2
     assert not world.reader.stop(other), "all of it was read"
-    direct = World(never)
+    direct = World(is_tcp=False)
     lists = direct.lists([(0, 16, 32, 100)])
     assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
 
@@ -385,7 +366,7 @@ def test_a_read_that_makes_no_sense_is_refused(
 
 
 def test_what_is_not_tcp_is_read_as_it_is() -> None:
-    world = World(never)
+    world = World(is_tcp=False)
     local, remote = world.lists([(0, 40, 48, 3)])
     world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
     assert world.lengths == [40]
@@ -422,9 +403,8 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
 
 def test_facts_for_the_peers_stand_behind_the_metadata() -> None:
     world = World()
-    reader = PacedTransport(
-        world.agents[0], world.make_agent, always, Background(), facts=b"|facts"
-    )
+    agent, background = world.agents[0], world.background
+    reader = PacedTransport(agent, world.make_agent, bool, background, facts=b"|facts")
     assert reader.metadata() == world.agents[0].metadata() + b"|facts"
 
 
