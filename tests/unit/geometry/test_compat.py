@@ -79,65 +79,57 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
     assert layout_mismatches(remote, ranks(cache())) == []
 
 
-@pytest.mark.parametrize(
-    ("remote", "expected"),
-    [
-        pytest.param(
-            ranks(cache(group(*both(element="int8")))),
-            [Mismatch("KV cache dtype of a and 1 more", "uint8", "int8")],
-            id="dtype",
-        ),
-        pytest.param(
-            [*tp(2)[:1], cache(group(*both(element="int8", first_head=2)))],
-            [
-                Mismatch("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
-                Mismatch("number of KV heads of a and 1 more", 4, 6),
-            ],
-            id="dtypes of several ranks",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", scales=("k 1, v 1",))))),
-            [Mismatch("KV scales of b", "none (heads 0 to 3)", "k 1, v 1 (heads 0 to 3)")],
-            id="scales on one side",
-        ),
-        pytest.param(
-            pp("a"), [Mismatch("layer that one side lacks", "b", "nothing")], id="fewer layers"
-        ),
-        pytest.param(
-            pp("ab", "b"),
-            [Mismatch("layer that several pipeline stages have", "nothing", "b")],
-            id="two layers of one name",
-        ),
-        pytest.param(
-            tp(4)[::3],
-            [Mismatch("number of KV heads of a and 1 more", 4, ((0, 1), (3, 4)))],
-            id="ranks missing in the middle",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", parts=(Part(0, 2, 3, 9), Part(9, 8)))))),
-            [Mismatch("bytes per head of b", (8, 8), (6, 8))],
-            id="other content",
-        ),
-        pytest.param(
-            ranks(cache(group(block_size=1021))),
-            [Mismatch("block size (makes more than 512 token segments) of a and 1 more", 16, 1021)],
-            id="block sizes that have no divisor in common",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a", num_heads=2, parts=(Part(0, 4), Part(4, 4))))), *pp("c")),
-            [
-                Mismatch("layer that one side lacks", "b", "c"),
-                Mismatch("bytes per head of a", (8, 8), (4, 4)),
-                Mismatch("number of KV heads of a", 4, 2),
-            ],
-            id="several at once",
-        ),
-    ],
-)
+DIFFERENCES: dict[str, tuple[list[CacheLayout], tuple[str, object, object]]] = {
+    "dtype": (
+        ranks(cache(group(*both(element="int8")))),
+        ("KV cache dtype of a and 1 more", "uint8", "int8"),
+    ),
+    "dtypes of several ranks": (
+        [*tp(2)[:1], cache(group(*both(element="int8", first_head=2, num_heads=2)))],
+        ("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
+    ),
+    "scales on one side": (
+        ranks(cache(group(region("a"), region("b", scales=("k 1, v 1",))))),
+        ("KV scales of b", "none (heads 0 to 3)", "k 1, v 1 (heads 0 to 3)"),
+    ),
+    "fewer layers": (pp("a"), ("layer that one side lacks", "b", "nothing")),
+    "two layers of one name": (
+        pp("ab", "b"),
+        ("layer that several pipeline stages have", "nothing", "b"),
+    ),
+    "more heads": (
+        ranks(cache(group(*both(num_heads=6)))),
+        ("number of KV heads of a and 1 more", 4, 6),
+    ),
+    "ranks missing in the middle": (
+        tp(4)[::3],
+        ("number of KV heads of a and 1 more", 4, ((0, 1), (3, 4))),
+    ),
+    "other content": (
+        ranks(cache(group(region("a"), region("b", parts=(Part(0, 2, 3, 9), Part(9, 8)))))),
+        ("bytes per head of b", (8, 8), (6, 8)),
+    ),
+    "block sizes that have no divisor in common": (
+        ranks(cache(group(block_size=1021))),
+        ("block size (makes more than 512 token segments) of a and 1 more", 16, 1021),
+    ),
+}
+
+
+@pytest.mark.parametrize(("remote", "expected"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_every_other_difference_is_a_mismatch(
-    remote: list[CacheLayout], expected: list[Mismatch]
+    remote: list[CacheLayout], expected: tuple[str, object, object]
 ) -> None:
-    assert layout_mismatches(ranks(cache()), remote) == expected
+    assert layout_mismatches(ranks(cache()), remote) == [Mismatch(*expected)]
+
+
+def test_several_differences_are_several_mismatches() -> None:
+    fewer = group(region("a", num_heads=2, parts=(Part(0, 4), Part(4, 4))))
+    assert layout_mismatches(ranks(cache()), ranks(cache(fewer), *pp("c"))) == [
+        Mismatch("layer that one side lacks", "b", "c"),
+        Mismatch("bytes per head of a", (8, 8), (4, 4)),
+        Mismatch("number of KV heads of a", 4, 2),
+    ]
 
 
 def test_layers_that_only_the_remote_engine_has_are_not_read() -> None:

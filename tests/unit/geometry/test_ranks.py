@@ -72,50 +72,44 @@ def both(first: int, end: int) -> dict[str, Heads]:
 AB, LATENT = {"a": 4, "b": 4}, {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize(
-    ("decode", "prefill", "expected"),
-    [
-        pytest.param(
-            engine(2, AB),
-            engine(2, AB),
-            [{0: both(0, 2)}, {1: both(2, 4)}],
-            id="equal: rank by rank",
-        ),
-        pytest.param(
-            engine(3, {"a": 6}),
-            engine(2, {"a": 6}),
-            [{0: {"a": (0, 2)}}, {0: {"a": (2, 3)}, 1: {"a": (3, 4)}}, {1: {"a": (4, 6)}}],
-            id="TP 2 to 3",
-        ),
-        pytest.param(
-            engine(2, {"a": 4}),
-            engine(8, {"a": 4}),
-            [{0: {"a": (0, 1)}, 2: {"a": (1, 2)}}, {5: {"a": (2, 3)}, 7: {"a": (3, 4)}}],
-            id="TP 8 to 2, each head twice on prefill",
-        ),
-        pytest.param(
-            engine(2, {"a": 1, "b": 4}),
-            engine(4, {"a": 1, "b": 4}),
-            [
-                {0: {"a": (0, 1), "b": (0, 1)}, 1: {"b": (1, 2)}},
-                {2: {"a": (0, 1), "b": (2, 3)}, 3: {"b": (3, 4)}},
-            ],
-            id="a latent before other layers: from a rank that is read anyway",
-        ),
-        pytest.param(
-            [holding(a=(0, 8))],
-            [holding(a=heads) for heads in ((0, 3), (2, 5), (1, 6), (5, 8))],
-            [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
-            id="ranges that overlap: the one that ends last",
-        ),
-        pytest.param(
-            engine(2, LATENT),
-            engine(8, LATENT, stripes=(4, 1)),
-            [dict.fromkeys(range(4), both(0, 1)), dict.fromkeys(range(4, 8), both(0, 1))],
-            id="tokens divided on prefill, each twice: the second reads the second copies",
-        ),
-    ],
-)
+TYPICAL: dict[str, tuple[list[dict[str, Holding]], list[dict[str, Holding]], list[Reading]]] = {
+    "equal: rank by rank": (
+        engine(2, AB),
+        engine(2, AB),
+        [{0: both(0, 2)}, {1: both(2, 4)}],
+    ),
+    "TP 2 to 3": (
+        engine(3, {"a": 6}),
+        engine(2, {"a": 6}),
+        [{0: {"a": (0, 2)}}, {0: {"a": (2, 3)}, 1: {"a": (3, 4)}}, {1: {"a": (4, 6)}}],
+    ),
+    "TP 8 to 2, each head twice on prefill": (
+        engine(2, {"a": 4}),
+        engine(8, {"a": 4}),
+        [{0: {"a": (0, 1)}, 2: {"a": (1, 2)}}, {5: {"a": (2, 3)}, 7: {"a": (3, 4)}}],
+    ),
+    "a latent before other layers: from a rank that is read anyway": (
+        engine(2, {"a": 1, "b": 4}),
+        engine(4, {"a": 1, "b": 4}),
+        [
+            {0: {"a": (0, 1), "b": (0, 1)}, 1: {"b": (1, 2)}},
+            {2: {"a": (0, 1), "b": (2, 3)}, 3: {"b": (3, 4)}},
+        ],
+    ),
+    "ranges that overlap: the one that ends last": (
+        [holding(a=(0, 8))],
+        [holding(a=heads) for heads in ((0, 3), (2, 5), (1, 6), (5, 8))],
+        [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
+    ),
+    "tokens divided on prefill, each twice: the second reads the second copies": (
+        engine(2, LATENT),
+        engine(8, LATENT, stripes=(4, 1)),
+        [dict.fromkeys(range(4), both(0, 1)), dict.fromkeys(range(4, 8), both(0, 1))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("decode", "prefill", "expected"), TYPICAL.values(), ids=TYPICAL)
 def test_assignment_of_typical_engines(
     decode: list[Holdings], prefill: list[Holdings], expected: list[Reading]
 ) -> None:
