@@ -3,7 +3,9 @@
 import queue
 import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
@@ -36,7 +38,7 @@ from nixl_kv.protocol.messages import (
     decode_to_tool,
     encode,
 )
-from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer
+from nixl_kv.transport.base import FromEndpoint, FromPeer
 from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
 
 HOST = "127.0.0.1"
@@ -190,12 +192,12 @@ def test_a_stranger_on_another_machine_drains_no_engine(
     is_obeyed: bool,
     undo: bool,
 ) -> None:
-    replies: list[bytes] = []
-    monkeypatch.setattr(directory.control, "reply", lambda _, payload: replies.append(payload))
+    reply = Mock()
+    monkeypatch.setattr(directory.control, "reply", reply)
     directory.server.is_draining = undo
     directory.control.inbox.append(FromPeer(b"r", drain(undo=undo), stranger))
     directory.server.turn(0)
-    (answer,) = map(decode_to_tool, replies)
+    answer = decode_to_tool(reply.call_args.args[1])
     assert isinstance(answer, Draining)
     assert answer.is_refused is not is_obeyed
     assert directory.server.is_draining is (is_obeyed is not undo)
@@ -260,12 +262,11 @@ def test_a_refusal_is_not_refused(directory: Directory) -> None:
 def test_a_description_is_encoded_once_for_all_who_ask(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded: list[object] = []
-    monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded.append)
-    question = encode(describe())
+    question, encoded = encode(describe()), Mock()
+    monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded)
     for _ in range(3):
         assert directory.answers(question) == [description()]
-    assert encoded == []
+    encoded.assert_not_called()
 
 
 # What nobody expects
@@ -273,14 +274,8 @@ def test_a_description_is_encoded_once_for_all_who_ask(
 
 def let_fail(control: MemoryControl, method: str, *errors: Exception) -> None:
     """Its next calls raise these."""
-    call, left = getattr(control, method), list(errors)
-
-    def faulty(*given: Any) -> Any:
-        if left:
-            raise left.pop(0)
-        return call(*given)
-
-    setattr(control, method, faulty)
+    effects = chain(errors, repeat(DEFAULT))
+    setattr(control, method, Mock(wraps=getattr(control, method), side_effect=effects))
 
 
 def test_no_error_ends_the_thread(directory: Directory, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,10 +314,10 @@ def test_an_error_that_recurs_leaves_the_processor_alone(
 
 def test_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are short, and few answers wait for who does not take them."""
-    bounds: list[Bounds] = []
-    monkeypatch.setattr(MemoryControl, "listen", lambda *given: bounds.append(given[-1]) or 1)
+    listen = Mock(return_value=1)
+    monkeypatch.setattr(MemoryControl, "listen", listen)
     Directory()
-    assert bounds == [BOUNDS]
+    listen.assert_called_once_with(HOST, 0, BOUNDS)
     assert len(encode(describe())) < BOUNDS.message_bytes <= 4096
     assert BOUNDS.answers <= 8
 

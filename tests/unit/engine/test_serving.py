@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,12 +105,9 @@ def test_without_descriptors_it_tries_again_until_there_are_some(
 ) -> None:
     """An error that left `poll` would end all loads of the rank, many times a second."""
     world.sockets.pop(0).close()
-
-    def refuse() -> dict[int, int]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    error = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as starved:
-        starved.setattr(descriptors, "listening_sockets", refuse)
+        starved.setattr(descriptors, "listening_sockets", Mock(side_effect=error))
         for _ in range(3):
             assert world.turns(IDLE_CHECK_S) == 0
     world.failure = TransportError("too many open files")
