@@ -1,6 +1,6 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,18 +139,13 @@ def test_a_read_whose_state_is_not_known_ends_with_its_agent(
     """Bytes may still land: NIXL says 'not found' of a read whose peer was removed, and goes on."""
     reading.fabric.polls = 4
     assert (reading.start([2], [7], range(4)) if kind == "data" else reading.read_slot(3)) == []
-    asked: list[object] = []
-
-    def fail(handle: object) -> bool:
-        asked.append(handle)
-        raise TransportError("not found")
-
+    fail = Mock(side_effect=TransportError("not found"))
     monkeypatch.setattr(reading.agent.transport, "poll", fail)
     for _ in range(3):
         assert reading.agent.poll() == []
     (read,) = reading.agent.reads
     assert read.is_abandoned
-    assert len(asked) == 1, "it is not asked again"
+    fail.assert_called_once()
     reason = "not found; destroying its NIXL agent stopped it"
     assert reading.agent.fail_all() == [ReadFailed(D1, R0, reason)]
 
@@ -174,18 +169,13 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it goes piece by piece; else all of it lands, as if it were wanted."""
-    stopped: list[Any] = []
-
-    def stop(_: MemoryTransport, read: Any) -> bool:
-        stopped.append(read)
-        return len(stopped) == 2  # of the second one there was more to be asked for
-
+    stop = Mock(side_effect=[False, True])  # of the second one there was more to be asked for
     monkeypatch.setattr(MemoryTransport, "stop", stop)
     reading.fabric.polls = 1
     reading.start([2, 9], [7, 3], range(8))
     reading.agent.stop(StopRead(D1, Rank(1)))
     reading.agent.stop(StopRead(RequestId("d2"), R0))
-    assert stopped == []
+    stop.assert_not_called()
     reading.agent.stop(StopRead(D1, R0))
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
@@ -196,7 +186,7 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     reading.clock.now += 50.0
     assert [reading.agent.poll() for _ in range(2)] == [[], []]
     assert reading.agent.poll() == [ReadFailed(D1, R0, "no longer wanted")]
-    assert len(stopped) == 2
+    assert stop.call_count == 2
     reading.read_slot(3)
     reading.agent.stop(StopRead(D1, R0))
     assert len(reading.agent.poll()) == 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -169,10 +170,7 @@ def test_a_slice_that_cannot_be_posted_waits_for_the_others(
     reading = make()
     reading.fabric.polls = 1
     op = reading.start()
-
-    def refuse(*_: object) -> None:
-        raise PeerLost("disconnected")
-
+    refuse = Mock(side_effect=PeerLost("disconnected"))
     monkeypatch.setattr(reading.transport, "read", refuse)
     op.poll()
     assert not op.has_ended, "the first one is in flight"

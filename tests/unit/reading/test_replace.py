@@ -1,7 +1,7 @@
 """Agents that read: one after the other, when a read of the current one does not end."""
 
 import itertools
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -35,7 +35,7 @@ from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import WARM_UP_S, open_transport
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S, Agents
-from nixl_kv.transport.base import PeerName, Transport
+from nixl_kv.transport.base import Transport
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
@@ -133,30 +133,16 @@ def reading() -> Reading:
     return Reading()
 
 
-def note_added(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The metadata of each agent that is added to the first transport from now on."""
-    added: list[bytes] = []
-    transport = reading.transports[0]
-    add = transport.add_peer
-
-    def add_peer(metadata: bytes) -> PeerName:
-        added.append(metadata)
-        return add(metadata)
-
-    monkeypatch.setattr(transport, "add_peer", add_peer)
-    return added
-
-
 def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What that pays for is the process's."""
-    rehearsed: list[object] = []
-    monkeypatch.setattr(MemoryTransport, "rehearse", lambda *args: rehearsed.append(args[0]))
+    rehearse = Mock()
+    monkeypatch.setattr(MemoryTransport, "rehearse", rehearse)
     reading = Reading()
-    assert rehearsed == [reading.transports[0]]
+    rehearse.assert_called_once()
     reading.abandon_stuck()
     while reading.num_transports < 2:
         reading.poll()
-    assert rehearsed == [reading.transports[0]]
+    rehearse.assert_called_once()
 
 
 # --- actions of the decode machine
@@ -171,34 +157,29 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
     """It would wait until the end of that; and between two of them reads are looked at."""
     reading.fabric.polls = 100
     reading.start(D1)
-    calls: list[str] = []
-    transport = reading.agents.current.transport
+    transport, calls = reading.agents.current.transport, Mock()
     for name in ("add_peer", "read", "poll", "prepare", "drop_peer"):
-        method = getattr(transport, name)
-
-        def noted(*arguments: Any, _name: str = name, _method: Any = method) -> Any:
-            calls.append(_name)
-            return _method(*arguments)
-
-        monkeypatch.setattr(transport, name, noted)
+        calls.attach_mock(Mock(wraps=getattr(transport, name)), name)
+        monkeypatch.setattr(transport, name, getattr(calls, name))
     peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.2.{n}:5600")) for n in range(3)]
     for peer in peers:
         reading.agents.execute(StartHandshake(peer, reading.description))
     reading.agents.poll()
-    calls.clear()
+    calls.reset_mock()
     reading.start(D2, block=8)
     reading.agents.execute(DropPeer(peers[2]))
     for _ in range(3):
         assert reading.agents.poll() == []
-    assert calls == [], "a peer is being added"
+    assert calls.mock_calls == [], "a peer is being added"
     joined: list[DataEvent] = []
     while len(joined) < 2:
         joined += reading.poll()
     assert joined == [HandshakeDone(peer) for peer in peers[:2]]
-    adds = [place for place, name in enumerate(calls) if name == "add_peer"]
+    names = [name for name, _, _ in calls.mock_calls]
+    adds = [place for place, name in enumerate(names) if name == "add_peer"]
     assert len(adds) == 4
     for one, next_one in itertools.pairwise(adds):
-        assert "poll" in calls[one:next_one]
+        assert "poll" in names[one:next_one]
     assert {read.request for read in reading.agents.current.reads} >= {D1, D2}
 
 
@@ -297,11 +278,12 @@ def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(
     assert {type(event) for event in broken} == {ReadFailed, PeerBroken}
     reading.fabric.lost_peers.clear()
     reading.fabric.reads_hang = False
-    added = note_added(reading, monkeypatch)
+    added = Mock(wraps=reading.transports[0].add_peer)
+    monkeypatch.setattr(reading.transports[0], "add_peer", added)
     events = reading.start(D2)
     events += reading.settle(20)
     assert [type(event) for event in events] == [ReadDone]
-    assert len(added) == len(reading.prefill)
+    assert added.call_count == len(reading.prefill)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -315,22 +297,16 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
     ]
     assert reading.join(engine_of(*ranks), OTHER)[-1] == HandshakeDone(OTHER)
     reading.settle()
-    added = note_added(reading, monkeypatch)
-    transport = reading.transports[0]
-    read = transport.read
-
-    def fail(local: Any, remote: Any, indices: Any) -> Any:
-        if remote.owner in {rank.transport.name for rank in ranks}:
-            raise PeerLost("it was reset")
-        return read(local, remote, indices)
-
-    monkeypatch.setattr(transport, "read", fail)
+    added = Mock(wraps=reading.transports[0].add_peer)
+    monkeypatch.setattr(reading.transports[0], "add_peer", added)
+    fail = Mock(side_effect=PeerLost("it was reset"))
+    monkeypatch.setattr(reading.transports[0], "read", fail)
     for _ in range(2):
         events = reading.start(D2, peer=OTHER)
         events += reading.settle(20)
         assert {type(event) for event in events} == {ReadFailed, PeerBroken}
         assert len(events) == 2, "one for the connection"
-    assert len(added) == num_ranks, "when it was read for the second time"
+    assert added.call_count == num_ranks, "when it was read for the second time"
 
 
 def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> None:
@@ -509,19 +485,16 @@ def test_what_is_closed_reads_nothing_any_more(
     while len(reading.agents.polled) < 2:
         reading.poll()
     _, old = reading.agents.polled
-    closed: list[str] = []
-    (path,) = reading.agents.peers.paths
-    monkeypatch.setattr(path, "close", lambda: closed.append("direct"))
-
-    def fail() -> None:
-        raise TransportError("it is still referred to")
-
+    closed, error = Mock(), TransportError("it is still referred to")
+    monkeypatch.setattr(reading.agents.peers.paths[0], "close", closed)
     with monkeypatch.context() as failing:
-        failing.setattr(old, "close", fail)
+        failing.setattr(old, "close", Mock(side_effect=error))
         with pytest.raises(TransportError, match="it is still referred to"):
             reading.agents.close()
-    assert (reading.agents.polled, closed) == ([old], [])
+    assert reading.agents.polled == [old]
+    closed.assert_not_called()
     assert reading.agents.is_read(D2)
     reading.agents.close()
     assert not reading.agents.is_read(D2)
-    assert (reading.num_transports, closed) == (0, ["direct"])
+    assert reading.num_transports == 0
+    closed.assert_called_once()

@@ -4,8 +4,10 @@ A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two 
 """
 
 from collections import Counter
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import numpy as np
@@ -98,18 +100,12 @@ def arrives(world: World) -> tuple[str, int]:
     return read.path, read.direct_bytes
 
 
-def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]:
-    """What prefill packs from now on."""
+def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Called with what prefill packs from now on."""
     packs = pack_queue(world)
-    added: list[PackChunk] = []
-    add = packs.add
-
-    def add_and_keep(action: PackChunk) -> None:
-        added.append(action)
-        add(action)
-
-    monkeypatch.setattr(packs, "add", add_and_keep)
-    return added
+    add = Mock(wraps=packs.add)
+    monkeypatch.setattr(packs, "add", add)
+    return add
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
@@ -122,7 +118,8 @@ def test_a_prompt_arrives_by_chunks(
     assert (end.failure, end.verified) == (None, verify)
     assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
     assert is_there(world)
-    assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
+    chunks = [call.args[0].pack_request.chunk for call in packs.call_args_list]
+    assert chunks == list(range(CHUNKS))
     world.run()
     total = Counter(by_name(world.prefill.parts.counts))
     for result in world.prefill.results:
@@ -160,14 +157,8 @@ def test_a_read_that_advances_is_not_late(world: World) -> None:
 
 def failing(copier: Any, name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first calls of this method raise."""
-    method, faults = getattr(copier, name), iter([TransportError("no kernel")] * times)
-
-    def fail(*arguments: Any) -> Any:
-        for fault in faults:
-            raise fault
-        return method(*arguments)
-
-    monkeypatch.setattr(copier, name, fail)
+    effects = chain([TransportError("no kernel")] * times, repeat(DEFAULT))
+    monkeypatch.setattr(copier, name, Mock(wraps=getattr(copier, name), side_effect=effects))
 
 
 @pytest.mark.parametrize(
@@ -197,18 +188,12 @@ def test_what_cannot_be_packed_is_read_as_it_is(
 def test_what_cannot_be_planned_is_planned_once(
     world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    staging = pack_queue(world)._staging
-    planned: list[object] = []
-
-    def refuse(plan: object) -> None:
-        planned.append(plan)
-        raise error
-
-    monkeypatch.setattr(staging.copier, "prepare", refuse)
+    refuse = Mock(side_effect=error)
+    monkeypatch.setattr(pack_queue(world)._staging.copier, "prepare", refuse)
     for number in (1, 2):
         start(world, number)
         assert ended(world).failure is None
-    assert len(planned) == 1
+    refuse.assert_called_once()
 
 
 def test_what_cannot_be_scattered_fails_that_load_alone(
@@ -233,14 +218,14 @@ def test_one_slot_is_enough_for_all_of_a_read(
     packs = sent_packs(world, monkeypatch)
     world.prefill.copying.is_held = True
     start(world, long=True)
-    world.until(lambda: len(packs) == 3)
+    world.until(lambda: packs.call_count == 3)
     slots = staged_path(world).slots
     for _ in range(RING_SLOTS - 1):
         slots.popleft()
     world.prefill.copying.is_held = False
     world.prefill.copying.work()
     assert ended(world).failure is None
-    assert len(packs) == LONG_CHUNKS
+    assert packs.call_count == LONG_CHUNKS
     assert is_there(world, long=True)
     assert free_slots(world) == 1
 
