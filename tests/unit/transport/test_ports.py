@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -326,13 +327,8 @@ def test_the_limit_is_what_the_process_can_afford(
 
 
 def test_a_port_that_opens_again_keeps_other_hosts_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    filters: list[bytes] = []
-
-    def note(listening: socket.socket, code: bytes) -> None:
-        filters.append(code)
-        attach(listening, code)
-
-    monkeypatch.setattr(module, "attach", note)
+    filtering = Mock(wraps=attach)
+    monkeypatch.setattr(module, "attach", filtering)
     with contextlib.closing(LimitedPort(HOST, 0, 8, ELSEWHERE)) as port:
         for _ in range(8):
             port.on_accepted()
@@ -340,7 +336,7 @@ def test_a_port_that_opens_again_keeps_other_hosts_out(monkeypatch: pytest.Monke
         for _ in range(8):
             port.on_closed()
         assert is_open(port), "this machine always may"
-    only_peers, drop_all, again = filters
+    only_peers, drop_all, again = (call.args[1] for call in filtering.call_args_list)
     assert drop_all != only_peers == again
 
 

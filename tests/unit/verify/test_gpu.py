@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -193,9 +194,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
 def test_without_a_compiler_the_array_program_digests(
     layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nMore")
-
+    fail = Mock(side_effect=RuntimeError("Failed to find C compiler.\nMore"))
     monkeypatch.setattr(gpu.TorchDigester, "compile", fail)
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         digester = Memory(layout)
@@ -226,12 +225,10 @@ def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
 def test_an_error_of_torch_fails_that_digest(
     layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
     digester, slices = Memory(layout), slices_of(layout, 100)
     with monkeypatch.context() as patched:
+        fail = Mock(side_effect=torch.OutOfMemoryError("no memory"))
         patched.setattr(gpu, "gathered_sums", fail)
         with pytest.raises(DigestError, match="no memory"):
             finished(digester(SECRET, slices))

@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Final
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.machines import by_name
 from nixl_kv.errors import ConfigError, DigestError
-from nixl_kv.geometry.layout import CacheLayout, Memory, Table
+from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Claim, Rank
 from nixl_kv.protocol.events import (
     CompareDigest,
@@ -200,12 +199,9 @@ def test_a_digest_that_was_prepared_does_not_join_one_under_way(
 def test_a_digest_that_cannot_be_prepared_is_computed_when_the_bytes_land(
     wanted: CompareDigest, landed: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise MemoryError(args)
-
     here = queue_of(landed)
     with monkeypatch.context() as patched:
-        patched.setattr(digest, "numbers_of", fail)
+        patched.setattr(digest, "numbers_of", Mock(side_effect=MemoryError))
         assert here.add(landing(wanted, has_landed=False)) is None
     assert compared(here, wanted).difference is None
 
@@ -434,10 +430,10 @@ def test_without_a_gpu_digester_only_a_rank_that_does_not_verify_starts(
 def test_a_rank_that_digests_nothing_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[CacheLayout] = []
-    fake = SimpleNamespace(GpuDigester=made.append)
-    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", fake)
+    gpu = Mock()
+    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", gpu)
     assert opened("VRAM", is_prefill=False, verifies=False) is None
-    assert (made, caplog.messages) == ([], [])
+    gpu.GpuDigester.assert_not_called()
+    assert caplog.messages == []
     opened("VRAM", is_prefill=True, verifies=False)
-    assert len(made) == 1
+    gpu.GpuDigester.assert_called_once()

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -229,25 +230,15 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
 
 @pytest.mark.parametrize("error", [TransportError("no more files"), KeyError("a bug")], ids=repr)
 def test_a_further_connection_that_fails_costs_only_itself(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if an agent was made by then: it is closed."""
     world = World()
-    agents: list[Watched] = []
-
-    def fail(*_: object) -> None:
-        raise error
-
-    def make_agent() -> Watched:
-        agents.append(world.make_agent())
-        setattr(agents[-1], "register", fail)  # noqa: B010 - of one object
-        return agents[-1]
-
-    world.reader._make_agent = make_agent
+    monkeypatch.setattr(Watched, "register", Mock(side_effect=error))
     world.finish(world.start(*range(9)))
     assert world.lengths == [16] * 9
-    assert len(agents) == 1
-    assert agents[0].name not in world.fabric.transports
+    _, further = world.agents
+    assert further.name not in world.fabric.transports
     assert caplog.text.count("keeps 1 connections, because another failed: ") == 1
 
 
