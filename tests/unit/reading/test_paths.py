@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -49,14 +48,13 @@ class Sliced:
         pieces = source.plan.pieces(local, remote, range(load.end))
         action = StartRead(PEER, R0, grant(tables=remote), load)
         self.read = Read(action, source, pieces, source.plan.num_bytes(pieces), RUNS)
-        self.posted: list[int] = []
-        read = self.transport.read
+        self.reads = Mock(wraps=self.transport.read)
+        monkeypatch.setattr(self.transport, "read", self.reads)
 
-        def note(local: Any, remote: Any, indices: Any) -> Any:
-            self.posted.append(len(indices[0]))
-            return read(local, remote, indices)
-
-        monkeypatch.setattr(self.transport, "read", note)
+    @property
+    def posted(self) -> list[int]:
+        """How many runs each slice has."""
+        return [len(call.args[2][0]) for call in self.reads.call_args_list]
 
     def start(self) -> DirectOp:
         path = DirectPath("DRAM")

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,17 +66,10 @@ def test_enough_descriptors_must_be_free(
 
 def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 6.2 they are listed, for which a descriptor is needed."""
-
-    class Uncounted:
-        st_size = 0
-
-        def stat(self) -> "Uncounted":
-            return self
-
-        def iterdir(self) -> None:
-            raise OSError("Too many open files")
-
-    monkeypatch.setattr(descriptors, "DESCRIPTORS", Uncounted())
+    uncounted = Mock()
+    uncounted.stat.return_value.st_size = 0
+    uncounted.iterdir.side_effect = OSError("Too many open files")
+    monkeypatch.setattr(descriptors, "DESCRIPTORS", uncounted)
     monkeypatch.setattr(descriptors, "limit", lambda: 100)
     assert descriptors.num_open() == 100
 

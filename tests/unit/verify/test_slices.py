@@ -139,20 +139,20 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
-@pytest.mark.parametrize(("count", "names"), [(1, ["KV"]), (2, ["K", "V"]), (3, ["part"] * 3)])
-def test_each_head_has_a_name(count: int, names: list[str]) -> None:
-    cache = replace(layout(), groups=(replace(FULL, regions=(region("x", parts=count),)),))
+@pytest.mark.parametrize(
+    ("count", "names", "state_names"),
+    [(1, ["KV"], ["content"]), (2, ["K", "V"], ["row 0", "row 1"]), (3, ["part"] * 3, [])],
+)
+def test_each_head_has_a_name(count: int, names: list[str], state_names: list[str]) -> None:
+    """Parts of a state are not named like those of KV."""
+    one = region("x", parts=count)
+    cache = replace(layout(), groups=(replace(FULL, regions=(one,)),))
     slices = find_slices(cache, [KVSlice("x", 3, 5, 0)], [table([1])], end=8)
     assert [kv.names for kv in slices] == [
         [f"{name} of head {head} of layer x" for head in (3, 4)] for name in names
     ]
-
-
-@pytest.mark.parametrize(("count", "names"), [(1, ["content"]), (2, ["row 0", "row 1"])])
-def test_parts_of_a_state_are_not_named_like_those_of_kv(count: int, names: list[str]) -> None:
-    one = region("x query", parts=count)
-    group = Group(1, BLOCKS, 1, (one,), window=1)
-    assert [part_name(group, one, number) for number in range(count)] == names
+    state = Group(1, BLOCKS, 1, (one,), window=1)
+    assert [part_name(state, one, n) for n in range(len(state_names))] == state_names
 
 
 def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> None:
@@ -199,15 +199,8 @@ def test_slices_that_are_not_on_this_rank_are_refused(
         find_slices(layout(windowed=True), wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (tables([5, 3], [], first=2), "the block of token 0 is absent"),
-        (tables([10], []), "block id 10; allowed: 0 to 9"),
-    ],
-)
-def test_blocks_that_the_cache_or_the_table_does_not_have_are_refused(
-    table: list[Table], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        find_slices(layout(), [A], table, end=4)
+def test_blocks_that_the_cache_or_the_table_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="the block of token 0 is absent"):
+        find_slices(layout(), [A], tables([5, 3], [], first=2), end=4)
+    with pytest.raises(ValueError, match="block id 10; allowed: 0 to 9"):
+        find_slices(layout(), [A], tables([10], []), end=4)
