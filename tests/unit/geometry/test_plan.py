@@ -252,7 +252,7 @@ def test_too_many_rows_are_refused() -> None:
             CacheLayout((Group(size, 2, 1, (region,)),), "DRAM", 0, (Span(1, 256 * size),))
         )
     with pytest.raises(IncompatiblePeer, match=r"^a block has \d+ runs or more; allowed: 1048576$"):
-        plan(*sides)
+        plan(sides[0], sides[1])
 
 
 # --- runs: what is contiguous on both sides

@@ -132,8 +132,12 @@ class World:
         raise AssertionError("it does not end")
 
 
-def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece(world: World) -> None:
     local, remote = world.lists([(0, 4, 4, 100)])
     world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
     assert sorted(world.lengths) == [8, 16, 16]
@@ -143,9 +147,8 @@ def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
     assert sorted(world.lengths) == [8, 12, 16, 16]
 
 
-def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
+def test_a_link_that_waits_for_its_round_trip_gets_more_streams(world: World) -> None:
     """The read goes on while each of them connects."""
-    world = World()
     world.fabric.polls = 20
     world.background.is_held = True
     read = world.start(*range(128))
@@ -170,8 +173,7 @@ def pieces_of_another_peer(world: World) -> ListHandle:
     return world.reader.prepare(rows, "DRAM", name)
 
 
-def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
-    world = World()
+def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone(world: World) -> None:
     local, remote = world.lists([(0, 16, 32, 100)])
     world.finish(world.start(*range(50)))
     assert len(world.agents) > 1
@@ -191,8 +193,7 @@ def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> Non
     assert len(world.agents[1].lengths) > before
 
 
-def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
-    world = World()
+def test_what_such_an_agent_reads_is_not_looked_at_meanwhile(world: World) -> None:
     local, _ = world.lists([(0, 16, 32, 100)])
     world.finish(world.start(*range(50)))
     theirs = pieces_of_another_peer(world)
@@ -214,8 +215,7 @@ def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
     world.finish(their_read)
 
 
-def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
-    world = World()
+def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too(world: World) -> None:
     world.background.is_held = True
     read = world.start(*range(9))
     world.finish(read)
@@ -230,10 +230,12 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
 
 @pytest.mark.parametrize("error", [TransportError("no more files"), KeyError("a bug")], ids=repr)
 def test_a_further_connection_that_fails_costs_only_itself(
-    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if an agent was made by then: it is closed."""
-    world = World()
     monkeypatch.setattr(Watched, "register", Mock(side_effect=error))
     world.finish(world.start(*range(9)))
     assert world.lengths == [16] * 9
@@ -243,10 +245,9 @@ def test_a_further_connection_that_fails_costs_only_itself(
 
 
 def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paced, "CONNECTED_S", 0.01)
-    world = World()
     world.background.is_held = True
     world.finish(world.start(*range(9)))
     assert world.reader._job is not None
@@ -260,8 +261,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
-def test_a_short_read_does_not_wait_for_a_long_one() -> None:
-    world = World()
+def test_a_short_read_does_not_wait_for_a_long_one(world: World) -> None:
     long = world.start(*range(50))
     assert not world.reader.poll(long)
     short = world.start(70)
@@ -270,8 +270,7 @@ def test_a_short_read_does_not_wait_for_a_long_one() -> None:
     world.finish(long)
 
 
-def test_nobody_looks_twice_in_no_time() -> None:
-    world = World()
+def test_nobody_looks_twice_in_no_time(world: World) -> None:
     world.finish(world.start(0))
     world.fabric.polls = 3
     read = world.start(1)
@@ -281,8 +280,7 @@ def test_nobody_looks_twice_in_no_time() -> None:
     world.finish(read)
 
 
-def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
-    world = World()
+def test_of_a_read_that_is_stopped_nothing_more_is_asked_for(world: World) -> None:
     world.fabric.polls = 5
     read = world.start(*range(0, 80, 2))
     other = world.start(1, 3)
@@ -300,8 +298,7 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
     assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
 
 
-def test_a_lost_peer_fails_all_its_reads() -> None:
-    world = World()
+def test_a_lost_peer_fails_all_its_reads(world: World) -> None:
     world.fabric.polls = 5
     reads = [world.start(*p) for p in ([1, 2, 3], [4, 5])]
     assert not world.reader.poll(reads[0])
@@ -312,8 +309,9 @@ def test_a_lost_peer_fails_all_its_reads() -> None:
     assert not any(agent.under_way for agent in world.agents)
 
 
-def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs() -> None:
-    world = World()
+def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs(
+    world: World,
+) -> None:
     world.fabric.polls = 5
     read = world.start(1, 3, 5)
     while [agent.under_way for agent in world.agents] != [1, 1]:
@@ -324,8 +322,7 @@ def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs
     assert world.agents[1].under_way == 0
 
 
-def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
-    world = World()
+def test_an_error_that_leaves_the_end_open_is_told_at_once(world: World) -> None:
     world.fabric.polls = 5
     read = world.start(1, 3)
     assert not world.reader.poll(read)
@@ -348,9 +345,8 @@ def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
     ],
 )
 def test_a_read_that_makes_no_sense_is_refused(
-    local: list[int], remote: list[int], words: str
+    world: World, local: list[int], remote: list[int], words: str
 ) -> None:
-    world = World()
     lists = world.lists([(0, 8, 8, 100), (800, 9, 9, 1)])
     with pytest.raises(TransportError, match=words):
         world.reader.read(*lists, (ids(*local), ids(*remote)))
@@ -392,8 +388,7 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
     assert max(world.lengths) <= 16
 
 
-def test_facts_for_the_peers_stand_behind_the_metadata() -> None:
-    world = World()
+def test_facts_for_the_peers_stand_behind_the_metadata(world: World) -> None:
     agent, background = world.agents[0], world.background
     reader = PacedTransport(agent, world.make_agent, bool, background, facts=b"|facts")
     assert reader.metadata() == world.agents[0].metadata() + b"|facts"
