@@ -174,45 +174,29 @@ def pieces_of_another_peer(world: World) -> ListHandle:
 
 
 def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone(world: World) -> None:
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.start(*range(50)))
-    assert len(world.agents) > 1
-    theirs = pieces_of_another_peer(world)
-    world.background.is_held, world.fabric.polls = True, 5
-    reads = [
-        world.reader.read(local, each, (ids(*range(60, 80)), ids(*range(60, 80))))
-        for each in (theirs, remote)
-    ]
-    while not world.background:
-        assert not world.reader.poll(reads[0])
-    before = len(world.agents[1].lengths)
-    world.finish(reads[1])
-    assert len(world.agents[1].lengths) == before
-    world.background.work()
-    world.finish(reads[0])
-    assert len(world.agents[1].lengths) > before
-
-
-def test_what_such_an_agent_reads_is_not_looked_at_meanwhile(world: World) -> None:
+    """It begins no read, and what it reads is not looked at."""
     local, _ = world.lists([(0, 16, 32, 100)])
     world.finish(world.start(*range(50)))
     theirs = pieces_of_another_peer(world)
-    world.background.is_held, world.fabric.polls = True, 50
+    world.background.is_held, world.fabric.polls = True, 5
     world.reader._peers[world.peer].max_streams = 2  # so that the other peer is connected next
     read = world.start(*range(60, 80))
-    while not world.agents[1].under_way:
+    first, second, *_ = world.agents
+    while not second.under_way:
         assert not world.reader.poll(read)
-    their_read = world.reader.read(local, theirs, (ids(1, 3, 5), ids(1, 3, 5)))
+    their_read = world.reader.read(local, theirs, (ids(*range(60, 80)), ids(*range(60, 80))))
     while not world.background:
         assert not world.reader.poll(their_read)
-    before = [agent.num_polls for agent in world.agents[:2]]
-    for _ in range(9):
+    before = [(agent.num_polls, len(agent.lengths)) for agent in (first, second)]
+    for _ in range(19):
         assert not world.reader.poll(read)
-    after = [agent.num_polls for agent in world.agents[:2]]
-    assert (after[0] > before[0], after[1]) == (True, before[1])
+    assert first.num_polls > before[0][0]
+    assert len(first.lengths) > before[0][1]
+    assert (second.num_polls, len(second.lengths)) == before[1]
     world.background.work()
     world.finish(read)
     world.finish(their_read)
+    assert len(second.lengths) > before[1][1]
 
 
 def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too(world: World) -> None:
