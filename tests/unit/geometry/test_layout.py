@@ -267,9 +267,10 @@ def test_a_region_is_inside_one_span(spans: tuple[Span, ...], *, fits: bool) -> 
 
 
 def test_too_many_regions_times_spans_are_refused() -> None:
-    """A peer's numbers must not cost this side seconds."""
+    """A peer's numbers must not cost this side seconds; a stage may have no layer of a group."""
     with pytest.raises(ValueError, match="regions times spans"):
         replace(LAYOUT, spans=LAYOUT.spans * 2**20)
+    assert replace(LAYOUT, groups=(replace(GROUP, regions=()),), spans=()).spans == ()
 
 
 def test_every_region_of_every_group_is_checked() -> None:
