@@ -182,60 +182,45 @@ def test_scales_are_compared_head_by_head(
         assert found == ([Mismatch("KV scales of a", *pair)] if pair else [])
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "expected"),
-    [
-        pytest.param(64, 64, [], id="equal"),
-        pytest.param(32, 64, [], id="a shorter one on decode"),
-        pytest.param(64, 0, [], id="none on prefill, which keeps all"),
-        pytest.param(64, 32, [(64, 32)], id="a longer one on decode"),
-        pytest.param(0, 32, [(None, 32)], id="none on decode"),
-    ],
-)
-def test_prefill_s_window_must_keep_all_that_decode_s_window_needs(
-    here: int, there: int, expected: list[tuple[int | None, int]]
-) -> None:
-    sides = [ranks(cache(group(window=window))) for window in (here, there)]
-    assert layout_mismatches(*sides) == [
-        Mismatch("sliding window of a and 1 more", *pair) for pair in expected
-    ]
+WINDOW = "sliding window of a and 1 more"
+EDGE = "block size (for a sliding window it must divide 256 or prefill's) of a and 1 more"
+SEGMENTS = "block size (makes more than 512 token segments) of a and 1 more"
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "fits"),
-    [
-        pytest.param((64, 1), (16, 1), True, id="a divisor of 256"),
-        pytest.param((48, 1), (16, 1), False, id="48 to 16"),
-        pytest.param((48, 1), (96, 1), True, id="a divisor of prefill's"),
-        pytest.param((16, 3), (16, 1), False, id="entries of 48"),
-        pytest.param((48, 1), (16, 3), True, id="to entries of 48"),
-    ],
-)
-def test_with_a_window_decode_s_block_size_divides_256_or_prefill_s(
-    here: tuple[int, int], there: tuple[int, int], *, fits: bool
+def windowed(block_size: int, blocks_per_entry: int = 1) -> dict[str, int]:
+    return {"window": 64, "block_size": block_size, "blocks_per_entry": blocks_per_entry}
+
+
+def blocks(block_size: int) -> dict[str, int]:
+    return {"block_size": block_size}
+
+
+GROUPS: dict[str, tuple[dict[str, int], dict[str, int], tuple[str, object, object] | None]] = {
+    "equal windows": ({"window": 64}, {"window": 64}, None),
+    "a shorter window on decode": ({"window": 32}, {"window": 64}, None),
+    "no window on prefill, which keeps all": ({"window": 64}, {}, None),
+    "a longer window on decode": ({"window": 64}, {"window": 32}, (WINDOW, 64, 32)),
+    "no window on decode": ({}, {"window": 32}, (WINDOW, None, 32)),
+    "with a window, a divisor of 256": (windowed(64), windowed(16), None),
+    "with a window, 48 to 16": (windowed(48), windowed(16), (EDGE, 48, 16)),
+    "with a window, a divisor of prefill's": (windowed(48), windowed(96), None),
+    "with a window, entries of 48": (windowed(16, 3), windowed(16), (EDGE, 48, 16)),
+    "with a window, to entries of 48": (windowed(48), windowed(16, 3), None),
+    "without a window, 48 to 16": (blocks(48), blocks(16), None),
+    "512 segments, neither size divides": (blocks(256), blocks(257), None),
+    "513 segments, neither size divides": (blocks(255), blocks(259), (SEGMENTS, 255, 259)),
+    "512 segments in each block": (blocks(16), blocks(16 * 512), None),
+    "513 segments in each block": (blocks(16), blocks(16 * 513), (SEGMENTS, 16, 16 * 513)),
+}
+
+
+@pytest.mark.parametrize(("here", "there", "expected"), GROUPS.values(), ids=GROUPS)
+def test_which_windows_and_block_sizes_fit(
+    here: dict[str, int], there: dict[str, int], expected: tuple[str, object, object] | None
 ) -> None:
     """Prefill keeps a window from a multiple of 256 tokens on; decode needs whole blocks of it."""
-    field = "block size (for a sliding window it must divide 256 or prefill's) of a and 1 more"
-    for window, expected in ((64, [] if fits else [field]), (0, [])):
-        sides = [
-            ranks(cache(group(window=window, block_size=size, blocks_per_entry=per_entry)))
-            for size, per_entry in (here, there)
-        ]
-        assert [m.field for m in layout_mismatches(*sides)] == expected
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fits"),
-    [
-        pytest.param((256, 257), True, id="512 segments, neither size divides"),
-        pytest.param((255, 259), False, id="513 segments, neither size divides"),
-        pytest.param((16, 16 * 512), True, id="512 segments in each block"),
-        pytest.param((16, 16 * 513), False, id="513 segments in each block"),
-    ],
-)
-def test_block_sizes_may_make_512_token_segments(sizes: tuple[int, int], *, fits: bool) -> None:
-    sides = [ranks(cache(group(block_size=size))) for size in sizes]
-    assert (layout_mismatches(*sides) == []) == fits == (layout_mismatches(*sides[::-1]) == [])
+    sides = [ranks(cache(group(**changes))) for changes in (here, there)]
+    assert layout_mismatches(*sides) == ([Mismatch(*expected)] if expected else [])
 
 
 @pytest.mark.parametrize(

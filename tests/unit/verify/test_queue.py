@@ -174,23 +174,12 @@ def test_what_has_landed_is_digested_before_there_is_something_to_compare(
 
 
 def test_a_digest_is_prepared_before_the_bytes_land(wanted: CompareDigest, cache: Cache) -> None:
+    """It does not join one under way, though that is of the same blocks."""
     remote = Cache(SIZES)
     here = queue_of(remote, SlowDigester(1))
+    assert here.add(msgspec.structs.replace(wanted, rank=Rank(4))) is None
     for _ in range(2):
         assert here.add(landing(wanted, has_landed=False)) is None
-    assert drained(here) == []
-    read(cache, remote)
-    assert compared(here, wanted).difference is None
-
-
-def test_a_digest_that_was_prepared_does_not_join_one_under_way(
-    wanted: CompareDigest, cache: Cache
-) -> None:
-    """Its bytes have not landed, though the other digest is of the same blocks."""
-    remote = Cache(SIZES)
-    here = queue_of(remote)
-    assert here.add(msgspec.structs.replace(wanted, rank=Rank(4))) is None
-    assert here.add(landing(wanted, has_landed=False)) is None
     assert len(drained(here)) == 1
     read(cache, remote)
     assert compared(here, wanted).difference is None
