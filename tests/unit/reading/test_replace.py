@@ -64,7 +64,7 @@ class Reading:
         )
         self.agents.open()
         self.description = engine_of(*self.prefill)
-        self.fits, self.joined = self.join(self.description)
+        self.join(self.description)
         while self.agents.is_busy:  # that warms up
             assert self.poll() == []
         self.counts.pop()
