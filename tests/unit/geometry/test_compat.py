@@ -159,6 +159,9 @@ ALL_1, ALL_2 = "1 (heads 0 to 3)", "2 (heads 0 to 3)"
     [
         pytest.param(scaled(ONE), scaled(ONE, ONE), [], id="one for all heads"),
         pytest.param(scaled(EACH), scaled(EACH[:2], EACH[2:]), [], id="one for each head"),
+        pytest.param(
+            scaled(EACH), scaled(*((text,) for text in EACH)), [], id="a rank for each head"
+        ),
         pytest.param(scaled(ONE), scaled(OTHER), [ALL_1, ALL_2], id="all heads"),
         pytest.param(
             scaled(ONE),
