@@ -4,7 +4,6 @@ A stranger must not be able to forge a line, to send a terminal commands, or to 
 """
 
 import base64
-import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ import nixl_kv
 from fuzz.decoders.exchange import Exchange
 from fuzz.decoders.samples import KINDS, sample
 from harness.local.engine import HOST_PATHS
-from nixl_kv.engine.event_log import EventLog
 from nixl_kv.errors import NixlKVError, get_logger
 from nixl_kv.ids import EngineId
-from nixl_kv.protocol import events, messages
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket
 
 FORGED = "CRITICAL vllm.engine: GPU memory is corrupt"
@@ -30,29 +28,20 @@ HOSTILE = (f"x\n{FORGED}\r\n\x1b[2J\u2028\u202e\x00", "A" * 300_000)
 MAX_LINE = 10_000  # characters: a line may have several texts, and each of them is cut
 
 
-def text_places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Each text in a tree, and each key; `...` at the end of a path stands for the key itself."""
+def with_text(tree: Any, text: str) -> Iterator[Any]:
+    """The tree with this text instead of each text in it, and of each key."""
     if isinstance(tree, str):
-        yield path
+        yield text
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        yield (*path, key, ...)
-        yield from text_places(value, (*path, key))
+        yield {text if each == key else each: tree[each] for each in tree}
+        yield from ({**tree, key: changed} for changed in with_text(value, text))
     for key, value in enumerate(tree) if isinstance(tree, list) else ():
-        yield from text_places(value, (*path, key))
+        yield from ([*tree[:key], changed, *tree[key + 1 :]] for changed in with_text(value, text))
 
 
-def with_text(tree: Any, path: tuple[Any, ...], text: str) -> Any:
-    changed = copy.deepcopy(tree)
-    is_key = path[-1:] == (...,)
-    *parents, last = path[:-1] if is_key else path
-    node = changed
-    for key in parents:
-        node = node[key]
-    if is_key:
-        node[text] = node.pop(last)
-    else:
-        node[last] = text
-    return changed
+def hostile(tree: Any) -> Iterator[Any]:
+    for text in HOSTILE:
+        yield from with_text(tree, text)
 
 
 def check_text(text: str) -> None:
@@ -75,25 +64,25 @@ def test_no_text_of_a_message_makes_more_than_a_bounded_printable_line(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "nixl_kv")
-    places: dict[tuple[Any, ...], None] = {}
+    counts: dict[str, int] = {}  # of the texts in the messages of each kind
 
-    def record(message: bytes) -> list[bytes]:
-        kind, *rest = tree = msgspec.msgpack.decode(message)
-        places.update(dict.fromkeys((kind, *place) for place in text_places(tree) if rest))
+    def count(message: bytes) -> list[bytes]:
+        kind, *_ = tree = msgspec.msgpack.decode(message)
+        counts[kind] = max(counts.get(kind, 0), sum(1 for _ in with_text(tree, "")))
         return [message]
 
-    def replaced(message: bytes, kind: str, place: tuple[Any, ...]) -> list[bytes]:
+    def replace(message: bytes, kind: str, number: int) -> list[bytes]:
         tree = msgspec.msgpack.decode(message)
-        if tree[0] != kind:
-            return [message]
         # A longer text gets past no decoder, so ranks need not be tried with it.
-        return [msgspec.msgpack.encode(with_text(tree, place, HOSTILE[0]))]
+        changed = list(with_text(tree, HOSTILE[0])) if tree[0] == kind else []
+        return [msgspec.msgpack.encode(each) for each in changed[number : number + 1]] or [message]
 
-    Exchange(path, record).run()
-    for kind, *place in places:
-        Exchange(path, partial(replaced, kind=kind, place=tuple(place))).run()
-        check_log(caplog)
-    assert len(places) > 50
+    Exchange(path, count).run()
+    for kind, many in counts.items():
+        for number in range(many):
+            Exchange(path, partial(replace, kind=kind, number=number)).run()
+            check_log(caplog)
+    assert sum(counts.values()) > 50
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -117,13 +106,6 @@ def open_ticket(params: dict[str, Any]) -> None:
     sealed = SealedTicket.parse(params)
     sealed.head()
     sealed.open()
-
-
-def hostile(tree: Any) -> Iterator[Any]:
-    """The tree with each hostile text in each place of a text."""
-    for place in text_places(tree):
-        for text in HOSTILE:
-            yield with_text(tree, place, text)
 
 
 def check_error(decode: Callable[[Any], object], data: object) -> None:
@@ -172,11 +154,3 @@ def test_every_module_logs_through_the_filter() -> None:
     direct = re.compile(r"logging\.getLogger\((?!\"(nixl_kv|vllm)\"\))|from logging import")
     paths = Path(nixl_kv.__file__).parent.rglob("*.py")
     assert {path.name for path in paths if direct.search(path.read_text("utf-8"))} == {"errors.py"}
-
-
-def test_a_story_is_of_single_lines() -> None:
-    log = EventLog()
-    for text in HOSTILE:
-        log.record(events.Transition("r", "peer", "A", "B", text, 0))
-    for line in log.story_lines(events.RequestId("r"), 10):
-        check_text(line)

@@ -46,7 +46,7 @@ def _allowed(world: World) -> tuple[float, float]:
     reads that it waits for. An offer: until a rank asks, until that one begins to read,
     and then its load and a lease.
     """
-    config = world.environment.config
+    config = world.config
     num_bytes = world.shape.heads * CONTENT * world.num_tokens
     queue_s = num_bytes / world.shape.rate if world.shape.rate else 0.0
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s

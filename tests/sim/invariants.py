@@ -61,7 +61,6 @@ class Invariants:
     def __init__(self, world: World, *, is_served: Callable[[], bool]) -> None:
         """Observe this world. `is_served`: whether each read is served to its end, up to now."""
         self.num_good = 0
-        self.num_verified = 0
         self.failed: list[FailedLoad] = []
         self._world = world
         self._is_served = is_served
@@ -69,7 +68,7 @@ class Invariants:
         self._owners: dict[int, RequestId | None] = {}  # of reads' blocks, by the read's number
         self._reported: set[tuple[RankLife, RequestId]] = set()
         self._equal: set[tuple[RankLife, RequestId, Rank]] = set()
-        world.environment.observer = self
+        world.observer = self
 
     def check(self) -> None:
         """To be called after a step."""
@@ -198,7 +197,6 @@ class Invariants:
             self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
             return
         self.num_good += 1
-        self.num_verified += ended.verified
         compared = all(
             (rank, ended.request, read.rank) in self._equal
             for read in ended.reads
@@ -206,8 +204,7 @@ class Invariants:
         )
         if ended.verified != start.verify or (start.verify and not compared):
             raise Violation("not compared", name)
-        environment = self._world.environment
-        packs = environment.config.path == "staged" and not environment.has_copy_failed
+        packs = self._world.config.path == "staged" and not self._world.has_copy_failed
         if packs and any(r.num_bytes and r.path != "staged" for r in ended.reads):
             raise Violation("read directly although prefill packs", name)
         tokens = range(start.begin, start.end)

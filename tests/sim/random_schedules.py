@@ -7,19 +7,23 @@ without looking at the world it found 4 of 6, and left 125 steps.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from sim.ending import ENDINGS
-from sim.engine import Engine
-from sim.rank import RankLife
 from sim.schedule import MANY_SLOTS, Outcome, Run, follow
-from sim.steps import round_lines
+from sim.steps import (
+    DECODE_ENGINE,
+    PREFILL_ENGINE,
+    STEPS,
+    Draw,
+    choice,
+    one_of,
+    rank_where,
+    round_lines,
+)
 from sim.world import PREFILL, Shape, World
-
-Draw = Callable[[World, random.Random], object]
-"""One argument of a step; None if there is nothing to choose from."""
 
 
 def _weights(*texts: str) -> dict[str, float]:
@@ -172,7 +176,6 @@ VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
 MORE_STEPS: Final = 40  # for each engine beyond the second
-MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
 
 def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
@@ -218,20 +221,20 @@ def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[st
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
-    if word in ("step", "piece"):
-        engine = rng.choice(list(run.world.engines))
-        is_skipped = engine == slow and rng.random() > SLOW
-        yield from [] if is_skipped else [f"{word} {engine}"]
-    elif word == "round":
+    if word == "round":
         yield from round_lines(run.world)
-    elif word == "beat":
+        return
+    if word == "beat":
         yield from _beat(run.world)
-    else:
-        uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
-        name = "decode once" if word == "decode" and uses_once else word
-        drawn = [draw(run.world, rng) for draw in ARGUMENTS[name]]
-        if None not in drawn:
-            yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
+        return
+    verb, *_ = word.split()
+    uses_once = run.world.shape.gentle and len(run.world.decodes()) == 1
+    name = "decode once" if word == "decode" and uses_once else word
+    draws = VARIANTS.get(name) or [kind.draw for kind in STEPS[verb][1:]]
+    drawn = [draw(run.world, rng) for draw in draws]
+    is_skipped = verb in ("step", "piece") and drawn == [slow] and rng.random() > SLOW
+    if None not in drawn and not is_skipped:
+        yield " ".join([verb, *map(str, drawn)])
 
 
 def _beat(world: World) -> Iterator[str]:
@@ -243,85 +246,10 @@ def _beat(world: World) -> Iterator[str]:
             yield f"turn {rank.seat.name}"
 
 
-def _choice(items: Callable[[World], Sequence[object]]) -> Draw:
-    """One of these, or None."""
-
-    def draw(world: World, rng: random.Random) -> object:
-        chosen = items(world)
-        return rng.choice(chosen) if chosen else None
-
-    return draw
-
-
-def _one_of(*values: object) -> Draw:
-    return _choice(lambda _world: values)
-
-
-def _below(count: int) -> Draw:
-    return _choice(lambda _world: range(count))
-
-
-def _any_of(items: Callable[[World], Sequence[object]]) -> Draw:
-    """The number of one of them."""
-    return _choice(lambda world: range(len(items(world))))
-
-
-def _engine_where(is_chosen: Callable[[Engine], object]) -> Draw:
-    return _choice(lambda world: [each.name for each in world.alive() if is_chosen(each)])
-
-
-def _rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
-    return _choice(lambda world: [rank.seat.name for rank in world.ranks() if is_chosen(rank)])
-
-
-_engine: Final = _choice(lambda world: list(world.engines))
-_dead_engine: Final = _choice(lambda world: [n for n, life in world.engines.items() if not life])
-_decode_engine: Final = _choice(
-    lambda world: list(world.engines)[0 if world.shape.both else world.shape.prefills :]
-)
-_prefill_engine: Final = _choice(lambda world: world.shape.prefill_names)
-_rank: Final = _rank_where(lambda _rank: True)
-_rank_with_work: Final = _rank_where(lambda rank: rank.num_waiting)
-_rank_that_joins: Final = _rank_where(lambda rank: len(rank.joining))
-
-
-def _mostly(share: float, first: Draw, other: Draw) -> Draw:
-    """The first; sometimes, or if that is None, the other."""
-
-    def draw(world: World, rng: random.Random) -> object:
-        drawn = first(world, rng) if rng.random() < share else None
-        return other(world, rng) if drawn is None else drawn
-
-    return draw
-
-
-_packet: Final = _mostly(
-    0.6,
-    lambda world, _rng: 0 if world.network.packets else None,
-    _any_of(lambda world: world.network.packets),
-)
-_read: Final = _any_of(lambda world: world.fabric.reads())
-
-
-def _length(world: World, rng: random.Random) -> int | None:
-    """The length of a prompt, unless the prefill engines have many already."""
-    prefills = world.prefills()
-    num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
-    if prefills and num_requests >= MAX_PROMPTS * len(prefills):
-        return None
-    return rng.choice((1, 3, 4, 5, 8, 9, 13, 17))
-
-
 def _great_length(world: World, rng: random.Random) -> int | None:
     """The length of a long prompt, if there is no other."""
     is_first = all(not engine.scheduler.requests for engine in world.alive())
     return rng.choice((40, 50, 60)) if is_first else None
-
-
-def _recent_ticket(world: World, rng: random.Random) -> int | None:
-    """One of the last, which may have been used."""
-    count = len(world.tickets)
-    return max(0, count - rng.choice((1, 1, 1, 2, 2, 3))) if count else None
 
 
 def _next_ticket(world: World, _rng: random.Random) -> int | None:
@@ -330,48 +258,12 @@ def _next_ticket(world: World, _rng: random.Random) -> int | None:
     return number if number < len(world.tickets) else None
 
 
-ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
-    "prefill": (_length, _one_of(1, 1, 1, 2, 3, 4), _prefill_engine),
-    "prefill long": (_great_length, _one_of(1), _prefill_engine),
-    "decode": (_decode_engine, _recent_ticket, _one_of(0, 0, 0, 0, 1, 9)),
-    "decode once": (_decode_engine, _next_ticket, _one_of(0, 0, 0, 1)),
-    "foreign": (_decode_engine, _recent_ticket),
-    "turn": (_mostly(0.8, _rank_where(lambda rank: rank.has_work), _rank),),
-    "deliver": (_packet,),
-    "land": (_read, _one_of(0, 0, 1, 2)),
-    "work": (_rank_with_work,),
-    "fail": (_rank_with_work,),
-    "join": (_rank_that_joins,),
-    "balk": (_rank_that_joins,),
-    "wait briefly": (_one_of(0.06),),
-    "wait": (_one_of(0.1, 0.3, 0.6, 1.1, 2.1, 3.5, 5.5),),
-    "abort": (_engine, _below(4)),
-    "preempt": (_engine, _below(4)),
-    "occupy": (_engine,),
-    "vacate": (_engine,),
-    "repeat": (_packet,),
-    "lose": (_packet,),
-    "cut": (_any_of(lambda world: world.network.working()),),
-    "report": (_any_of(lambda world: world.network.unreported()),),
-    "refuse": (_rank,),
-    "mute": (_rank, _one_of(1, 1, 2, 5)),
-    "pause": (_engine,),
-    "reset": (_engine,),
-    "resume": (_engine_where(lambda engine: engine.is_paused),),
-    "sleep": (_engine,),
-    "wake": (_engine_where(lambda engine: engine.is_asleep or engine.is_going_to_sleep),),
-    "freeze": (_engine_where(lambda engine: not engine.loses_loads_if_frozen),),
-    "drain": (_engine,),
-    "kill p": (_one_of(PREFILL),),
-    "kill": (_engine,),
-    "start": (_dead_engine,),
-    "stop": (_mostly(0.7, _engine, _rank),),
-    "cont": (_mostly(0.7, _engine, _rank),),
-    "hang": (_read,),
-    "break": (_read,),
-    "damage": (),
-    "die": (_rank, _below(12)),
-    "die p": (_rank_where(lambda rank: rank.seat.is_prefill), _below(4)),
-    "die d": (_rank_where(lambda rank: not rank.seat.is_prefill), _below(8)),
+VARIANTS: Final[Mapping[str, Sequence[Draw]]] = {
+    "prefill long": (_great_length, one_of(1).draw, PREFILL_ENGINE.draw),
+    "decode once": (DECODE_ENGINE.draw, _next_ticket, one_of(0, 0, 0, 1).draw),
+    "wait briefly": (one_of(0.06).draw,),
+    "kill p": (choice(lambda _world: [PREFILL]),),
+    "die p": (rank_where(lambda rank: rank.seat.is_prefill), one_of(*range(4)).draw),
+    "die d": (rank_where(lambda rank: not rank.seat.is_prefill), one_of(*range(8)).draw),
 }
-"""The arguments of the step for each word of the profiles. If one is None, there is no step."""
+"""Words of the profiles whose arguments are others than those that `STEPS` draws."""

@@ -47,10 +47,6 @@ class _Results(deque[events.Result]):
         super().append(result)
         self._on_result(result)
 
-    def extend(self, results: Iterable[events.Result], /) -> None:
-        for result in results:
-            self.append(result)
-
 
 @dataclass
 class Environment:

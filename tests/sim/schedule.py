@@ -18,10 +18,11 @@ MANY_SLOTS: Final = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """The lines of a schedule, up to the step that broke a promise."""
+    """The lines of a schedule, up to the step that broke a promise, and how its loads ended."""
 
     lines: list[str]
     violation: Violation | None
+    ends: list[str]  # `good`, or the kind of the failure
 
 
 class Run:
@@ -31,18 +32,17 @@ class Run:
         self.invariants = Invariants(self.world, is_served=self._is_served)
         self._started_at = self._ended_at = self.world.clock.now
 
-    def do(self, *lines: str) -> None:
-        """Steps, and what must hold after each."""
-        for line in lines:
-            self.lines.append(line)
-            word, _, rest = line.partition(" ")
-            if word == "end":
-                self._ended_at = self.world.clock.now
-                end(self.world, rest, self.invariants)
-                self._check_needless()
-            else:
-                perform(self.world, line)
-                self.invariants.check()
+    def do(self, line: str) -> None:
+        """A step, and what must hold after it."""
+        self.lines.append(line)
+        word, _, rest = line.partition(" ")
+        if word == "end":
+            self._ended_at = self.world.clock.now
+            end(self.world, rest, self.invariants)
+            self._check_needless()
+        else:
+            perform(self.world, line)
+            self.invariants.check()
 
     def _has(self, *words: str) -> bool:
         return any(line.startswith(words) for line in self.lines)
@@ -64,7 +64,7 @@ class Run:
             return
         excused: set[FailureKind] = set()
         seconds = self._ended_at - self._started_at
-        is_old = seconds > self.world.environment.config.offer_ttl_s / 2
+        is_old = seconds > self.world.config.offer_ttl_s / 2
         is_crowded = self.world.num_tokens > shape.blocks * BLOCK_TOKENS
         if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
@@ -102,7 +102,9 @@ def follow(shape: Shape, source: Source) -> Outcome:
                 run.do(line)
         except Violation as error:
             violation = error
-        return Outcome([str(shape), *run.lines], violation)
+        ends = ["good"] * run.invariants.num_good
+        ends += [each.failure.kind.value for each in run.invariants.failed]
+        return Outcome([str(shape), *run.lines], violation, ends)
 
 
 def replay(lines: Sequence[str]) -> Outcome:

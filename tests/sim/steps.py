@@ -33,7 +33,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from random import Random
+from typing import Any, Final, NamedTuple, TypeVar
 
 from nixl_kv.ids import RequestId
 from sim.cache import BLOCK_TOKENS
@@ -46,12 +47,20 @@ from sim.world import PREFILL, World
 DIGEST_TURNS: Final = 20
 """A rank has as many in each round: a digest has a step for each block."""
 
+MAX_PROMPTS: Final = 4  # that one prefill engine has at the same time, in random schedules
+
 _Item = TypeVar("_Item")
 Find = Callable[[World, str], object]
-"""The meaning of an argument in a world; None: no such thing, or it does nothing now."""
+Draw = Callable[[World, Random], object]
+
+
+class Argument(NamedTuple):
+    find: Find  # what a text means in a world; None: no such thing, or it does nothing now
+    draw: Draw  # a text for a random schedule; None: there is nothing to choose from
+
 
 Step = tuple[Any, ...]
-"""The function of a word, and a `Find` for each of its arguments."""
+"""The function of a word, and its arguments."""
 
 
 def perform(world: World, line: str) -> None:
@@ -59,10 +68,10 @@ def perform(world: World, line: str) -> None:
     word, *arguments = line.split()
     if word not in STEPS:
         raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
-    act, *finds = STEPS[word]
-    if word == "prefill" and len(arguments) < len(finds):
+    act, *kinds = STEPS[word]
+    if word == "prefill" and len(arguments) < len(kinds):
         arguments.append(PREFILL)
-    meant = [find(world, argument) for find, argument in zip(finds, arguments, strict=True)]
+    meant = [kind.find(world, text) for kind, text in zip(kinds, arguments, strict=True)]
     if not any(each is None for each in meant):
         act(world, *meant)
     world.join_at_once()
@@ -72,7 +81,33 @@ def perform(world: World, line: str) -> None:
             engine.serve_directory()
 
 
-# --- what arguments mean
+# --- arguments
+
+
+def choice(items: Callable[[World], Sequence[object]]) -> Draw:
+    """One of these, or None."""
+
+    def draw(world: World, rng: Random) -> object:
+        chosen = items(world)
+        return rng.choice(chosen) if chosen else None
+
+    return draw
+
+
+def _mostly(share: float, first: Draw, other: Draw) -> Draw:
+    """The first; sometimes, or if that is None, the other."""
+
+    def draw(world: World, rng: Random) -> object:
+        drawn = first(world, rng) if rng.random() < share else None
+        return other(world, rng) if drawn is None else drawn
+
+    return draw
+
+
+def one_of(*values: float) -> Argument:
+    """A number."""
+    kind = type(values[0])
+    return Argument(lambda _world, text: kind(text), choice(lambda _world: values))
 
 
 def _pick(items: Sequence[_Item], number: str) -> _Item | None:
@@ -80,27 +115,52 @@ def _pick(items: Sequence[_Item], number: str) -> _Item | None:
     return items[int(number) % len(items)] if items else None
 
 
-def _any_of(items: Callable[[World], Sequence[object]]) -> Find:
-    return lambda world, number: _pick(items(world), number)
+def _nth(items: Callable[[World], Sequence[object]], draw: Draw | None = None) -> Argument:
+    """One of them, by its number."""
+    return Argument(
+        lambda world, number: _pick(items(world), number),
+        draw or choice(lambda world: range(len(items(world)))),
+    )
 
 
-def _number(_world: World, text: str) -> int:
-    return int(text)
+def _length(world: World, rng: Random) -> int | None:
+    """The length of a prompt, unless the prefill engines have many already."""
+    prefills = world.prefills()
+    num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
+    if prefills and num_requests >= MAX_PROMPTS * len(prefills):
+        return None
+    return rng.choice((1, 3, 4, 5, 8, 9, 13, 17))
 
 
-def _seconds(_world: World, text: str) -> float:
-    return float(text)
+def _recent_ticket(world: World, rng: Random) -> int | None:
+    """One of the last, which may have been used."""
+    count = len(world.tickets)
+    return max(0, count - rng.choice((1, 1, 1, 2, 2, 3))) if count else None
 
 
-def _engine(world: World, name: str) -> Engine | None:
-    """One that lives and runs."""
+def _early_packet(world: World, rng: Random) -> int | None:
+    """Mostly the first."""
+    is_first, packets = rng.random() < 0.6, world.network.packets
+    if not packets:
+        return None
+    return 0 if is_first else rng.randrange(len(packets))
+
+
+LENGTH: Final = Argument(lambda _world, text: int(text), _length)
+TICKET: Final = _nth(lambda world: world.tickets, _recent_ticket)
+PACKET: Final = _nth(lambda world: world.network.packets, _early_packet)
+READ: Final = _nth(lambda world: world.fabric.reads())
+
+
+def _running(world: World, name: str) -> Engine | None:
+    """An engine that lives and runs."""
     engine = world.engines.get(name)
     return None if engine is None or engine.is_stopped else engine
 
 
 def _settled(world: World, name: str) -> Engine | None:
     """An engine between two steps: only then vLLM handles requests from outside."""
-    engine = _engine(world, name)
+    engine = _running(world, name)
     return engine if engine is not None and engine.settle() else None
 
 
@@ -115,24 +175,40 @@ def _life(world: World, name: str) -> str | None:
     return name if name in world.engines else None
 
 
+def _engine_where(is_chosen: Callable[[Engine], object]) -> Draw:
+    return choice(lambda world: [each.name for each in world.alive() if is_chosen(each)])
+
+
+_any_engine: Final = choice(lambda world: list(world.engines))
+_dead_engine: Final = choice(lambda world: [n for n, life in world.engines.items() if not life])
+PREFILL_ENGINE: Final = Argument(_settled, choice(lambda world: world.shape.prefill_names))
+DECODE_ENGINE: Final = Argument(_settled, choice(lambda world: world.shape.decode_names))
+ENGINE: Final = Argument(_settled, _any_engine)
+
+
+def rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
+    return choice(lambda world: [rank.seat.name for rank in world.ranks() if is_chosen(rank)])
+
+
+def _rank(world: World, name: str) -> RankLife | None:
+    return next((r for r in world.ranks() if r.seat.name == name and not r.is_stopped), None)
+
+
 def _ranks(world: World, name: str) -> list[RankLife]:
     """One rank, or all of an engine."""
     return [r for r in world.ranks() if name in (r.seat.name, r.seat.process.name)]
-
-
-def _running(world: World, name: str) -> RankLife | None:
-    return next((r for r in world.ranks() if r.seat.name == name and not r.is_stopped), None)
 
 
 def _faults(world: World, name: str) -> Faults | None:
     return next((r.faults for r in world.ranks() if r.seat.name == name), None)
 
 
-_ticket: Final = _any_of(lambda world: world.tickets)
-_packet: Final = _any_of(lambda world: world.network.packets)
-_working: Final = _any_of(lambda world: world.network.working())
-_unreported: Final = _any_of(lambda world: world.network.unreported())
-_read: Final = _any_of(lambda world: world.fabric.reads())
+_any_rank: Final = rank_where(lambda _rank: True)
+TURNING: Final = Argument(_rank, _mostly(0.8, rank_where(lambda rank: rank.has_work), _any_rank))
+WORKING: Final = Argument(_rank, rank_where(lambda rank: rank.num_waiting))
+JOINING: Final = Argument(_rank, rank_where(lambda rank: len(rank.joining)))
+FAULTS: Final = Argument(_faults, _any_rank)
+STILL: Final = Argument(_ranks, _mostly(0.7, _any_engine, _any_rank))
 
 
 # --- vLLM and its clients
@@ -172,7 +248,7 @@ def _on_request(act: Callable[[Engine, Request], None]) -> Step:
         if request is not None:
             act(engine, request)
 
-    return step, _settled, _number
+    return step, ENGINE, one_of(*range(4))
 
 
 # --- the data plane
@@ -216,7 +292,7 @@ def _stop(*, is_stopped: bool) -> Step:
         for rank in ranks:
             rank.is_stopped = is_stopped
 
-    return step, _ranks
+    return step, STILL
 
 
 def _wait(world: World, seconds: float) -> None:
@@ -250,42 +326,57 @@ def round_lines(world: World) -> Iterator[str]:
 
 
 STEPS: Final[Mapping[str, Step]] = {
-    "prefill": (_prefill, _number, _number, _settled),
-    "decode": (_decode, _settled, _ticket, _number),
-    "foreign": (_foreign, _settled, _ticket),
-    "step": (lambda _, engine: engine.step(), _engine),
-    "piece": (lambda _, engine: engine.piece(), _half_awake),
+    "prefill": (_prefill, LENGTH, one_of(1, 1, 1, 2, 3, 4), PREFILL_ENGINE),
+    "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
+    "foreign": (_foreign, DECODE_ENGINE, TICKET),
+    "step": (lambda _, engine: engine.step(), Argument(_running, _any_engine)),
+    "piece": (lambda _, engine: engine.piece(), Argument(_half_awake, _any_engine)),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
-    "reset": (lambda _, engine: engine.scheduler.reset(), _engine),
-    "pause": (_set("is_paused", value=True), _settled),
-    "resume": (_set("is_paused", value=False), _settled),
-    "sleep": (lambda _, engine: engine.go_to_sleep(), _settled),
-    "freeze": (lambda _, engine: engine.freeze(), _settled),
-    "wake": (lambda _, engine: engine.wake(), _settled),
-    "drain": (_set("is_draining", value=True), _settled),
-    "occupy": (lambda _, engine: engine.scheduler.occupy(), _settled),
-    "vacate": (lambda _, engine: engine.scheduler.vacate(), _settled),
-    "turn": (lambda _, rank: rank.turn(), _running),
-    "die": (_set("dies_after"), _faults, _number),
-    "refuse": (_set("refuses_peer", value=True), _faults),
-    "mute": (_set("unsent"), _faults, _number),
-    "work": (lambda _, rank: rank.work(), _running),
-    "fail": (lambda _, rank: rank.work(fail=True), _running),
-    "join": (lambda _, rank: rank.joining.work(1), _running),
-    "balk": (lambda _, rank: rank.joining.work(1, FAILED), _running),
-    "deliver": (lambda world, packet: world.network.deliver(packet), _packet),
-    "repeat": (lambda world, packet: world.network.deliver(packet, again=True), _packet),
-    "lose": (lambda world, packet: world.network.packets.remove(packet), _packet),
-    "cut": (lambda world, link: world.network.cut(link), _working),
-    "report": (lambda world, link: world.network.report_loss(link), _unreported),
-    "land": (_land, _read, _number),
-    "hang": (_set("hangs", value=True), _read),
-    "break": (_set("is_broken", value=True), _read),
+    "reset": (lambda _, engine: engine.scheduler.reset(), Argument(_running, _any_engine)),
+    "pause": (_set("is_paused", value=True), ENGINE),
+    "resume": (
+        _set("is_paused", value=False),
+        Argument(_settled, _engine_where(lambda engine: engine.is_paused)),
+    ),
+    "sleep": (lambda _, engine: engine.go_to_sleep(), ENGINE),
+    "freeze": (
+        lambda _, engine: engine.freeze(),
+        Argument(_settled, _engine_where(lambda engine: not engine.loses_loads_if_frozen)),
+    ),
+    "wake": (
+        lambda _, engine: engine.wake(),
+        Argument(_settled, _engine_where(lambda e: e.is_asleep or e.is_going_to_sleep)),
+    ),
+    "drain": (_set("is_draining", value=True), ENGINE),
+    "occupy": (lambda _, engine: engine.scheduler.occupy(), ENGINE),
+    "vacate": (lambda _, engine: engine.scheduler.vacate(), ENGINE),
+    "turn": (lambda _, rank: rank.turn(), TURNING),
+    "die": (_set("dies_after"), FAULTS, one_of(*range(12))),
+    "refuse": (_set("refuses_peer", value=True), FAULTS),
+    "mute": (_set("unsent"), FAULTS, one_of(1, 1, 2, 5)),
+    "work": (lambda _, rank: rank.work(), WORKING),
+    "fail": (lambda _, rank: rank.work(fail=True), WORKING),
+    "join": (lambda _, rank: rank.joining.work(1), JOINING),
+    "balk": (lambda _, rank: rank.joining.work(1, FAILED), JOINING),
+    "deliver": (lambda world, packet: world.network.deliver(packet), PACKET),
+    "repeat": (lambda world, packet: world.network.deliver(packet, again=True), PACKET),
+    "lose": (lambda world, packet: world.network.packets.remove(packet), PACKET),
+    "cut": (
+        lambda world, link: world.network.cut(link),
+        _nth(lambda world: world.network.working()),
+    ),
+    "report": (
+        lambda world, link: world.network.report_loss(link),
+        _nth(lambda world: world.network.unreported()),
+    ),
+    "land": (_land, READ, one_of(0, 0, 1, 2)),
+    "hang": (_set("hangs", value=True), READ),
+    "break": (_set("is_broken", value=True), READ),
     "damage": (lambda world: setattr(world, "is_damage_due", True),),
-    "kill": (World.kill, _life),
-    "start": (World.start, _life),
+    "kill": (World.kill, Argument(_life, _any_engine)),
+    "start": (World.start, Argument(_life, _dead_engine)),
     "stop": _stop(is_stopped=True),
     "cont": _stop(is_stopped=False),
-    "wait": (_wait, _seconds),
+    "wait": (_wait, one_of(0.1, 0.3, 0.6, 1.1, 2.1, 3.5, 5.5)),
 }

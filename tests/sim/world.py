@@ -73,6 +73,10 @@ class Shape:
     def names(self) -> list[str]:
         return self.prefill_names + [f"d{number}" for number in range(self.engines)]
 
+    @property
+    def decode_names(self) -> list[str]:
+        return self.names[0 if self.both else self.prefills :]
+
     def config(self) -> Config:
         return Config(
             insecure=True,
@@ -87,15 +91,11 @@ class Shape:
         )
 
 
-class World:
+class World(Environment):
     def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.clock = Clock()
-        self.network = MemoryNetwork(held=True)
-        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate)
-        self.environment = Environment(
-            self.clock, self.network, self.fabric, shape.config(), shape.window
-        )
+        self.shape, clock = shape, Clock()
+        fabric = SimFabric(clock, tcp=shape.tcp, rate=shape.rate)
+        super().__init__(clock, MemoryNetwork(held=True), fabric, shape.config(), shape.window)
         # What the clients and the router know, through all lives of the engines.
         self.tickets: list[IssuedTicket] = []
         self.num_prompts = self.num_tokens = self.num_requests = 0  # tokens of all prompts
@@ -115,7 +115,7 @@ class World:
         if self.engines[name] is not None:
             return
         seats = self._seats[name]
-        self.engines[name] = engine = Engine(seats, self.environment)
+        self.engines[name] = engine = Engine(seats, self)
         seats[0].process.is_up = True
         engine.scheduler.prefill.tickets = self.tickets
 

@@ -13,31 +13,20 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 import nixl_kv.connector.scheduler as ours
-from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import HandshakeMetadata
-from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.ids import new_incarnation, new_nonce
 from nixl_kv.protocol.messages import encode
-from nixl_kv.protocol.ticket import Ticket
-from support.records import rank_description
+from support.records import rank_description, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
     MAX_TOKENS,
+    OURS,
     make_config,
-    make_request,
     make_scheduler,
-    num_free_blocks,
 )
 
-STEP_S: Final = 0.1  # how much time passes for the connector in a step
-
-WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
-OURS: Final = {
-    "kv_connector": "NixlKVConnector",
-    "kv_connector_module_path": "nixl_kv.connector",
-}
 SAVER: Final = {"kv_connector": "Saver", "kv_connector_module_path": "fuzz.scheduler.saver"}
 
 
@@ -166,53 +155,24 @@ class Engine:
         self.role._prefill._clock = lambda: self.now
         self._is_multi = configuration.is_multi
 
-    @property
-    def num_free(self) -> int:
-        return num_free_blocks(self.vllm)
-
     def tables(self, request: str) -> tuple[list[int], ...]:
         """A request's block table in each group."""
         tables: tuple[list[int], ...] = self.vllm.kv_cache_manager.get_block_ids(request)
         return tables
 
-    def request(
-        self, name: str, tokens: list[int], params: object = None, *, max_tokens: int, **more: Any
-    ) -> Request:
-        """A request as vLLM's frontend makes it; it is not added."""
-        return make_request(
-            name, tokens, params, max_tokens=max_tokens, arrival_time=self.now, **more
-        )
-
     def ticket(self, tokens: list[int]) -> dict[str, Any]:
         """Of another engine that has computed this prompt."""
-        prompt, nonce = prompt_of(self.request("any", tokens, max_tokens=1)), new_nonce()
-        ticket = Ticket(
-            engine=EngineId("prefill"),
-            host="127.0.0.1",
-            port=5600,
-            incarnation=new_incarnation(),
-            nonce=nonce,
-            num_tokens=len(tokens),
-            context=prompt.context(nonce),
-        )
+        ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation())
         return self.role._trust.seal(ticket)
 
-    def commands(self, output: SchedulerOutput) -> list[Any]:
+    def metadata(self, output: SchedulerOutput) -> Any:
         """What this connector tells its workers in a step."""
-        commands: list[Any] = self._metadata(output, 0).commands
-        return commands
-
-    def failed(self, output: SchedulerOutput) -> list[str]:
-        """The loads that its workers report as failed with a step."""
-        return list(self._metadata(output, 0).failed)
+        metadata = output.kv_connector_metadata
+        return metadata.metadata[0] if self._is_multi else metadata
 
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
-        return self._metadata(output, 1).requests if self._is_multi else []
+        return output.kv_connector_metadata.metadata[1].requests if self._is_multi else []
 
     def close(self) -> None:
         self.connector.shutdown()
-
-    def _metadata(self, output: SchedulerOutput, child: int) -> Any:
-        metadata = output.kv_connector_metadata
-        return metadata.metadata[child] if self._is_multi else metadata

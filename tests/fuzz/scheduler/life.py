@@ -6,6 +6,7 @@ order, each behind those before. Loads land, and offers are read, when a step en
 
 import random
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,11 +15,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from fuzz.scheduler.engine import STEP_S, WANT_TICKET, Configuration, Engine
+from fuzz.scheduler.engine import Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
 from nixl_kv.protocol import events
-from support.vllm_scheduler import BLOCK
+from support.vllm_scheduler import BLOCK, WANT_TICKET, make_request, num_free_blocks
 
+STEP_S: Final = 0.1  # how much time passes for the connector in a step
 NUM_STEPS: Final = 120  # after which no request arrives
 MAX_MORE_STEPS: Final = 600  # after which all requests and offers must have ended
 MAX_REQUESTS: Final = 10
@@ -70,7 +72,7 @@ class Life:
         self._vllm = self._engine.vllm
         self._groups = self.configuration.groups
         self._memory = Memory(self._groups)
-        self._idle = self._engine.num_free
+        self._idle = num_free_blocks(self._vllm)
         self._steps: deque[_Step] = deque()  # under way
         self._max_steps = 2 if self.configuration.is_async else 1
         self._requests: dict[str, Request] = {}
@@ -142,10 +144,11 @@ class Life:
             self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
         longest = self._rng.choice([4, 12, 40])
-        request = self._engine.request(
+        request = make_request(
             name,
             tokens,
             params,
+            arrival_time=self._engine.now,
             max_tokens=1 if is_short else self._rng.randint(1, min(longest, ROOM - len(tokens))),
             priority=self._rng.randint(0, 2),
             resumable=self._happens(0.1),
@@ -167,14 +170,15 @@ class Life:
         room = ROOM - 12 - request.num_prompt_tokens - queued - answers
         if room > 1 and self._happens(0.6):
             tokens = [500_000 + n for n in range(self._rng.randint(1, min(room, 40)))]
-            more = {"max_tokens": self._rng.randint(1, 12), "resumable": True}
-            self._vllm.add_request(self._engine.request(request.request_id, tokens, **more))
+            self._continue(request, tokens, max_tokens=self._rng.randint(1, 12), resumable=True)
             self.counts["sessions went on"] += 1
         else:
-            self._close_session(request)
+            self._continue(request, [1])
 
-    def _close_session(self, request: Request) -> None:
-        self._vllm.add_request(self._engine.request(request.request_id, [1], max_tokens=1))
+    def _continue(self, session: Request, tokens: list[int], **more: Any) -> None:
+        """With a part after which no other comes, unless it is `resumable`."""
+        name, now = session.request_id, self._engine.now
+        self._vllm.add_request(make_request(name, tokens, arrival_time=now, **more))
 
     def _abort(self) -> None:
         """Any request, also one that has ended and is on offer."""
@@ -226,7 +230,7 @@ class Life:
             tokens = range(begin, request.num_computed_tokens)
             writes.append(_Write(request, self._engine.tables(name), tokens))
         self._note_begun(output)
-        for command in self._engine.commands(output):
+        for command in self._engine.metadata(output).commands:
             self._do(command)
         self._saves.update(dict.fromkeys(self._engine.saves(output)))
         self._steps.append(_Step(output, sampled, writes))
@@ -319,7 +323,7 @@ class Life:
 
     def _end_step(self) -> None:
         step = self._steps.popleft()
-        reports = self._reports(self._engine.failed(step.output))
+        reports = self._reports(self._engine.metadata(step.output).failed)
         if self._happens(0.06):
             self._abort()
         ids = list(step.output.num_scheduled_tokens)
@@ -336,7 +340,7 @@ class Life:
                 if each.finish_reason is not None:
                     self.counts[f"ended ({each.finish_reason})"] += 1
 
-    def _reports(self, held_back: list[str]) -> dict[str, Any]:
+    def _reports(self, held_back: Collection[str]) -> dict[str, Any]:
         """What the workers report with a step, which told them to fail the loads `held_back`."""
         received, failed = set(held_back), set(held_back)
         self.counts["loads held back"] += len(held_back)
@@ -399,7 +403,7 @@ class Life:
         self._vllm.set_pause_state(PauseState.UNPAUSED)
         for request in list(self._vllm.requests.values()):
             if request.resumable and None not in request.streaming_queue:
-                self._close_session(request)
+                self._continue(request, [1])
         for _ in range(MAX_MORE_STEPS):
             if not self._vllm.has_requests() and not self._steps:
                 return
@@ -423,7 +427,7 @@ class Life:
         self._check(not in_use - {0}, f"blocks {in_use} belong to no request")
 
     def _check_idle(self) -> None:
-        role, left = self._engine.role, self._idle - self._engine.num_free
+        role, left = self._engine.role, self._idle - num_free_blocks(self._vllm)
         self._check(not left, f"{left} blocks leak")
         prefill = role._prefill
         rest = {

@@ -37,11 +37,18 @@ class _Page:
     kv: list[int]  # of each token
 
 
-def _parts(tokens: range) -> Iterator[tuple[int, range]]:
-    """The entries of a block table that tokens are in, each with its own tokens."""
+def _parts(group: Group, tokens: range) -> Iterator[tuple[int, int, range]]:
+    """The entries of a block table that tokens are in: where the first one is, and which ones.
+
+    A state is that after the last token alone.
+    """
+    if group.is_state:
+        last = tokens.stop - 1
+        yield last // group.block_size, 0, range(last, tokens.stop)
+        return
     for entry in range(tokens.start // BLOCK, -(-tokens.stop // BLOCK)):
-        begin = entry * BLOCK
-        yield entry, range(max(tokens.start, begin), min(tokens.stop, begin + BLOCK))
+        begin = max(tokens.start, entry * BLOCK)
+        yield entry, begin % BLOCK, range(begin, min(tokens.stop, (entry + 1) * BLOCK))
 
 
 class Memory:
@@ -53,42 +60,25 @@ class Memory:
 
     def write(self, number: int, entries: Mapping[int, int], tokens: range, kv: list[int]) -> None:
         """The KV of these tokens into a group, by its block table; `kv` is from token 0 on."""
-        group = self._groups[number]
-        if group.is_state:
-            last = tokens.stop - 1
-            block = entries.get(last // group.block_size, NULL_BLOCK)
-            if block != NULL_BLOCK:
-                self._pages[block] = _Page(number, [kv[last]] * BLOCK)
-            return
-        for entry, part in _parts(tokens):
+        for entry, first, part in _parts(self._groups[number], tokens):
             block = entries.get(entry, NULL_BLOCK)
             if block == NULL_BLOCK:
                 continue
             page = self._pages.get(block)
             if page is None or page.group != number:
                 page = self._pages[block] = _Page(number, [JUNK] * BLOCK)
-            first = part.start % BLOCK
             page.kv[first : first + len(part)] = kv[part.start : part.stop]
 
     def wrong(
         self, number: int, entries: Mapping[int, int], tokens: range, kv: list[int]
     ) -> str | None:
-        """What of these tokens is not in its place, in words; None if all is."""
+        """Which of these tokens are not in their place; None if all are."""
         group = self._groups[number]
-        if group.is_state:
-            last = tokens.stop - 1
-            block = entries.get(last // group.block_size, NULL_BLOCK)
-            is_right = self._pages.get(block) == _Page(number, [kv[last]] * BLOCK)
-            return None if is_right else f"the state after token {last} is not in block {block}"
-        for entry, part in _parts(tokens):
+        for entry, first, part in _parts(group, tokens):
             block = entries.get(entry, NULL_BLOCK)
-            page, first = self._pages.get(block), part.start % BLOCK
-            expected = kv[part.start : part.stop]
-            if (
-                page is None
-                or page.group != number
-                or page.kv[first : first + len(part)] != expected
-            ):
+            page = self._pages.get(block, _Page(number, []))
+            found = page.kv[first : first + len(part)]
+            if page.group != number or found != kv[part.start : part.stop]:
                 where = f"tokens {part.start} to {part.stop - 1} of group {number} ({group.kind})"
                 return f"{where} are not in block {block}"
         return None

@@ -42,11 +42,6 @@ class Packet:
     payload: bytes
     is_answer: bool
 
-    def __str__(self) -> str:
-        kind = "".join(chr(byte) for byte in self.payload[:16] if chr(byte).isalpha())
-        arrow = "<-" if self.is_answer else "->"
-        return f"{self.link.control.name} {arrow} {self.link.endpoint}: {kind}"
-
 
 @dataclass
 class MemoryNetwork:

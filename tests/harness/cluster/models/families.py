@@ -101,7 +101,6 @@ class Gemma4(Family):
     constants: ClassVar = {"post_attention_layernorm": ATTENTION_GAIN}
 
     layers: int = 8
-    shared_layers: int = 4
     window: int = 200
     period: int = 4
     full_kv_heads: int = 4
@@ -115,7 +114,7 @@ class Gemma4(Family):
             "attention_k_eq_v": self.full_kv_heads != self.kv_heads,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": self.shared_layers,
+            "num_kv_shared_layers": 4,
             "sliding_window": self.window,
             "layer_types": layer_types(self.layers, self.period, SLIDING),
         }
@@ -142,16 +141,14 @@ class DeepseekV2(Family):
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
-    latent: int = 512
-    rope_dim: int = 64
 
     def config(self, vocab_size: int) -> dict[str, object]:
         config = super().config(vocab_size) | {
             "hidden_act": "silu",
-            "kv_lora_rank": self.latent,
+            "kv_lora_rank": 512,
             "q_lora_rank": None,
             "qk_nope_head_dim": self.head_dim,
-            "qk_rope_head_dim": self.rope_dim,
+            "qk_rope_head_dim": 64,
             "v_head_dim": self.head_dim,
             "first_k_dense_replace": self.layers,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -169,9 +166,8 @@ class KimiLinear(DeepseekV2):
     model_type = "kimi_linear"
 
     period: int = 4
-    state_heads: int = 4
-    state_dim: int = 128  # the size of keys and values in a state
-    kernel: int = 4  # the length of the convolutions
+    state_heads: ClassVar = 4
+    state_dim: ClassVar = 128  # the size of keys and values in a state
 
     def config(self, vocab_size: int) -> dict[str, object]:
         layers = range(1, self.layers + 1)
@@ -183,7 +179,7 @@ class KimiLinear(DeepseekV2):
                 "kda_layers": [n for n in layers if n % self.period],
                 "num_heads": self.state_heads,
                 "head_dim": self.state_dim,
-                "short_conv_kernel_size": self.kernel,
+                "short_conv_kernel_size": 4,
             },
         }
 
@@ -223,12 +219,6 @@ class Qwen3Next(Family):
     dtype: str = "bfloat16"
     period: int = 4
     sparse_step: int = 4
-    key_heads: int = 2
-    value_heads: int = 4
-    state_dim: int = 128  # the size of keys and values in a state
-    kernel: int = 4  # the length of the convolution
-    experts: int = 2
-    expert_dim: int = 64
 
     def config(self, vocab_size: int) -> dict[str, object]:
         return super().config(vocab_size) | {
@@ -240,17 +230,17 @@ class Qwen3Next(Family):
                 "rope_theta": 10000.0,
                 "partial_rotary_factor": 0.25,
             },
-            "linear_conv_kernel_dim": self.kernel,
-            "linear_key_head_dim": self.state_dim,
-            "linear_value_head_dim": self.state_dim,
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [n for n in range(self.layers) if n % self.sparse_step],
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.experts,
-            "moe_intermediate_size": self.expert_dim,
-            "shared_expert_intermediate_size": self.expert_dim,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
             "norm_topk_prob": True,
         }
 
@@ -312,11 +302,6 @@ class Granite4(Family):
 
     hidden: int = 512
     period: int = 4
-    expand: int = 2  # how much wider Mamba2 is than the model
-    mamba_head_dim: int = 64
-    groups: int = 1
-    state_dim: int = 128
-    kernel: int = 4  # the length of the convolution
 
     def config(self, vocab_size: int) -> dict[str, object]:
         return super().config(vocab_size) | {
@@ -328,12 +313,12 @@ class Granite4(Family):
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": self.intermediate,
-            "mamba_expand": self.expand,
-            "mamba_n_heads": self.expand * self.hidden // self.mamba_head_dim,
-            "mamba_d_head": self.mamba_head_dim,
-            "mamba_n_groups": self.groups,
-            "mamba_d_state": self.state_dim,
-            "mamba_d_conv": self.kernel,
+            "mamba_expand": 2,
+            "mamba_n_heads": 2 * self.hidden // 64,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
             "mamba_conv_bias": True,  # without it vLLM cannot cut the model
             "mamba_proj_bias": False,
         }
