@@ -262,29 +262,29 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
     for (role, side, agent), cores in zip(SIDES, halves(os.sched_getaffinity(0)), strict=True):
         ranks = knobs[f"{agent}_TP_SIZE"]
         layout = knobs[f"{agent}_KV_LAYOUT"] or knobs["VLLM_KV_CACHE_LAYOUT"]
-        fields = {
-            "role": role,
-            "connector": "nixl-kv",
-            "connector_config": {**({} if gpus else PATIENT), "verify": knobs["VERIFY"]},
-            "tensor_parallel": ranks,
-            "block_size": knobs[f"{side}_BLOCK_SIZE"],
-            "cores": frozenset() if gpus else cores,
-            "extra_env": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
-        }
         for number in range(knobs[f"NUM_{side}_INSTANCES"]):
             own = [*islice(turn, ranks)]
-            specs += [engine_spec(f"{role}-{number}", subject, settings, own, **fields)]
+            spec = replace(
+                engine_spec(f"{role}-{number}", subject, settings, own, layout),
+                role=role,
+                connector="nixl-kv",
+                connector_config={**({} if gpus else PATIENT), "verify": knobs["VERIFY"]},
+                tensor_parallel=ranks,
+                block_size=knobs[f"{side}_BLOCK_SIZE"],
+                cores=frozenset() if gpus else cores,
+            )
+            specs.append(spec)
     return specs
 
 
 def engine_spec(
-    name: str, subject: Subject, settings: Settings, gpus: Sequence[str], **fields: Any
+    name: str, subject: Subject, settings: Settings, gpus: Sequence[str], layout: str | None = None
 ) -> EngineSpec:
-    """An engine: without `fields` it has no connector, and prefill's blocks."""
+    """An engine without a connector, with prefill's blocks."""
     knobs = settings.knobs
-    backend = knobs["ATTENTION_BACKEND"]
-    arguments = ["--attention-backend", backend] if backend else []
-    env = dict.fromkeys(OFFLINE, "0") if subject.online else {}
+    arguments = ["--attention-backend", backend] if (backend := knobs["ATTENTION_BACKEND"]) else []
+    env = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    env |= dict.fromkeys(OFFLINE, "0") if subject.online else {}
     if gpus:
         arguments += ["--enforce-eager"]  # on CPU it always is
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -292,16 +292,17 @@ def engine_spec(
         arguments += ["--max-model-len", "4096"]  # the cache of a whole context is too large
         env["VLLM_CPU_KVCACHE_SPACE"] = "4"
     extra = () if subject.instead_of else knobs["VLLM_SERVE_EXTRA_ARGS"]
-    common = {
-        "device": "cuda" if gpus else "cpu",
-        "block_size": knobs["PREFILL_BLOCK_SIZE"],
-        "gpu_memory_utilization": knobs["GPU_MEMORY_UTILIZATION"],
-        "extra_args": (*arguments, *subject.engine_args, *extra),
-        "without_env": frozenset(knobs),  # among them VLLM_KV_CACHE_LAYOUT, which vLLM reads too
-        "served_name": subject.model,
-    }
-    env |= fields.pop("extra_env", {})
-    return EngineSpec(name, Path(subject.path), extra_env=env, **(common | fields))
+    return EngineSpec(
+        name,
+        Path(subject.path),
+        device="cuda" if gpus else "cpu",
+        block_size=knobs["PREFILL_BLOCK_SIZE"],
+        gpu_memory_utilization=knobs["GPU_MEMORY_UTILIZATION"],
+        extra_args=(*arguments, *subject.engine_args, *extra),
+        extra_env=env,
+        without_env=frozenset(knobs),  # among them VLLM_KV_CACHE_LAYOUT, which vLLM reads too
+        served_name=subject.model,
+    )
 
 
 def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> dict[str, Any]:
