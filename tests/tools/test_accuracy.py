@@ -137,7 +137,7 @@ def test_models_of_the_hub_have_the_expectations_in_the_document(
     *known, other = find_subjects(settings(MODEL_NAMES=" ".join([*KNOWN, "a/b"])))
     text = (REPO / "docs/accuracy.md").read_text(encoding="utf-8")
     for subject in known:
-        chat = ", chat completions" if subject.known.chat else ""
+        chat = ", chat completions" if subject.chat else ""
         row = f"`{subject.model}` | gsm8k, strict match{chat} | {subject.expected:g} | 0.03 |"
         assert row in text
     assert (other.task, other.expected, other.online) == ("gsm8k", None, True)

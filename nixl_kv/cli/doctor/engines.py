@@ -159,7 +159,7 @@ def _failures(engine: EngineAnswer) -> Check:
     )
     if min(float(record.get("latest_ago_s") or 0) for record in failures) > SOON_S:
         return ok(name, f"none in the last 10 minutes; before: {shown}")
-    fix = f"run `nixl-kv status --at {engine.where}`; docs/operations.md explains the reasons"
+    fix = f"run `nixl-kv status --at {engine.where}`; docs/runbook.md explains the reasons"
     return warning(name, shown, fix)
 
 
