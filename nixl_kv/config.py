@@ -351,6 +351,20 @@ class Config:
         return config
 
 
+def own_transfers(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A KV transfer configuration of vLLM's if it names this connector, or such children of it."""
+    extra = transfer.get("kv_connector_extra_config") or {}
+    is_multi = transfer.get("kv_connector") == "MultiConnector"
+    found = extra.get("connectors", ()) if is_multi else (transfer,)
+    return [each for each in found if isinstance(each, dict) and _is_ours(each)]
+
+
+def _is_ours(transfer: Mapping[str, Any]) -> bool:
+    module = transfer.get("kv_connector_module_path") or ""
+    is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
+    return is_named or str(module).partition(".")[0] == "nixl_kv"
+
+
 def foreign_key_lines(extra: Mapping[str, Any]) -> list[str]:
     """One line for each key in `extra` that belongs to vLLM's own NixlConnector."""
     keys = sorted(FOREIGN_KEYS.keys() & extra)

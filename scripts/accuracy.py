@@ -1,12 +1,12 @@
 """Measure a model's accuracy with prefill and decode apart, using lm-eval.
 
 Starts prefill engines, decode engines and vllm-router, evaluates the model behind the router, and
-compares its accuracy with the known one. The exit status is 0 if the accuracy is within the
-tolerance and decode loaded every prompt's KV over NIXL. It is 1 if not, and 2 for a knob or a flag
-with a value that is not allowed. The knobs are environment variables: see docs/accuracy.md.
+compares its accuracy with the known one. docs/accuracy.md explains the knobs, which are environment
+variables, and the exit status.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -30,7 +30,7 @@ import httpx
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from harness.cluster.client import Client
-from harness.cluster.cluster import Cluster
+from harness.cluster.cluster import Cluster, say
 from harness.cluster.engines import PATIENT, EngineSpec, Role, halves
 from harness.cluster.metrics import CACHED_TOKENS, FAILURES, LOADS, PREFIX, PROMPT_TOKENS
 from harness.cluster.processes import end_on_signals, kill_descendants, stop_all
@@ -43,10 +43,8 @@ HELDOUT: Final = "heldout.jsonl"
 HUB: Final = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 OFFLINE: Final = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 START_TIMEOUT_S: Final = 1200.0  # as vLLM's own launcher: weights may have to be downloaded
-METRICS: Final = {"gsm8k": "exact_match,strict-match", "recall": "exact_match,none"}
-ROUNDING: Final = 1e-9
 COUNTERS_LAG_S: Final = 5.0
-NEEDED: Final = ("vllm", "lm_eval", "vllm_router")
+METRICS: Final = {"gsm8k": "exact_match,strict-match", "recall": "exact_match,none"}
 NONE_ALLOWED: Final = {
     "load_failures_total": "loads failed: what decode recomputes proves nothing",
     "refused_tickets_total": "tickets were refused, and their prompts computed on decode",
@@ -56,17 +54,14 @@ SIDES: Final[Sequence[tuple[Role, str, str]]] = (
     ("prefill", "PREFILL", "PREFILLER"),
     ("decode", "DECODE", "DECODER"),  # DECODE_BLOCK_SIZE, but DECODER_TP_SIZE
 )
+
+# --- Knobs and flags
+
 CPU_LAYOUTS: Final = ("HND", "LBHNC")
 CUDA_LAYOUTS: Final = ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+BACKEND_KNOBS: Final = ("--attention-backend", "ATTENTION_BACKEND", "VLLM_ATTENTION_BACKEND")
 OTHER_DEVICES: Final = ("ROCM_", "XPU_", "NO_ATTENTION", "CUSTOM", "TORCH_SDPA")
-
-
-def say(line: object) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# --- Knobs and flags
 
 
 class Settings(NamedTuple):
@@ -87,6 +82,11 @@ def one_of(*allowed: str) -> Any:
     return Annotated[Literal[allowed], BeforeValidator(str.upper)] | None
 
 
+def separated_by(separator: str) -> Any:
+    split = BeforeValidator(lambda text: [part for part in re.split(separator, text) if part])
+    return Annotated[tuple[str, ...], split]
+
+
 def check_backend(gpus: Sequence[str], text: str) -> str:
     allowed = list(CPU_BACKENDS)
     if gpus:  # this import takes seconds
@@ -96,11 +96,6 @@ def check_backend(gpus: Sequence[str], text: str) -> str:
     if text.upper() not in allowed:
         raise ValueError(f"Input should be one of {', '.join(allowed)}")
     return text.upper()
-
-
-def separated_by(separator: str) -> Any:
-    split = BeforeValidator(lambda text: [part for part in re.split(separator, text) if part])
-    return Annotated[tuple[str, ...], split]
 
 
 def types(gpus: Sequence[str]) -> dict[str, Any]:
@@ -113,23 +108,19 @@ def types(gpus: Sequence[str]) -> dict[str, Any]:
     backend = Annotated[str, BeforeValidator(partial(check_backend, gpus))] | None
     share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
     verify = Annotated[str, Field(pattern=r"^(off|all|sample:(0?\.\d+|1(\.0+)?|0))$")]
+    same = dict.fromkeys
     return {
         "MODEL_NAMES": (separated_by(r"[\s,]+"), ()),
-        "NUM_PREFILL_INSTANCES": (instances, 1),
-        "NUM_DECODE_INSTANCES": (instances, 1),
-        "PREFILLER_TP_SIZE": (ranks, 1),
-        "DECODER_TP_SIZE": (ranks, 1),
-        "PREFILL_BLOCK_SIZE": (block_size, 128),
-        "DECODE_BLOCK_SIZE": (block_size, 128),
+        **same(("NUM_PREFILL_INSTANCES", "NUM_DECODE_INSTANCES"), (instances, 1)),
+        **same(("PREFILLER_TP_SIZE", "DECODER_TP_SIZE"), (ranks, 1)),
+        **same(("PREFILL_BLOCK_SIZE", "DECODE_BLOCK_SIZE"), (block_size, 128)),
         "GPU_MEMORY_UTILIZATION": (Annotated[share, Field(gt=0)], 0.2),
-        "ATTENTION_BACKEND": (backend, None),
-        "VLLM_ATTENTION_BACKEND": (backend, None),
-        "VLLM_KV_CACHE_LAYOUT": (layout, None),
-        "PREFILLER_KV_LAYOUT": (layout, None),
-        "DECODER_KV_LAYOUT": (layout, None),
+        **same(BACKEND_KNOBS, (backend, None)),
+        **same(
+            ("VLLM_KV_CACHE_LAYOUT", "PREFILLER_KV_LAYOUT", "DECODER_KV_LAYOUT"), (layout, None)
+        ),
         "NUM_CONCURRENT": (Annotated[int, Field(ge=1, le=1024)], concurrent),
-        "EXPECTED_ACCURACY": (share | None, None),
-        "TOLERANCE": (share | None, None),
+        **same(("EXPECTED_ACCURACY", "TOLERANCE"), (share | None, None)),
         "VERIFY": (verify, "off"),
         "VLLM_SERVE_EXTRA_ARGS": (separated_by(r"\s*,\s*"), ()),
         # vLLM's launcher has more values for these three.
@@ -137,7 +128,6 @@ def types(gpus: Sequence[str]) -> dict[str, Any]:
         "DP_EP": (None, None),
         "ENFORCE_EAGER": (one_of("TRUE", "1"), None),
         "--kv_buffer_device": (one_of("CUDA" if gpus else "CPU"), None),
-        "--attention-backend": (backend, None),
         "--limit": (Annotated[int, Field(ge=1)] | None, None),
         "--single": (bool, False),
     }
@@ -156,41 +146,17 @@ def read_settings(
         first = error.errors()[0]
         name, message = first["loc"][0], first["msg"].removeprefix("Value error, ")
         raise ValueError(f"{name}={first['input']}: {message} (docs/accuracy.md)") from error
-    newest_first = ("--attention-backend", "ATTENTION_BACKEND", "VLLM_ATTENTION_BACKEND")
-    knobs["ATTENTION_BACKEND"] = next(filter(None, map(knobs.get, newest_first)), None)
-    ranks = sum(
-        knobs[f"NUM_{side}_INSTANCES"] * knobs[f"{agent}_TP_SIZE"] for _, side, agent in SIDES
-    )
-    sharing = math.ceil(ranks / (len(gpus) or ranks))
-    if sharing * knobs["GPU_MEMORY_UTILIZATION"] > 1:
-        raise ValueError(
-            f"GPU_MEMORY_UTILIZATION={knobs['GPU_MEMORY_UTILIZATION']:g}: {sharing} engines share "
-            f"a GPU, input should be at most {math.floor(1000 / sharing) / 1000:g}"
-        )
+    knobs["ATTENTION_BACKEND"] = next(filter(None, map(knobs.get, BACKEND_KNOBS)), None)
+    ranks = sum(knobs[f"NUM_{side}_INSTANCES"] * knobs[f"{one}_TP_SIZE"] for _, side, one in SIDES)
+    sharing, memory = math.ceil(ranks / (len(gpus) or ranks)), knobs["GPU_MEMORY_UTILIZATION"]
+    if sharing * memory > 1:
+        most = f"{sharing} engines share a GPU, input should be at most"
+        limit = math.floor(1000 / sharing) / 1000
+        raise ValueError(f"GPU_MEMORY_UTILIZATION={memory:g}: {most} {limit:g}")
     return Settings(gpus, knobs)
 
 
 # --- Models and tasks
-
-
-class Known(NamedTuple):
-    """On gsm8k, strict match, as in vLLM's tests of its own connector (test_accuracy.py)."""
-
-    accuracy: float
-    chat: bool = False
-    engine_args: tuple[str, ...] = ()
-
-
-DEEPSEEK_VL2: Final = '{"architectures": ["DeepseekVLV2ForCausalLM"]}'
-KNOWN: Final[Mapping[str, Known]] = {
-    "Qwen/Qwen3-0.6B": Known(0.41),
-    "deepseek-ai/DeepSeek-V2-Lite-Chat": Known(0.65, engine_args=("--trust-remote-code",)),
-    "deepseek-ai/deepseek-vl2-small": Known(
-        0.59, engine_args=("--hf-overrides", DEEPSEEK_VL2, "--trust-remote-code")
-    ),
-    "google/gemma-3-4b-it": Known(0.74),
-    "google/gemma-4-E2B-it": Known(0.485, chat=True),
-}
 
 
 @dataclass(frozen=True)
@@ -199,35 +165,41 @@ class Subject:
 
     model: str
     path: str  # a folder, or a name on the hub
-    task: str
-    expected: float | None
-    tolerance: float
+    task: str = "gsm8k"
+    expected: float | None = None
+    tolerance: float = 0.03
     online: bool = False  # engines may use the hub
     instead_of: str = ""  # models that are not available
+    chat: bool = False
+    engine_args: tuple[str, ...] = ()
 
-    @property
-    def known(self) -> Known:
-        return KNOWN.get(self.model, Known(0))
+
+TRUST: Final = "--trust-remote-code"
+DEEPSEEK_VL2: Final = ("--hf-overrides", '{"architectures": ["DeepseekVLV2ForCausalLM"]}', TRUST)
+# On gsm8k, strict match, as in vLLM's tests of its own connector (test_accuracy.py).
+KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": {"expected": 0.41},
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": {"expected": 0.65, "engine_args": (TRUST,)},
+    "deepseek-ai/deepseek-vl2-small": {"expected": 0.59, "engine_args": DEEPSEEK_VL2},
+    "google/gemma-3-4b-it": {"expected": 0.74},
+    "google/gemma-4-E2B-it": {"expected": 0.485, "chat": True},
+}
 
 
 def find_subjects(settings: Settings) -> list[Subject]:
     """The named models. The bundled one runs alone, or for all that are not available."""
-    names: Sequence[str] = settings.knobs["MODEL_NAMES"]
-    wants_hub = any(not (Path(name) / HELDOUT).is_file() for name in names)
-    online = wants_hub and is_reachable(HUB)
+    names, bundled = settings.knobs["MODEL_NAMES"], recall(BUNDLED)
+    online = any(not (Path(name) / HELDOUT).is_file() for name in names) and is_reachable(HUB)
     os.environ.update(dict.fromkeys(OFFLINE, "0" if online else "1"))
     found = {name: find_subject(name, online=online) for name in names}
-    subjects = [subject for subject in found.values() if subject] if names else [recall(BUNDLED)]
+    subjects = [subject for subject in found.values() if subject] if names else [bundled]
     for name, knob in (("expected", "EXPECTED_ACCURACY"), ("tolerance", "TOLERANCE")):
         if (value := settings.knobs[knob]) is not None:
             subjects = [replace(subject, **{name: value}) for subject in subjects]
     if missing := " ".join(name for name, subject in found.items() if subject is None):
-        say(
-            f"MODEL_NAMES={missing}: {HUB} is not reachable, and this machine has no copy of model "
-            "and data set. The bundled model recall runs INSTEAD, without EXPECTED_ACCURACY, "
-            "TOLERANCE and VLLM_SERVE_EXTRA_ARGS"
-        )
-        subjects.append(replace(recall(BUNDLED), instead_of=missing))
+        say(f"MODEL_NAMES={missing}: not on this machine, and {HUB} is not reachable. The bundled")
+        say("model runs INSTEAD, without EXPECTED_ACCURACY, TOLERANCE and VLLM_SERVE_EXTRA_ARGS")
+        subjects.append(replace(bundled, instead_of=missing))
     return subjects
 
 
@@ -240,14 +212,13 @@ def find_subject(name: str, *, online: bool) -> Subject | None:
     if (folder / "config.json").is_file():
         if not (online or has_data_set()):
             raise ValueError(f"MODEL_NAMES={name}: gsm8k is neither on this machine nor reachable")
-        known = [known for known in KNOWN if known.split("/")[1] == folder.name]
-        name, path = [*known, folder.name][0], str(folder)
+        path = str(folder)
+        name = next((one for one in KNOWN if one.split("/")[1] == folder.name), folder.name)
     elif name.startswith((".", "/", "~")):
         raise ValueError(f"MODEL_NAMES={name}: this folder has no config.json")
     elif not (online or (is_cached(name) and has_data_set())):
         return None
-    expected = KNOWN[name].accuracy if name in KNOWN else None
-    return Subject(name, path, "gsm8k", expected, 0.03, online)
+    return Subject(name, path, online=online, **KNOWN.get(name, {}))
 
 
 def recall(folder: Path) -> Subject:
@@ -257,13 +228,10 @@ def recall(folder: Path) -> Subject:
 
 
 def is_reachable(url: str) -> bool:
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return False
-    try:
-        httpx.head(url, timeout=10)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
-    return True
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+        return not offline and httpx.head(url, timeout=10) is not None
+    return False
 
 
 def is_cached(name: str) -> bool:
@@ -294,13 +262,10 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
     for (role, side, agent), cores in zip(SIDES, halves(os.sched_getaffinity(0)), strict=True):
         ranks = knobs[f"{agent}_TP_SIZE"]
         layout = knobs[f"{agent}_KV_LAYOUT"] or knobs["VLLM_KV_CACHE_LAYOUT"]
-        specs += [
-            engine_spec(
-                f"{role}-{number}",
-                subject,
-                settings,
-                list(islice(turn, ranks)),
-                env={"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
+        for number in range(knobs[f"NUM_{side}_INSTANCES"]):
+            own = [*islice(turn, ranks)]
+            spec = replace(
+                engine_spec(f"{role}-{number}", subject, settings, own, layout),
                 role=role,
                 connector="nixl-kv",
                 connector_config={**({} if gpus else PATIENT), "verify": knobs["VERIFY"]},
@@ -308,43 +273,35 @@ def pair_specs(subject: Subject, settings: Settings) -> list[EngineSpec]:
                 block_size=knobs[f"{side}_BLOCK_SIZE"],
                 cores=frozenset() if gpus else cores,
             )
-            for number in range(knobs[f"NUM_{side}_INSTANCES"])
-        ]
+            specs.append(spec)
     return specs
 
 
 def engine_spec(
-    name: str,
-    subject: Subject,
-    settings: Settings,
-    gpus: Sequence[str],
-    env: Mapping[str, str] = {},
-    **fields: Any,
+    name: str, subject: Subject, settings: Settings, gpus: Sequence[str], layout: str | None = None
 ) -> EngineSpec:
-    """An engine: without `fields` it has no connector, and prefill's blocks."""
+    """An engine without a connector, with prefill's blocks."""
     knobs = settings.knobs
-    backend = knobs["ATTENTION_BACKEND"]
-    arguments = ["--attention-backend", backend] if backend else []
-    env = {**env, **(dict.fromkeys(OFFLINE, "0") if subject.online else {})}
+    arguments = ["--attention-backend", backend] if (backend := knobs["ATTENTION_BACKEND"]) else []
+    env = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    env |= dict.fromkeys(OFFLINE, "0") if subject.online else {}
     if gpus:
         arguments += ["--enforce-eager"]  # on CPU it always is
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif subject.task == "gsm8k":
         arguments += ["--max-model-len", "4096"]  # the cache of a whole context is too large
         env["VLLM_CPU_KVCACHE_SPACE"] = "4"
-    arguments += subject.known.engine_args
-    arguments += () if subject.instead_of else knobs["VLLM_SERVE_EXTRA_ARGS"]
-    fields = {"block_size": knobs["PREFILL_BLOCK_SIZE"], **fields}
+    extra = () if subject.instead_of else knobs["VLLM_SERVE_EXTRA_ARGS"]
     return EngineSpec(
         name,
         Path(subject.path),
         device="cuda" if gpus else "cpu",
+        block_size=knobs["PREFILL_BLOCK_SIZE"],
         gpu_memory_utilization=knobs["GPU_MEMORY_UTILIZATION"],
-        extra_args=tuple(arguments),
+        extra_args=(*arguments, *subject.engine_args, *extra),
         extra_env=env,
         without_env=frozenset(knobs),  # among them VLLM_KV_CACHE_LAYOUT, which vLLM reads too
         served_name=subject.model,
-        **fields,
     )
 
 
@@ -352,7 +309,7 @@ def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> d
     """Run lm-eval in this process, and write its samples to a file: some fields of an Outcome."""
     import lm_eval.tasks  # noqa: PLC0415 - takes 10 s or more
 
-    chat = subject.known.chat
+    chat, task = subject.chat, subject.task
     arguments: dict[str, object] = {
         "model": subject.model,
         "base_url": f"{url}/v1/{'chat/' if chat else ''}completions",
@@ -360,35 +317,35 @@ def evaluate(subject: Subject, url: str, settings: Settings, samples: Path) -> d
         "timeout": 600,
         "tokenized_requests": False,
     }
-    if subject.task == "recall":
+    if task == "recall":
         arguments |= {"tokenizer_backend": None, "eos_string": "<eos>"}
         os.environ["RECALL_HELDOUT"] = str(Path(subject.path) / HELDOUT)
     else:
         arguments |= {"tokenizer_backend": "huggingface", "tokenizer": subject.path}
     log, records = getLogger("lm_eval.models.api_models"), BufferingHandler(sys.maxsize)
     log.addHandler(records)
+    # Its own tasks are 14,000 files, which it reads in half a minute.
+    folder, own = str(CONFIGS / "lm_eval"), task == "gsm8k"
+    tasks = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=own)
     try:
         result: Any = lm_eval.simple_evaluate(
             "local-chat-completions" if chat else "local-completions",
             model_args=arguments,
-            tasks=[subject.task],
+            tasks=[task],
             num_fewshot=5 if chat else None,
             apply_chat_template=chat,
             limit=settings.knobs["--limit"],
             bootstrap_iters=0,
-            # Its own tasks are 14,000 files, which it reads in half a minute.
-            task_manager=lm_eval.tasks.TaskManager(
-                include_path=str(CONFIGS / "lm_eval"), include_defaults=subject.task == "gsm8k"
-            ),
+            task_manager=tasks,
         )
     finally:
         log.removeHandler(records)
-    lines = result["samples"][subject.task]
+    lines = result["samples"][task]
     samples.write_text(json.dumps(lines, default=str, indent=1), encoding="utf-8")
     # Concurrent requests write the first of these lines when they fail, others the second.
     failed = re.compile("Exception:|API request failed with")
     return {
-        "accuracy": float(result["results"][subject.task][METRICS[subject.task]]),
+        "accuracy": float(result["results"][task][METRICS[task]]),
         "items": len({line["doc_id"] for line in lines}),
         "errors": sum(bool(failed.match(record.getMessage())) for record in records.buffer),
     }
@@ -413,23 +370,23 @@ class Outcome:
 
 def faults(outcome: Outcome, subject: Subject, knobs: Mapping[str, Any]) -> Iterator[str]:
     """Reasons why the accuracy is wrong, or why it proves nothing."""
-    if outcome.accuracy is None:
+    accuracy, tolerance, wanted = outcome.accuracy, subject.tolerance, outcome.items
+    if accuracy is None:
         yield "nothing was evaluated"
         return
     for name, value in (("expected", subject.expected), ("the single engine", outcome.single)):
-        if value is not None and abs(outcome.accuracy - value) > subject.tolerance + ROUNDING:
-            near = f"{subject.tolerance:g} of {value:.4f} ({name})"
-            yield f"accuracy {outcome.accuracy:.4f} is not within {near}"
+        if value is not None and round(abs(accuracy - value), 9) > tolerance:
+            yield f"accuracy {accuracy:.4f} is not within {tolerance:g} of {value:.4f} ({name})"
     count = Counter({name: round(value) for name, value in outcome.counters.items()})
-    loads, wanted = count["loads_total{outcome=loaded}"], outcome.items
+    loads, verified = count["loads_total{outcome=loaded}"], count["verified_loads_total"]
     yield from (f"{count[name]} {words}" for name, words in NONE_ALLOWED.items() if count[name])
     if not (loads and count["loaded_tokens_total"] and count["read_bytes_total"]):
         yield "nothing was loaded over NIXL: decode computed every prompt itself"
     elif loads < wanted:
         yield f"only {loads} of {wanted} loads: decode computed the other prompts"
-    elif outcome.computed > outcome.items:  # decode always computes the last token
-        yield f"decode computed {outcome.computed} tokens of {outcome.items} prompts itself"
-    if knobs["VERIFY"] == "all" and (verified := count["verified_loads_total"]) < loads:
+    elif outcome.computed > wanted:  # decode always computes the last token
+        yield f"decode computed {outcome.computed} tokens of {wanted} prompts itself"
+    if knobs["VERIFY"] == "all" and verified < loads:
         yield f"only {verified} of {loads} loads were verified by a digest"
     if outcome.errors:
         yield f"{outcome.errors} requests failed and were sent again"
@@ -459,9 +416,7 @@ def run(subject: Subject, settings: Settings, log_dir: Path) -> Outcome:
 def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cluster) -> None:
     """Start prefill, decode and a router, evaluate the model behind them, and end them."""
     engines = cluster.start(*pair_specs(subject, settings))
-    prefill, decode = (
-        [engine for engine in engines if engine.spec.role == role] for role, *_ in SIDES
-    )
+    prefill, decode = ([one for one in engines if one.spec.role == role] for role, *_ in SIDES)
     router = cluster.route(prefill, decode)
     total: Counter[str] = Counter()
 
@@ -473,9 +428,8 @@ def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cl
         return total[LOADS] + total[FAILURES] >= outcome.items
 
     try:
-        vars(outcome).update(
-            evaluate(subject, router.url, settings, cluster.log_dir / "samples.json")
-        )
+        samples = cluster.log_dir / "samples.json"
+        vars(outcome).update(evaluate(subject, router.url, settings, samples))
         wait_until(have_ended, COUNTERS_LAG_S)
     except Exception:
         cluster.check_alive()  # the end of an engine explains more than a failed request
@@ -483,13 +437,9 @@ def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cl
     finally:
         stop_all([router, *engines])
     outcome.computed = round(total[PROMPT_TOKENS] - total[CACHED_TOKENS])
-    outcome.counters = {
-        name.removeprefix(PREFIX): value
-        for name, value in total.items()
-        if name.startswith(PREFIX)
-        and value
-        and not re.search(r"_created|{(engine|model_name)=", name)
-    }
+    ours = re.compile(f"{PREFIX}(?!.*(_created|{{(engine|model_name)=))")
+    counted = {name: value for name, value in total.items() if value and ours.match(name)}
+    outcome.counters = {name.removeprefix(PREFIX): value for name, value in counted.items()}
 
 
 def run_all(
@@ -500,8 +450,7 @@ def run_all(
     for number, subject in enumerate(subjects):
         given = " ".join(f"{name}={value}" for name, value in settings.knobs.items() if value)
         say(f"== {subject.model} ({subject.task}): {given}")
-        folder = log_dir / f"{number}-{subject.model.replace('/', '--')}"
-        outcome = run(subject, settings, folder)
+        outcome = run(subject, settings, log_dir / f"{number}-{subject.model.replace('/', '--')}")
         lines.append(asdict(subject) | asdict(outcome))
         print(*(f"{name:10} {value}" for name, value in lines[-1].items()), sep="\n", flush=True)
         if outcome.accuracy is not None and subject.expected is None and outcome.single is None:
@@ -517,10 +466,7 @@ def run_all(
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="run_accuracy_test.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="run_accuracy_test.sh", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
     # What read_settings checks keeps its flag as its name.
@@ -535,7 +481,8 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
-    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    needed = ("vllm", "lm_eval", "vllm_router")
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         say(f"{sys.executable} lacks {', '.join(lacking)}; scripts/install has it")
         return 2
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
@@ -551,7 +498,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.update(past_proxies(os.environ) | {"OPENAI_API_KEY": "EMPTY"})
         return run_all(subjects, settings, log_dir, flags.json)
     except (ValueError, OSError) as error:
-        say(error)
+        say(str(error))
         return 2
     except KeyboardInterrupt:
         say("interrupted: everything is ended")

@@ -14,15 +14,6 @@ REPO: Final = Path(__file__).resolve().parent.parent
 LIGHT: Final = {"msgspec", "numpy", "psutil", "pyzmq", "rich", "typer"}
 ABSENT: Final = ("vllm", "torch", "nixl", "matplotlib")
 
-IMPORTED: Final = (
-    "nixl_kv.geometry.plan",
-    "nixl_kv.protocol.decode",
-    "nixl_kv.protocol.prefill",
-    "nixl_kv.transport.zmq",
-    "nixl_kv.engine.engine",
-    "nixl_kv.connector",
-)
-
 SAID: Final = """
 import importlib.metadata, importlib.util, json, sys
 distribution = importlib.metadata.distribution("nixl_kv")
@@ -111,7 +102,6 @@ def test_vllm_finds_the_plugin(said: Any) -> None:
 
 
 def test_it_works_without_vllm(installed: Path) -> None:
-    run(installed, "./python", "-c", "; ".join(f"import {name}" for name in IMPORTED))
     lines = run(installed, "./nixl-kv", "--help").splitlines()
     first_words = {(line.strip("│ ").split() or [""])[0] for line in lines}
     assert {"plan", "status", "drain", "set-weights", "keygen"} <= first_words

@@ -11,11 +11,10 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import Config
+from nixl_kv.config import Config, own_transfers
 from nixl_kv.errors import ConfigError, get_logger
 
 logger = get_logger(__name__)
@@ -111,7 +110,8 @@ def check_before_weights(executor: Any) -> None:
 
     @functools.wraps(begin)
     def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
-        for transfer in filter(_is_ours, _connectors(vllm_config.kv_transfer_config)):
+        whole = vllm_config.kv_transfer_config
+        for transfer in () if whole is None else own_transfers(vars(whole)):
             if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
                 extra = transfer.get("kv_connector_extra_config") or {}
                 is_prefill = transfer.get("kv_role") != "kv_consumer"
@@ -124,22 +124,10 @@ def check_before_weights(executor: Any) -> None:
     executor.__init__ = check_and_begin
 
 
-def _connectors(transfer: Any) -> Any:
-    if transfer is not None and transfer.kv_connector == "MultiConnector":
-        return transfer.kv_connector_extra_config.get("connectors", ())
-    return () if transfer is None else (vars(transfer),)
-
-
 def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
     """The settings and the roles of this connector, also if it is a child of a MultiConnector."""
-    outer = vllm_config.kv_transfer_config
-    transfer = next(filter(_is_ours, _connectors(outer)), None) or vars(outer)
+    whole = vars(vllm_config.kv_transfer_config)
+    transfer = next(iter(own_transfers(whole)), whole)
     roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
     config = Config.parse(transfer.get("kv_connector_extra_config") or {}, os.environ)
     return config, roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
-
-
-def _is_ours(transfer: Mapping[str, Any]) -> bool:
-    module = transfer.get("kv_connector_module_path") or ""
-    is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
-    return is_named or str(module).partition(".")[0] == "nixl_kv"

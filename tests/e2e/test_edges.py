@@ -1,10 +1,10 @@
 """What a client may ask for at the edges of the API, through the router: as one engine answers.
 
 Beside each answer stands what it cost: what decode read, what came of prefill's offers, and that
-neither engine holds a block afterwards. Prompts of single lengths are in test_answers.py.
+neither engine holds a block afterwards.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from harness.cluster.answers import LIKELY, questions_of
-from harness.cluster.client import Answer, Client, Prompt, RefusedError
+from harness.cluster.client import WANT_TICKET, Answer, Client, RefusedError
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
-from harness.cluster.metrics import FAILURES, LOADS, PREEMPTIONS, TICKETS_REFUSED, UNREACHABLE
+from harness.cluster.metrics import NBYTES, OFFERS, PREEMPTIONS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.families import TinyModel
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import EVENT_S, Accounts, connected, expect, started
+from support.engines import Accounts, connected, expect, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 128
+BLOCK_BYTES = 4 * 4 * BLOCK * 2 * 64 * 4  # layers, heads, tokens, K and V, head size, float32
 ANSWER = 16
 LIMIT = TinyModel().max_positions
 ROUNDING = 1e-4  # of a log probability; 4e-6 were seen
@@ -35,6 +36,45 @@ SAMPLED: Mapping[str, Any] = {"temperature": 0.8, "seed": 7}
 # vLLM gives one answer where temperature is 0.
 GREEDY_IN_EFFECT: Mapping[str, Any] = {"temperature": 1, "top_k": 1}
 IDS = {word: number for number, word in enumerate([*SPECIALS, *words()])}
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"),
+    [
+        pytest.param(5, 1, id="shorter than a block"),
+        pytest.param(127, 1, id="one short of a block"),
+        pytest.param(128, 1, id="exactly a block"),
+        pytest.param(129, 1, id="a block and the last token"),
+        pytest.param(130, 2, id="a block and two tokens"),
+        pytest.param(256, 2, id="exactly two blocks"),
+        pytest.param(1500, 12, id="twelve blocks"),
+    ],
+)
+def test_prompts_of_any_length_are_read_in_whole_blocks(
+    pair: Pair, single: Client, accounts: Accounts, length: int, blocks: int
+) -> None:
+    prompt = random_prompt(length, seed=100)
+    answer = pair.to_router.complete(prompt)
+    assert answer.tokens == single.complete(prompt).tokens
+    assert accounts.expect_loaded(length - 1)[NBYTES] == blocks * BLOCK_BYTES
+
+
+def test_a_full_hit_reads_nothing_and_releases_prefill_at_once(
+    pair: Pair, single: Client, accounts: Accounts
+) -> None:
+    prompt = random_prompt(2 * BLOCK + 1, seed=103)
+    pair.to_router.complete(prompt)
+    assert pair.to_router.complete(prompt).tokens == single.complete(prompt).tokens
+    accounts.expect_offers(2, read=1, aborted=1)
+    accounts.expect_loaded(2 * BLOCK)
+
+
+def test_an_aborted_prefill_publishes_no_offer(pair: Pair) -> None:
+    """Its client hangs up when it has seen the first of many tokens."""
+    since = CountersSince(pair.to_prefill)
+    pair.to_prefill.abandon(random_prompt(500, seed=107), 400, kv_transfer_params=WANT_TICKET)
+    expect_free(pair.to_prefill)
+    assert since.changed()[OFFERS] == 0
 
 
 @pytest.mark.parametrize(
@@ -61,47 +101,6 @@ def test_ways_to_ask(
     got = pair.to_router.answers(prompt, max_tokens, **asked)
     expect_same(got, single.answers(prompt, max_tokens, **asked))
     accounts.expect_loaded(length - 1)
-    accounts.expect_offers(1, read=1)
-
-
-@pytest.mark.parametrize(
-    "stop_of",
-    [
-        pytest.param(lambda said: said.split()[3], id="a token"),
-        pytest.param(lambda said: said.strip()[17:22], id="across two tokens"),
-        pytest.param(lambda said: ["none of it", said.split()[5]], id="several"),
-    ],
-)
-def test_stop_strings(
-    pair: Pair, single: Client, accounts: Accounts, stop_of: Callable[[str], object]
-) -> None:
-    prompt = random_prompt(310, seed=301 + len(str(stop_of("ba be bi bo da de di"))))
-    whole = single.complete(prompt)
-    stop = stop_of(whole.text)
-    got = pair.to_router.complete(prompt, stop=stop)
-    expect_same([got], [single.complete(prompt, stop=stop)])
-    assert got.finish_reason == "stop"
-    assert whole.text.startswith(got.text)
-    assert 0 < len(got.tokens) < len(whole.tokens)
-    accounts.expect_loaded(309)
-    accounts.expect_offers(1, read=1)
-
-
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_a_stream_joins_to_the_same_answer(
-    pair: Pair, single: Client, accounts: Accounts, *, is_chat: bool
-) -> None:
-    prompt = random_prompt(320, seed=302 + is_chat)
-    if is_chat:
-        messages = [{"role": "user", "content": prompt}]
-        expected, got = single.chat(messages, 64), pair.to_router.stream_chat(messages, 64)
-    else:
-        expected, got = single.complete(prompt, 64), pair.to_router.stream(prompt, 64)
-    assert got.tokens == expected.tokens
-    assert got.text == expected.text
-    assert len(got.pieces) > 1
-    assert got.finish_reason == "length"
-    accounts.expect_loaded(expected.prompt_tokens - 1)
     accounts.expect_offers(1, read=1)
 
 
@@ -174,37 +173,15 @@ def test_a_prompt_of_one_token_has_nothing_to_read(
     accounts.expect_offers(1, read=0, aborted=1)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "asked"),
-    [
-        pytest.param("", {}, id="no text"),
-        pytest.param([LIMIT * 2], {}, id="no such id"),
-        pytest.param([3] * LIMIT, {}, id="one token too long"),
-        pytest.param("ba be", {"n": 2}, id="greedy and two"),
-    ],
-)
-def test_what_one_engine_refuses_prefill_refuses(
-    pair: Pair,
-    single: Client,
-    accounts: Accounts,
-    prompt: Prompt,
-    asked: Mapping[str, Any],
-) -> None:
-    expected = refusal(single, prompt, **asked)
-    assert expected[0] == 400
-    assert refusal(pair.to_router, prompt, **asked) == expected
-    accounts.expect_loaded()
-    accounts.expect_offers(0, read=0)
-
-
 def test_what_decode_alone_refuses_costs_prefill_no_block(
     pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """vLLM's frontend tells the connector of it only if the ticket has `do_remote_prefill`."""
     prompt = random_prompt(370, seed=323)
     ticket = {**pair.to_prefill.ticket(prompt), "do_remote_prefill": True}
-    expected = refusal(single, prompt, max_tokens=0)
-    assert refusal(pair.to_decode, prompt, max_tokens=0, kv_transfer_params=ticket) == expected
+    expected = refusal(single, prompt)
+    assert expected[0] == 400
+    assert refusal(pair.to_decode, prompt, kv_transfer_params=ticket) == expected
     accounts.expect_loaded()
     accounts.expect_released()
 
@@ -227,23 +204,6 @@ def test_log_probabilities_of_the_prompt_are_computed_on_decode(
     accounts.expect_offers(2, read=0, aborted=2)
 
 
-def test_sixty_four_at_once(pair: Pair, single: Client, accounts: Accounts) -> None:
-    """On two cores the threads that keep a connection alive may wait for longer than its timeout.
-
-    What is then lost is computed on decode. No load may fail for another reason.
-    """
-    prompts = [random_prompt(5 + 53 * number % 300, seed=315) for number in range(64)]
-    assert ask_both(pair.to_router.complete, single, prompts, num_tokens=8).count("other") == 0
-    ended = accounts.decode.wait(lambda now: now[LOADS] + now[FAILURES] >= 64, EVENT_S, step=True)
-    lost = ended[UNREACHABLE]
-    if lost:
-        assert (ended[LOADS], ended[FAILURES]) == (64 - lost, lost)
-        assert lost < 32
-    else:
-        accounts.expect_loaded(*(len(prompt.split()) - 1 for prompt in prompts))
-        accounts.expect_offers(64, read=64)
-
-
 def test_what_preempted_requests_have_read_is_computed_again(
     cluster: Cluster,
     base_specs: tuple[EngineSpec, EngineSpec],
@@ -257,28 +217,20 @@ def test_what_preempted_requests_have_read_is_computed_again(
     with started(cluster, spec) as (decode,), connected(prefill, decode) as pair:
         accounts = Accounts(pair)
         accounts.expect_free()  # of what came before
-        assert ask_both(pair.complete, single, prompts, num_tokens=TALK).count("other") == 0
+        questions = questions_of(single, prompts, TALK)
+        with ThreadPoolExecutor(TALKERS) as pool:
+            answers = list(pool.map(lambda prompt: pair.complete(prompt, TALK), prompts))
+        likenesses = [one.compare(got) for one, got in zip(questions, answers, strict=True)]
+        assert "other" not in likenesses
         assert accounts.expect_loaded(*[249] * TALKERS)[PREEMPTIONS] > 0
         accounts.expect_offers(TALKERS, read=TALKERS)
         accounts.expect_free()
 
 
-def ask_both(
-    complete: Callable[[str, int], Answer], single: Client, prompts: list[str], *, num_tokens: int
-) -> list[str]:
-    """All prompts at once, first to the single engine; how the other answers compare."""
-    questions = questions_of(single, prompts, num_tokens)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = pool.map(lambda one: complete(one, num_tokens), prompts)
-        return [one.compare(answer) for one, answer in zip(questions, answers, strict=True)]
-
-
-def refusal(
-    client: Client, prompt: Prompt, max_tokens: int = ANSWER, **asked: object
-) -> tuple[int, Mapping[str, object]]:
-    """The status and the error that a request ends with."""
+def refusal(client: Client, prompt: str, **asked: object) -> tuple[int, Mapping[str, object]]:
+    """The status and the error of a request for no token."""
     with pytest.raises(RefusedError) as raised:
-        client.answers(prompt, max_tokens, **asked)
+        client.complete(prompt, 0, **asked)
     return raised.value.status, raised.value.error
 
 

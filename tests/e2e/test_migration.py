@@ -106,9 +106,7 @@ def test_a_platform_that_sets_the_flags_anew_costs_a_request_not_the_engine(
     """llm-d's coordinator. vLLM's default is to fail a request whose KV cannot be read."""
     (coordinator,) = [replay for replay in REPLAYS if "coordinator" in replay.name]
     prefill, prompts = base_engines[0], prompts_from(630_000, 16)
-    played = Played(
-        coordinator, prefill, in_tree_decode, prefill_name="http://prefill:8000", pod_ip="10.0.0.1"
-    )
+    played = Played(coordinator, prefill, in_tree_decode)
 
     def ask(prompt: str) -> int:
         with pytest.raises(RefusedError) as refused:

@@ -14,18 +14,13 @@ from support.engines import EVENT_S, Accounts
 
 pytestmark = pytest.mark.e2e
 
-PREFILL_NAME = "http://prefill-0.prefill.default.svc.cluster.local:8000"
-"""What a platform may know prefill by, and write over the ticket's host."""
-POD_IP = "10.244.3.9"
-
 ANSWER = 4  # tokens
 
 SEEDS = itertools.count(2600)  # no prompt is in decode's cache before
 
 
 def client_of(replay: Replay, pair: Pair) -> Client:
-    played = Played(replay, pair.prefill, pair.decode, prefill_name=PREFILL_NAME, pod_ip=POD_IP)
-    return Client(pair.decode.url, transport=played)
+    return Client(pair.decode.url, transport=Played(replay, pair.prefill, pair.decode))
 
 
 @pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.name)

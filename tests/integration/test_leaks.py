@@ -5,19 +5,16 @@ Counted are descriptors, threads, memory mappings and MiB, over shared memory an
 
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Final
 
-import psutil
 import pytest
 
-from support.endings import EndingProcess, Usage, wait_for
+from support.processes import SideProcess, Usage, cut, running, wait_for
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
@@ -41,8 +38,8 @@ class Pair:
     """The two processes; some endings begin with others."""
 
     tls: str
-    prefill: EndingProcess
-    decode: EndingProcess
+    prefill: SideProcess
+    decode: SideProcess
 
     def load(self) -> None:
         """One load that is good."""
@@ -69,16 +66,7 @@ def forget(pair: Pair) -> None:
 def break_connections(pair: Pair) -> None:
     """Also those of the control plane."""
     pair.load()
-    theirs = {one.laddr.port for one in psutil.Process(pair.prefill.pid).net_connections("tcp")}
-    ours = [
-        (one.laddr.port, one.raddr.port)
-        for one in psutil.Process(pair.decode.pid).net_connections("tcp")
-        if one.status == psutil.CONN_ESTABLISHED and one.raddr.port in theirs
-    ]
-    for here, there in ours:
-        which = f"( sport = :{here} and dport = :{there} )"
-        command = ["ss", "--kill", "--tcp", "state", "established", which]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    cut(pair.decode.pid, pair.prefill.pid)
     failures = [pair.decode.load(pair.prefill.offer())]
     while failures[-1] is not None:  # until both planes have noticed, and connected again
         assert len(failures) < MAX_FAILURES, failures
@@ -88,7 +76,7 @@ def break_connections(pair: Pair) -> None:
 def kill(side: str, pair: Pair) -> None:
     pair.load()
     getattr(pair, side).kill()
-    setattr(pair, side, EndingProcess(side, pair.tls))
+    setattr(pair, side, running(side, pair.tls))
 
 
 def restart(side: str, pair: Pair) -> None:
@@ -100,7 +88,7 @@ def drain(pair: Pair) -> None:
     pair.load()
     pair.prefill.drain()
     pair.prefill.leave()
-    pair.prefill = EndingProcess("prefill", pair.tls)
+    pair.prefill = running("prefill", pair.tls)
 
 
 ENDINGS: Final[dict[str, Callable[[Pair], None]]] = {
@@ -124,16 +112,6 @@ def case(name: str, tls: str, cycles: int) -> Any:
     return pytest.param(name, tls, cycles, id=f"{name} {tls or 'shm'} {cycles}", marks=marks)
 
 
-@contextmanager
-def running(tls: str) -> Iterator[Pair]:
-    made = Pair(tls, EndingProcess("prefill", tls), EndingProcess("decode", tls))
-    try:
-        yield made
-    finally:
-        made.decode.kill()
-        made.prefill.kill()
-
-
 @pytest.mark.parametrize(
     ("name", "tls", "cycles"), [case(*each) for each in product(ENDINGS, ("", "tcp"), (FEW, MANY))]
 )
@@ -141,8 +119,12 @@ def test_an_ending_leaves_nothing_on_either_side(name: str, tls: str, cycles: in
     """Count, let it end so often, and count again."""
     if name == "broken" and (os.geteuid() != 0 or shutil.which("ss") is None):
         pytest.skip("needs root and ss of iproute2")
-    with running(tls) as pair:
+    pair = Pair(tls, running("prefill", tls), running("decode", tls))
+    try:
         check(pair, ENDINGS[name], cycles)
+    finally:
+        pair.decode.kill()
+        pair.prefill.kill()
 
 
 def check(pair: Pair, end: Callable[[Pair], None], cycles: int) -> None:

@@ -10,94 +10,83 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import psutil
 import pytest
 
-from harness.local.caches import Cache
-from nixl_kv.errors import TransportError
-from nixl_kv.protocol.events import LoadEnded
-from support.pair import SmallEngine
-from support.processes import (
-    SIZES,
-    TABLE,
-    PrefillProcess,
-    has_landed,
-    over_tcp,
-    paced_over_tcp,
-    prefill_blocks,
-    prefill_process,
-    reader_process,
-    start_load,
-)
+from harness.local.caches import Sizes
+from nixl_kv.transport.base import Transport
+from support.processes import Side, SideProcess, cut
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
 
 logger = logging.getLogger(__name__)
 
+SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB
+TCP = "TLS=tcp,NET_DEVICES=lo"
+"""Loopback alone: other tests make network interfaces, and take them away."""
 SILENT = "prefill fell silent during the read"
 MOST_LOADS = 2  # that are checked between two readers: of fifty not all
 
-Start = Callable[..., PrefillProcess]
+
+def over_tcp() -> Transport:
+    """A NIXL transport that cannot read another process's memory without its help."""
+    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
+
+    return NixlTransport(engine_config=TCP)
+
+
+def paced_over_tcp() -> Transport:
+    """The same, piece by piece."""
+    from nixl_kv.transport import nixl  # noqa: PLC0415 - only where NIXL is
+    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415 - a feature of its own
+
+    def make() -> Transport:
+        return nixl.NixlTransport(engine_config=f"{nixl.UCX_ENGINE_CONFIG},{TCP}")
+
+    return PacedTransport(make(), make, lambda _: True, ThreadPoolExecutor(1))
+
+
+Start = Callable[..., SideProcess]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts processes of prefill, which are ended afterwards."""
     with contextlib.ExitStack() as stack:
-        yield lambda *make_transport: stack.enter_context(prefill_process(*make_transport))
-
-
-def decode_over(make_transport: Callable[[], Any]) -> SmallEngine:
-    return SmallEngine("decode", Cache(SIZES), make_transport, roles="decode")
+        yield lambda make=over_tcp: stack.enter_context(SideProcess(Side, "prefill", make, SIZES))
 
 
 @pytest.fixture
-def decode() -> Iterator[SmallEngine]:
-    with contextlib.closing(decode_over(over_tcp)) as engine:
-        yield engine
+def decode() -> Iterator[Side]:
+    with contextlib.closing(Side("decode", over_tcp, SIZES)) as side:
+        yield side
 
 
 @pytest.fixture
-def paced_decode() -> Iterator[SmallEngine]:
-    with contextlib.closing(decode_over(paced_over_tcp)) as engine:
-        yield engine
-
-
-def expect_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
-    decode.cache.memory[...] = 0
-    start_load(decode, prefill, name)
-    assert decode.wait_failure(name, timeout_s=120) is None
-    assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
-
-
-def stop_during(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
-    start_load(decode, prefill, name)
-    decode.wait(lambda: has_landed(decode))
-    prefill.send(signal.SIGSTOP)
+def paced_decode() -> Iterator[Side]:
+    with contextlib.closing(Side("decode", paced_over_tcp, SIZES)) as side:
+        yield side
 
 
 def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
-    decode: SmallEngine, start: Start
+    decode: Side, start: Start
 ) -> None:
     stopped, healthy = start(), start()
-    expect_load(decode, stopped, "warm")
-    decode.cache.memory[...] = 0
-    stop_during(decode, stopped, "hanging")
-    assert decode.wait_failure("hanging") == SILENT
+    assert decode.load(stopped.offer()) is None
+    hanging = decode.begin(stopped.offer())
+    stopped.send(signal.SIGSTOP)
+    assert decode.failure(hanging) == SILENT
     landed = decode.cache.memory.copy()
-    assert not np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
+    assert not decode.is_right()
     stopped.send(signal.SIGCONT)
     time.sleep(1.0)  # that nothing comes can only be seen by waiting
     assert np.array_equal(decode.cache.memory, landed)
-    expect_load(decode, healthy, "next")
+    assert decode.load(healthy.offer()) is None
 
 
 @pytest.mark.parametrize(
@@ -109,85 +98,31 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
     ],
 )
 def test_killed_readers_take_nobody_with_them(
-    paced_decode: SmallEngine, start: Start, num_readers: int, *, is_stopped: bool
+    paced_decode: Side, start: Start, num_readers: int, *, is_stopped: bool
 ) -> None:
     prefill = start(paced_over_tcp)
     for attempt in range(num_readers):
-        with reader_process(paced_over_tcp) as begin:
-            begin(prefill.offer(f"killed{attempt}"))
+        with SideProcess(Side, "decode", paced_over_tcp, SIZES) as reader:
+            reader.begin(prefill.offer())
             if is_stopped:
                 prefill.send(signal.SIGSTOP)
         prefill.send(signal.SIGCONT)
         if attempt < MOST_LOADS:
-            expect_load(paced_decode, prefill, f"next{attempt}")
+            assert paced_decode.load(prefill.offer()) is None
         assert prefill.process.is_alive()
-    expect_load(paced_decode, prefill, "last")
-
-
-def cut(pid: int) -> int:
-    """Break all TCP connections that this process has with another; how many.
-
-    This end is told at once, the other one by a reset, as from a network that forgets connections.
-    """
-    theirs = {one.laddr.port for one in psutil.Process(pid).net_connections("tcp")}
-    ours = [
-        (one.laddr.port, one.raddr.port)
-        for one in psutil.Process().net_connections("tcp")
-        if one.status == psutil.CONN_ESTABLISHED and one.raddr.port in theirs
-    ]
-    which = " or ".join(f"( sport = :{here} and dport = :{there} )" for here, there in ours)
-    command = ["ss", "--kill", "--tcp", "state", "established", f"( {which} )"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return len(ours)
+    assert paced_decode.load(prefill.offer()) is None
 
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ss") is None, reason="needs root and ss of iproute2"
 )
-def test_after_a_break_decode_reads_on(paced_decode: SmallEngine, start: Start) -> None:
+def test_after_a_break_decode_reads_on(paced_decode: Side, start: Start) -> None:
     broken, healthy = start(paced_over_tcp), start(paced_over_tcp)
-    start_load(paced_decode, broken, "broken")
-    paced_decode.wait(lambda: has_landed(paced_decode))
-    assert cut(broken.pid) > 0
-    assert "reading prefill rank 0 failed" in (paced_decode.wait_failure("broken") or "")
-    expect_load(paced_decode, healthy, "other")
+    hit = paced_decode.begin(broken.offer())
+    assert cut(os.getpid(), broken.pid) > 0
+    assert "reading prefill rank 0 failed" in (paced_decode.failure(hit) or "")
+    assert paced_decode.load(healthy.offer()) is None
     broken.process.join(1.0)
     logger.info("prefill %s", "lives" if broken.process.is_alive() else "died")
     if broken.process.is_alive():  # UCX has spared it: it is connected to anew
-        expect_load(paced_decode, broken, "again")
-
-
-def test_a_rank_whose_turn_is_long_has_not_stopped_before_nothing_can_write(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The load is reported once, and nothing lands after that."""
-    monkeypatch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
-    prefill, decode = start(), decode_over(over_tcp)
-    expect_load(decode, prefill, "warm")
-    engine = decode.ranks[0].engine
-    transport = decode.parts.agents.current.transport
-    is_posted, may_go_on = threading.Event(), threading.Event()
-    read = transport.read
-
-    def read_slowly(*arguments: Any) -> Any:
-        handle = read(*arguments)
-        is_posted.set()
-        may_go_on.wait(60)
-        return handle
-
-    monkeypatch.setattr(transport, "read", read_slowly)
-    start_load(decode, prefill, "late")
-    assert is_posted.wait(60)
-    with pytest.raises(TransportError, match="the thread has not ended its turn"):
-        engine.stop()
-    assert engine.pop_results() == []
-    may_go_on.set()
-    engine.stop(60)
-    (ended,) = (each for each in engine.pop_results() if isinstance(each, LoadEnded))
-    assert (ended.request, str(ended.failure)) == ("late", "this rank has stopped (dropped)")
-    decode.cache.memory[...] = 0  # it is somebody else's now
-    time.sleep(1.0)  # that nothing comes can only be seen by waiting
-    assert not decode.cache.memory.any()
-    engine.stop()
-    assert engine.pop_results() == []
-    decode.directory.stop()
+        assert paced_decode.load(broken.offer()) is None

@@ -18,12 +18,9 @@ class Played(httpx.BaseTransport):
     requests than POST go to decode, so that a client sees its metrics.
     """
 
-    def __init__(
-        self, replay: Replay, prefill: Engine, decode: Engine, *, prefill_name: str, pod_ip: str
-    ) -> None:
+    def __init__(self, replay: Replay, prefill: Engine, decode: Engine) -> None:
         self._replay = replay
         self._urls = prefill.url, decode.url
-        self._known = {"prefill": prefill_name, "pod_ip": pod_ip}
         self._http = httpx.Client(timeout=TIMEOUT_S, trust_env=False)
 
     def close(self) -> None:
@@ -36,7 +33,7 @@ class Played(httpx.BaseTransport):
             return self._http.get(f"{decode}{path}")
         body, name = json.loads(request.read()), uuid.uuid4().hex
         token_ids = () if self._replay.for_decode is unchanged else self._tokenize(body)
-        asked = Request(path, body, name, token_ids=token_ids, **self._known)
+        asked = Request(path, body, name, token_ids)
         reply = self._post(f"{prefill}{path}", name, self._replay.to_prefill(asked))
         if reply.is_error:
             return reply

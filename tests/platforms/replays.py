@@ -33,13 +33,10 @@ class Request:
     path: str
     body: Mapping[str, Any]
     id: str  # the platform chooses it
-    prefill: str = "http://127.0.0.1:8000"  # URL of the prefill engine, as the platform knows it
-    pod_ip: str = "127.0.0.1"  # of the pod that prefill runs in
     token_ids: tuple[int, ...] = ()  # of the prompt, where the platform has a tokenizer
-
-
-class BrokenReplyError(ValueError):
-    """The platform answers the client with an error, because it does not understand a reply."""
+    prefill: str = "http://prefill-0.prefill.default.svc.cluster.local:8000"
+    """URL of the prefill engine, as the platform knows it."""
+    pod_ip: str = "10.244.3.9"  # of the pod that prefill runs in
 
 
 # --- what engines are sent instead of the client's request
@@ -89,22 +86,12 @@ def with_flags(_: Request, reply: Reply) -> Body:
 def with_host_of_url(request: Request, reply: Reply) -> Body:
     """Writes the host of prefill's URL, which may be a name, over the ticket's host."""
     host = request.prefill.partition("://")[2].partition(":")[0]
-    given = reply.get(PARAMS)
-    return {PARAMS: dict(given) | {"remote_host": host}} if given else {}
+    return {PARAMS: dict(reply[PARAMS]) | {"remote_host": host}}
 
 
 def with_host_of_pod(request: Request, reply: Reply) -> Body:
-    """Writes the IP of prefill's pod over the ticket's host.
-
-    Raises:
-        BrokenReplyError: for null, which vLLM answers where there is no ticket.
-    """
-    if PARAMS not in reply:
-        return {}
-    given = reply[PARAMS]
-    if not isinstance(given, Mapping):
-        raise BrokenReplyError(f"{PARAMS} has unexpected type {type(given).__name__}")
-    return {PARAMS: dict(given) | {"remote_host": request.pod_ip}}
+    """Writes the IP of prefill's pod over the ticket's host."""
+    return {PARAMS: dict(reply[PARAMS]) | {"remote_host": request.pod_ip}}
 
 
 def nothing(_: Request, reply: Reply) -> Body:

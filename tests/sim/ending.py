@@ -154,7 +154,9 @@ def _check_idle(world: World, invariants: Invariants) -> None:
         if count >= IDLE_ROUNDS and not is_changing:
             break
     for rank in world.ranks():
-        if rank.loop.parts.agents.next_due is not None:  # to close connections of the dead
+        # To close connections of the dead, or to probe them.
+        is_probing = rank.parts.decode.breaker.deadlines.next < math.inf
+        if rank.loop.parts.agents.next_due is not None or is_probing:
             continue
         if rank.control.wait_s is not None and rank.control.wait_s < KEPT_S / 2:
             raise Violation("not idle", f"{rank.seat.name} wakes after {rank.control.wait_s} s")

@@ -1,4 +1,4 @@
-"""A decode rank's agent, without its machine, and the prefill rank that it reads."""
+"""A decode rank's agent and the memory of prefill ranks that it reads, without their machines."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,24 +10,42 @@ from harness.local.engine import MODEL
 from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Rank
-from nixl_kv.protocol.events import (
-    Counts,
-    DataEvent,
-    PeerKey,
-    StartLoad,
-    StartRead,
-)
-from nixl_kv.protocol.messages import StagingRing
-from nixl_kv.reading.agent import ReadAgent, open_transport
+from nixl_kv.protocol.events import Counts, DataEvent, PeerKey, StartLoad, StartRead
+from nixl_kv.protocol.messages import Description, RankDescription, Slots, StagingRing
+from nixl_kv.reading.agent import ReadAgent, open_transport, register
 from nixl_kv.reading.paths import ReadPath
 from nixl_kv.reading.peers import RemotePeers
-from support.readable import ReadableRank, engine_of
-from support.records import D1, EXPORT, PEER, grant
+from nixl_kv.transport.base import SlotPage
+from support.records import D1, EXPORT, PEER, description, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()
 R0 = Rank(0)
 RING = StagingRing(address=1 << 20, length=1 << 20, num_slots=4)
+
+
+class ReadableRank:
+    """A filled cache and a page of slots on a fabric, and the description of its engine."""
+
+    def __init__(self, fabric: Fabric, sizes: Sizes, seed: int = 1, first_head: int = 0) -> None:
+        self.cache = Cache(sizes, first_head=first_head).fill(seed)
+        self.slots = SlotPage(8)
+        self.transport = MemoryTransport(fabric)
+        register(self.transport, self.cache.layout(), self.slots)
+
+    def described(self, number: int = 0) -> RankDescription:
+        return replace(
+            description(number + 1).ranks[number],
+            agent=self.transport.metadata(),
+            slots=Slots(address=self.slots.address, count=self.slots.count),
+            layout=self.cache.layout(),
+        )
+
+
+def engine_of(*ranks: ReadableRank) -> Description:
+    """The description of an engine that consists of these ranks."""
+    described = tuple(rank.described(number) for number, rank in enumerate(ranks))
+    return replace(description(len(ranks)), model=dict(MODEL), ranks=described)
 
 
 class Reading:

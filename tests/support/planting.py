@@ -40,14 +40,14 @@ class Field:
 
     group: Group
     region: Region
-    tokens: range
+    tokens: Places
     parts: tuple[Places, ...]  # shape (heads, tokens, bytes) each
 
     @property
     def whole_blocks(self) -> range:
-        """The first token of each block that has all of its tokens here."""
-        size, tokens = self.group.block_size, self.tokens
-        return range(-(-tokens.start // size) * size, tokens.stop - size + 1, size)
+        """The first token of each block that has all of its tokens here; not for stripes."""
+        size, first, end = self.group.block_size, int(self.tokens[0]), int(self.tokens[-1]) + 1
+        return range(-(-first // size) * size, end - size + 1, size)
 
     def can_have(self, fault: str) -> bool:
         several = {"blocks": self.whole_blocks, "head": range(self.region.num_heads)}
@@ -67,12 +67,15 @@ def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
     for group, table in zip(layout.groups, load.tables, strict=True):
         absent = np.flatnonzero(table.block_ids == ABSENT)
         skipped = int(absent[-1]) + 1 if len(absent) else 0
-        begin = max(load.begin, (table.first + skipped) * group.entry_size)
-        tokens = np.arange(begin, load.end)
+        tokens = np.arange(max(load.begin, (table.first + skipped) * group.entry_size), load.end)
+        count, place, width = group.stripe.count, group.stripe.place, group.stripe.width
+        tokens = tokens[tokens // width % count == place]
         if not len(tokens):
             continue
         entries = table.block_ids[tokens // group.entry_size - table.first].astype(np.int64)
-        within, slots = np.divmod(tokens % group.entry_size, group.block_size)
+        within = tokens % group.entry_size
+        within = within // (width * count) * width + within % width
+        within, slots = np.divmod(within, group.block_size)
         blocks = entries * group.blocks_per_entry + within
         for region in group.regions:
             heads = np.arange(region.num_heads)[:, None, None] * region.head_stride
@@ -82,7 +85,7 @@ def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
                 pieces = np.arange(part.count)[:, None] * part.stride + np.arange(part.length)
                 places = heads + token_places[:, None] + pieces.ravel()
                 parts.append(places + region.base + part.offset - start)
-            yield Field(group, region, range(begin, load.end), tuple(parts))
+            yield Field(group, region, tokens, tuple(parts))
 
 
 # --- the faults
@@ -108,7 +111,7 @@ class Fault:
                 places = parts[rng.integers(len(parts))]
                 memory[places[tuple(rng.integers(places.shape))]] ^= rng.integers(1, 256)
             case "blocks":  # two changed places
-                starts = np.array(field.whole_blocks) - field.tokens.start
+                starts = np.array(field.whole_blocks) - field.tokens[0]
                 pair = rng.choice(starts, 2, replace=False).tolist()
                 one, two = (slice(start, start + field.group.block_size) for start in pair)
                 for places in parts:
@@ -196,7 +199,7 @@ class Planter(Digester):
             tokens += np.flatnonzero(differs.any(axis=0)).tolist()
         if rows:  # none if the bytes were equal by chance
             self._expected = None
-            edges = (field.tokens.start + edge for edge in (min(tokens), max(tokens)))
+            edges = field.tokens[[min(tokens), max(tokens)]].tolist()
             self.planted.append(Planted(fault.load.request, rows, *edges))
             logger.warning("planted %s", json.dumps(asdict(self.planted[-1])))
 

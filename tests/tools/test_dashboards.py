@@ -116,20 +116,17 @@ def test_pages_and_alerts_name_metrics_that_exist(page: Path) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_the_dashboard_queries_metrics_that_exist() -> None:
+def test_the_dashboard_queries_metrics_that_exist_and_every_one_of_ours() -> None:
     for title, expression in expressions().items():
         names = set(re.findall(r"\bvllm:\w+", expression))
         assert names, title
         assert names <= exported(), title
-
-
-def test_the_dashboard_shows_every_metric_of_ours() -> None:
     text = "\n".join(expressions().values())
     shown = set(re.findall(r"vllm:nixl_kv_(\w+?)(?:_total|_bucket|_count|_sum)?\b", text))
     assert set(METRICS) - shown == set()
 
 
-def test_each_alert_has_a_text_and_a_runbook_entry() -> None:
+def test_each_alert_has_a_text_a_runbook_entry_and_a_unit_test() -> None:
     runbook = (REPO / "docs/runbook.md").read_text("utf-8")
     headings = {one.lower() for one in re.findall(r"^#+ (\w+)$", runbook, re.MULTILINE)}
     for rule in RULES:
@@ -138,6 +135,8 @@ def test_each_alert_has_a_text_and_a_runbook_entry() -> None:
         assert page.endswith("/docs/runbook.md")
         assert anchor == rule["alert"].lower()
         assert anchor in headings
+    tests = (ALERTS.parent / "alerts_test.yaml").read_text("utf-8")
+    assert re.findall(r'alertname="(\w+)"', tests) == [rule["alert"] for rule in RULES]
 
 
 def test_the_runbook_explains_each_reason() -> None:
@@ -154,11 +153,6 @@ def test_the_pages_list_the_values_of_each_label() -> None:
         value for metric in METRICS.values() for one in metric.labels.values() for value in one
     ]
     assert [value for value in known if f"`{value}`" not in text] == []
-
-
-def test_each_alert_has_a_unit_test() -> None:
-    tests = (ALERTS.parent / "alerts_test.yaml").read_text("utf-8")
-    assert re.findall(r'alertname="(\w+)"', tests) == [rule["alert"] for rule in RULES]
 
 
 # --- with Prometheus

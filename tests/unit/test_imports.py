@@ -30,11 +30,21 @@ def opened():
     paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
     return sorted(os.readlink(path) for path in paths if os.path.lexists(path))
 before = opened()
+import nixl_kv
+ours = [name for name in sys.modules if name.startswith(("nixl_kv.", "importlib.metadata"))]
+assert not ours, ours
 import nixl_kv.connector, nixl_kv.connector.plugin
 assert opened() == before, opened()
 assert threading.active_count() == 1, threading.enumerate()
 loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"vllm", "torch", "nixl", "zmq", "numpy"}, loaded
+"""
+
+
+PROGRAM = """
+import sys, nixl_kv.cli.main
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}, loaded
 """
 
 
@@ -56,6 +66,10 @@ def test_the_transfer_engine_needs_neither_vllm_nor_torch_nor_nixl() -> None:
 def test_the_connectors_package_opens_and_starts_nothing() -> None:
     """Every process of every start of vLLM imports it, wanted or not."""
     run(OPENED)
+
+
+def test_the_program_starts_fast() -> None:
+    run(PROGRAM)
 
 
 @pytest.mark.slow

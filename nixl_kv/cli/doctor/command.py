@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -11,7 +10,7 @@ import typer
 
 from nixl_kv.cli.client import endpoints_at
 from nixl_kv.cli.doctor import engines, host, report, settings
-from nixl_kv.cli.doctor.report import Check, Group, skipped
+from nixl_kv.cli.doctor.report import Group, skipped
 from nixl_kv.cli.options import AsJson, Insecure, KeyFile, errors_exit
 from nixl_kv.cli.tables import open_console
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
@@ -20,16 +19,6 @@ NO_ADDRESS: Final = (
     f"neither --config nor {HOST_VARIABLE} or {PORT_VARIABLE} says how an engine of this host is "
     "reached"
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    setup: settings.Setup
-    peers: tuple[str, ...] = ()
-    at: str | None = None  # the engine of this host, which runs
-    key_file: Path | None = None
-    insecure: bool = False
-    self_test: bool = False
 
 
 def doctor(  # noqa: PLR0913 - options
@@ -66,9 +55,8 @@ def doctor(  # noqa: PLR0913 - options
         setup = settings.Setup.parse(config)
         if at is not None:
             endpoints_at(at, option="--at")
-    options = Options(setup, tuple(peer or ()), at, key_file, insecure, self_test)
     console, done = open_console(), []
-    for group in groups(options):
+    for group in _groups(setup, at, peer or [], key_file, insecure=insecure, self_test=self_test):
         done.append(group)
         if not as_json:
             report.print_group(console, group)
@@ -80,42 +68,48 @@ def doctor(  # noqa: PLR0913 - options
         raise typer.Exit(code)
 
 
-def groups(options: Options) -> Iterator[Group]:
+def _groups(
+    setup: settings.Setup,
+    at: str | None,
+    peers: list[str],
+    key_file: Path | None,
+    *,
+    insecure: bool,
+    self_test: bool,
+) -> Iterator[Group]:
     """Each group of checks, as soon as it is done."""
-    setup, environ = options.setup, os.environ
+    environ = os.environ
     gpus = host.find_gpus()
     yield report.run("versions", host.check_versions)
     yield report.run("limits", host.check_limits)
     yield report.run("transports", lambda: host.check_transports(environ))
-    yield report.run("GPUs", lambda: host.check_gpus(gpus))
+    yield "GPUs", [host.check_gpus(gpus)]
     read = settings.read_config(setup, environ)
     config = read if isinstance(read, Config) else None
     yield report.run("settings", lambda: settings.check_settings(setup, read, environ))
-    keys, checks = settings.check_key(config, options.key_file, insecure=options.insecure)
+    keys, checks = settings.check_key(config, key_file, insecure=insecure)
     yield "key", checks
     is_given = setup.is_given or any(environ.get(name) for name in (HOST_VARIABLE, PORT_VARIABLE))
-    if config is not None and options.at is None:
-        if is_given or not options.peers:
+    if config is not None and at is None:
+        if is_given or not peers:
             yield report.run(
-                "address", lambda: settings.check_address(config, keys, options.peers, setup)
+                "address",
+                lambda: settings.check_address(config, keys, peers, is_prefill=setup.is_prefill),
             )
         else:
             yield "address", [skipped("host and port", NO_ADDRESS)]
-    found: list[engines.Engine] = []
-    asked = [("--at", options.at)] if options.at is not None else []
-    for option, where in (*asked, *(("--peer", peer) for peer in options.peers)):
-        engine, checks = engines.check_engine(where, option, keys, config if is_given else None)
+    own, found = None, []
+    if at is not None:
+        own, checks = engines.check_engine(at, "--at", keys, config)
+        yield f"engine {at}", checks
+    for peer in peers:
+        engine, checks = engines.check_engine(peer, "--peer", keys, config if is_given else None)
         found += [] if engine is None else [engine]
-        yield f"{'engine' if option == '--at' else 'peer'} {where}", checks
-    if found:
-        yield report.run("engines together", lambda: _together(found))
-    if options.self_test:
+        yield f"peer {peer}", checks
+    if own or found:
+        yield report.run("engines together", lambda: engines.check_together(own, found))
+    if self_test:
         from nixl_kv.cli.doctor.self_test import check_reads  # noqa: PLC0415 - seldom wanted
 
         num_gpus = len(gpus.names) if gpus else 0
         yield report.run("self-test", lambda: check_reads(config or Config(), num_gpus))
-
-
-def _together(found: list[engines.Engine]) -> Iterator[Check]:
-    yield from engines.check_reverse(found)
-    yield from engines.check_pairs(found)

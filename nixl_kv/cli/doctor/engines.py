@@ -5,12 +5,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
 from nixl_kv.cli import client, compare
+from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
 from nixl_kv.cli.status import engine_text, merged_failures
 from nixl_kv.cli.tables import duration_text
@@ -37,56 +37,54 @@ OTHER_KEY: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A running engine that has described itself."""
-
-    answer: client.EngineAnswer
-    is_peer: bool
-
-    @property
-    def roles(self) -> str:
-        statuses = [status for _, status in self.answer.ranks if isinstance(status, Status)]
-        return str(statuses[0].facts.get("roles")) if statuses else ""
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.answer.description.engine!r}"
+def _roles(engine: EngineAnswer) -> str:
+    statuses = [status for _, status in engine.ranks if isinstance(status, Status)]
+    return str(statuses[0].facts.get("roles")) if statuses else ""
 
 
 def check_engine(
     where: str, option: str, keys: Keys | None, config: Config | None
-) -> tuple[Engine | None, list[Check]]:
+) -> tuple[EngineAnswer | None, list[Check]]:
     """Connect to an engine, then ask it and its ranks for all that they tell."""
     try:
         endpoints = client.endpoints_at(where, option=option)
     except ValueError as reason:
-        return None, [
-            error("address", str(reason), "give HOST:PORT as the engine logs it at start")
-        ]
-    checks: list[Check] = []
+        fix = "give HOST:PORT as the engine logs it at start"
+        return None, [error("address", str(reason), fix)]
+    hosts = [endpoint_host(endpoint) for endpoint in endpoints]
     is_peer = option == "--peer"
-    if is_peer and config is not None:
-        for host in map(endpoint_host, endpoints):
-            if not config.allowed_hosts.allows(host):
-                about = f"{host} is not among the allowed hosts {config.allowed_hosts}"
-                checks.append(error("peers", about, "add the peer's network to 'peers'"))
+    checks = [
+        error(
+            "peers",
+            f"{host} is not among the allowed hosts {config.allowed_hosts}",
+            "add the peer's network to 'peers'",
+        )
+        for host in hosts
+        if is_peer and config is not None and not config.allowed_hosts.allows(host)
+    ]
     connected = [_connect(endpoint) for endpoint in endpoints]
     checks += connected
     if all(check.fix for check in connected):
         return None, checks
     try:
-        answer = client.engine_at(where, keys, option=option)
+        engine = client.engine_at(where, keys, option=option)
     except ValueError as reason:
         fix = "check its log; it may be starting, hanging, or of another release"
         if "handshake failed" in str(reason):
             mine = "no key" if keys is None else f"the key {keys.fingerprint}"
             fix = f"here is {mine}; {OTHER_KEY}"
         return None, [*checks, error("answer", str(reason), fix)]
-    engine = Engine(answer, is_peer)
     key = "without a key" if keys is None else f"with the key {keys.fingerprint}"
-    checks.append(ok("key", f"it accepts this host {key}"))
-    return engine, [*checks, *_health(engine), *_far_ranks(engine)]
+    checks += [ok("key", f"it accepts this host {key}"), *_health(engine)]
+    listening = sorted(endpoint_host(rank.endpoint) for rank, _ in engine.ranks)
+    local = [host for host in listening if host.startswith("127.") or host == "::1"]
+    if local and not any(map(addresses.is_local, hosts)):
+        about = f"its ranks listen on {local[0]}, which other hosts cannot reach"
+        fix = "set its host to auto, or to an address that other machines reach"
+        checks.append(error("addresses", about, fix))
+    elif is_peer and "prefill" in _roles(engine):
+        checks.append(_path_from(engine.description.ranks[0].agent))
+    return engine, checks
 
 
 def _connect(endpoint: Endpoint) -> Check:
@@ -98,94 +96,71 @@ def _connect(endpoint: Endpoint) -> Check:
         fix = "check that the engine runs, and compare the port with its log"
         return error(name, "refused: the host answers, but nothing listens at this port", fix)
     except TimeoutError:
-        about = (
-            f"no answer in {CONNECT_TIMEOUT_S:g} s: a firewall drops packets, or the host is off"
-        )
-        return error(name, about, FIREWALL)
+        about = f"no answer in {CONNECT_TIMEOUT_S:g} s"
+        return error(name, f"{about}: a firewall drops packets, or the host is off", FIREWALL)
     except OSError as reason:
         return error(name, f"{reason.strerror}", f"check `ip route get {host}`, and the firewall")
     return ok(name, f"connected in {(time.monotonic() - begin) * 1000:.1f} ms")
 
 
-def _health(engine: Engine) -> Iterator[Check]:
-    answer = engine.answer
-    of_engine, ranks = answer.status, answer.ranks
+def _health(engine: EngineAnswer) -> Iterator[Check]:
+    facts = engine.status.facts if isinstance(engine.status, Status) else {}
+    roles = f"{_roles(engine)}; ".removeprefix("; ")
+    version = facts.get("version", "unknown")
+    yield ok("answer", f"{roles}nixl_kv {version}; engine {engine_text(engine.description)}")
     silent = [
         f"rank {number} at {rank.endpoint}: {status}"
-        for number, (rank, status) in enumerate(ranks)
+        for number, (rank, status) in enumerate(engine.ranks)
         if not isinstance(status, Status)
     ]
-    version = of_engine.facts.get("version") if isinstance(of_engine, Status) else "unknown"
-    roles = f"{engine.roles}; " if engine.roles else ""
-    yield ok("answer", f"{roles}nixl_kv {version}; engine {engine_text(answer.description)}")
     if silent:
-        about = (
-            f"{len(silent)} of {len(ranks)} ranks do not answer: {'; '.join(silent[:MAX_SHOWN])}"
-        )
-        yield error("ranks", about, f"if the engine runs, {FIREWALL}")
+        about = f"{len(silent)} of {len(engine.ranks)} ranks do not answer"
+        shown = "; ".join(silent[:MAX_SHOWN])
+        yield error("ranks", f"{about}: {shown}", f"if the engine runs, {FIREWALL}")
     else:
-        yield ok("ranks", f"all {len(ranks)} answer")
-    draining_s = of_engine.facts.get("draining_s") if isinstance(of_engine, Status) else None
+        yield ok("ranks", f"all {len(engine.ranks)} answer")
+    draining_s = facts.get("draining_s")
     if isinstance(draining_s, float):
         about = f"for {duration_text(draining_s)}: it offers no new request"
-        undo = f"nixl-kv drain --undo --at {answer.where}"
+        undo = f"nixl-kv drain --undo --at {engine.where}"
         yield warning("draining", about, f"take it out of the router, or run `{undo}`")
     for record in _unusable(engine):
         about = f"{record.get('engine')} at {record.get('endpoint')}: {record.get('state')}"
-        fix = f"run `nixl-kv doctor --peer` for it on the host of {answer.where}"
+        fix = f"run `nixl-kv doctor --peer` for it on the host of {engine.where}"
         yield warning("its peers", f"{about}; {record.get('detail')}", fix)
     yield _failures(engine)
 
 
-def _lists(engine: Engine, name: str) -> Iterator[dict[str, Any]]:
-    for _, status in engine.answer.ranks:
-        yield from status.lists.get(name, ()) if isinstance(status, Status) else ()
+def _lists(engine: EngineAnswer, *names: str) -> list[dict[str, Any]]:
+    statuses = [status for _, status in engine.ranks if isinstance(status, Status)]
+    lists = (status.lists.get(name, ()) for name in names for status in statuses)
+    return list(itertools.chain.from_iterable(lists))
 
 
-def _unusable(engine: Engine) -> list[dict[str, Any]]:
+def _unusable(engine: EngineAnswer) -> list[dict[str, Any]]:
     """The peers that the engine cannot use at the moment, each once."""
     found = {
         (record.get("engine"), record.get("endpoint")): record
-        for record in itertools.chain(_lists(engine, "peers"), _lists(engine, "circuits"))
+        for record in _lists(engine, "peers", "circuits")
         if record.get("state") in ("UNREADABLE", "BACKOFF", "OPEN", "HALF_OPEN")
     }
     return list(found.values())
 
 
-def _failures(engine: Engine) -> Check:
-    failures = merged_failures(engine.answer)
+def _failures(engine: EngineAnswer) -> Check:
+    name, failures = "failures in the last hour", merged_failures(engine)
     if not failures:
-        return ok("failures in the last hour", "none")
+        return ok(name, "none")
     shown = "; ".join(
         f"{record.get('num_last_hour')} x {record.get('reason')}"
         + (f" ({record.get('peer')})" if record.get("peer") else "")
         + (f": {record.get('detail')}" if record.get("detail") else "")
         for record in failures[:MAX_SHOWN]
     )
-    latest = min(float(record.get("latest_ago_s") or 0) for record in failures)
-    if latest > SOON_S:
-        about = f"none in the last 10 minutes; before: {shown}"
-        return ok("failures in the last hour", about)
-    fix = (
-        f"run `nixl-kv status --at {engine.answer.where}`; docs/operations.md explains the reasons"
-    )
-    return warning("failures in the last hour", shown, fix)
-
-
-def _far_ranks(engine: Engine) -> Iterator[Check]:
-    """Ranks that say that they listen on loopback, although this host is another one."""
-    answer = engine.answer
-    hosts = {endpoint_host(rank.endpoint) for rank in answer.description.ranks}
-    local = sorted(host for host in hosts if host.startswith("127.") or host == "::1")
-    where = client.endpoints_at(answer.where, option="--at")
-    if local and not any(addresses.is_local(endpoint_host(each)) for each in where):
-        fix = "set its host to auto, or to an address that other machines reach"
-        yield error(
-            "addresses", f"its ranks listen on {local[0]}, which other hosts cannot reach", fix
-        )
-        return
-    if engine.is_peer and "prefill" in engine.roles:
-        yield _path_from(answer.description.ranks[0].agent)
+    if min(float(record.get("latest_ago_s") or 0) for record in failures) > SOON_S:
+        return ok(name, f"none in the last 10 minutes; before: {shown}")
+    fix = f"run `nixl-kv status --at {engine.where}`; docs/runbook.md explains the reasons"
+    return warning(name, shown, fix)
 
 
 def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
@@ -205,71 +180,57 @@ def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
     return warning(name, about, "run `nixl-kv doctor` there, and look at RDMA")
 
 
-def check_reverse(engines: Sequence[Engine]) -> Iterator[Check]:
-    """The view of each peer's decode ranks on the engine at --at."""
-    own = next((each for each in engines if not each.is_peer), None)
-    if own is None or "prefill" not in own.roles:
-        return
-    for peer in engines:
-        if peer.is_peer and "decode" in peer.roles:
-            yield _reverse(own, peer)
-
-
-def _reverse(own: Engine, peer: Engine) -> Check:
-    name, mine = f"{peer.name} to here", own.answer.description.engine
-    command = f"`nixl-kv doctor --peer {own.answer.where}`"
-    circuits = [each for each in _lists(peer, "circuits") if each.get("engine") == mine]
-    unusable = [each for each in _unusable(peer) if each.get("engine") == mine]
-    for record in unusable:
-        about = f"it cannot use {own.name}: {record.get('state')}; {record.get('detail')}"
-        return error(name, about, f"run {command} on its host; {FIREWALL}")
-    for record in circuits:  # a circuit is there until a read succeeds
-        about = f"its last attempt to reach {own.name} failed: {record.get('detail')}"
-        return warning(name, about, f"run {command} on its host")
-    if any(each.get("engine") == mine for each in _lists(peer, "peers")):
-        return ok(name, f"it reads from {own.name}")
-    about = f"it has not read from {own.name} for ten minutes, if ever"
-    return skipped(name, f"{about}; run {command} there")
-
-
-def check_pairs(engines: Sequence[Engine]) -> Iterator[Check]:
-    """Whether each decode engine can read each prefill engine."""
-    decodes = [each for each in engines if "decode" in each.roles]
-    prefills = [each for each in engines if "prefill" in each.roles]
+def check_together(own: EngineAnswer | None, peers: Sequence[EngineAnswer]) -> Iterator[Check]:
+    """How each peer that decodes sees `own`, and whether each can read each that prefills."""
+    if own is not None and "prefill" in _roles(own):
+        yield from (_reverse(own, peer) for peer in peers if "decode" in _roles(peer))
+    engines = [*peers] if own is None else [own, *peers]
     pairs = [
         (decode, prefill)
-        for decode, prefill in itertools.product(decodes, prefills)
-        if decode.answer.description.engine != prefill.answer.description.engine
+        for decode, prefill in itertools.product(engines, engines)
+        if "decode" in _roles(decode) and "prefill" in _roles(prefill)
+        if decode.description.engine != prefill.description.engine
     ]
     if not pairs:
         about = "give a prefill and a decode engine, by --at and --peer, to compare them"
         yield skipped("pairs of engines", about)
-    for decode, prefill in pairs[:MAX_PAIRS]:
-        name = f"{decode.name} reads {prefill.name}"
-        yield from _pair(name, decode.answer, prefill.answer)
+    yield from itertools.starmap(_pair, pairs[:MAX_PAIRS])
 
 
-def _pair(name: str, decode: client.EngineAnswer, prefill: client.EngineAnswer) -> Iterator[Check]:
+def _reverse(own: EngineAnswer, peer: EngineAnswer) -> Check:
+    name, mine = f"engine {peer.description.engine!r} to here", own.description.engine
+    fix = f"run `nixl-kv doctor --peer {own.where}` on its host"
+    for record in _unusable(peer):
+        if record.get("engine") == mine:
+            about = f"it cannot use engine {mine!r}: {record.get('state')}; {record.get('detail')}"
+            return error(name, about, f"{fix}; {FIREWALL}")
+    for record in _lists(peer, "circuits"):  # a circuit is there until a read succeeds
+        if record.get("engine") == mine:
+            about = f"its last attempt to reach engine {mine!r} failed: {record.get('detail')}"
+            return warning(name, about, fix)
+    if any(each.get("engine") == mine for each in _lists(peer, "peers")):
+        return ok(name, f"it reads from engine {mine!r}")
+    return skipped(name, f"it has not read from engine {mine!r} for ten minutes, if ever; {fix}")
+
+
+def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
+    """Whether a decode engine can read a prefill engine."""
+    name = f"engine {decode.description.engine!r} reads engine {prefill.description.engine!r}"
     fix = f"run `nixl-kv plan --prefill-at {prefill.where} --decode-at {decode.where}`"
     try:
         comparison = compare.compare(decode.description, prefill.description, None)
     except (ValueError, IncompatiblePeer) as reason:
-        yield error(name, str(reason), fix)
-        return
+        return error(name, str(reason), fix)
     mismatches = [str(Mismatch(*each.values())) for each in comparison["mismatches"]]
-    labels = [
+    if mismatches:
+        cure = "start both with the same model and options; docs/compatibility.md, What must be"
+        shown = "; ".join(mismatches[:MAX_SHOWN])
+        return error(name, f"{shown} ('here' is decode)", f"{cure} equal; {fix}")
+    ours, theirs = (
         str(each.status.facts.get("weights", "")) if isinstance(each.status, Status) else ""
         for each in (decode, prefill)
-    ]
-    if mismatches:
-        shown = "; ".join(mismatches[:MAX_SHOWN])
-        cure = (
-            "start both with the same model and options; docs/compatibility.md, What must be equal"
-        )
-        yield error(name, f"{shown} ('here' is decode)", f"{cure}; {fix}")
-    elif labels[0] != labels[1]:
-        about = f"decode's weights are {labels[0]!r}, prefill's {labels[1]!r}, so decode computes"
-        yield error(name, about, "update the older engine, then run `nixl-kv set-weights`")
-    else:
-        total = comparison["total"]
-        yield ok(name, f"they fit; {total['links']} pairs of ranks")
+    )
+    if ours != theirs:
+        about = f"decode's weights are {ours!r}, prefill's {theirs!r}, so decode computes"
+        return error(name, about, "update the older engine, then run `nixl-kv set-weights`")
+    return ok(name, f"they fit; {comparison['total']['links']} pairs of ranks")

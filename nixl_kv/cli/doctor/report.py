@@ -1,10 +1,8 @@
 """The verdicts of all checks, for people or as JSON."""
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -13,47 +11,36 @@ from rich.text import Text
 from nixl_kv.cli.tables import print_line
 from nixl_kv.errors import printable
 
+# A warning: it works, but slower, less safe or untested. An error: engines do not start, or move
+# no KV.
+STYLES: Final = {"ok": "green", "skipped": "dim", "warning": "yellow", "error": "bold red"}
+"""The verdicts, the worst last."""
 
-class Verdict(enum.Enum):
-    OK = "ok"
-    SKIPPED = "skipped"
-    WARNING = "warning"  # works, but slower, less safe or untested
-    ERROR = "error"  # engines do not start, or move no KV
-
-
-STATUS: Final = {Verdict.WARNING: 1, Verdict.ERROR: 2}
+STATUS: Final = {"warning": 1, "error": 2}
 """The exit statuses of the worst verdict."""
 
-STYLES: Final = {
-    Verdict.OK: "green",
-    Verdict.SKIPPED: "dim",
-    Verdict.WARNING: "yellow",
-    Verdict.ERROR: "bold red",
-}
 
-
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     name: str
-    verdict: Verdict
+    verdict: str
     detail: str
-    fix: str = ""
+    fix: str | None = None  # of a warning or an error
 
 
 def ok(name: str, detail: str) -> Check:
-    return Check(name, Verdict.OK, detail)
+    return Check(name, "ok", detail)
 
 
 def skipped(name: str, detail: str) -> Check:
-    return Check(name, Verdict.SKIPPED, detail)
+    return Check(name, "skipped", detail)
 
 
 def warning(name: str, detail: str, fix: str) -> Check:
-    return Check(name, Verdict.WARNING, detail, fix)
+    return Check(name, "warning", detail, fix)
 
 
 def error(name: str, detail: str, fix: str) -> Check:
-    return Check(name, Verdict.ERROR, detail, fix)
+    return Check(name, "error", detail, fix)
 
 
 Group = tuple[str, Sequence[Check]]
@@ -70,26 +57,20 @@ def run(title: str, checks: Callable[[], Iterable[Check]]) -> Group:
     return title, done
 
 
+def _counts(groups: Iterable[Group]) -> dict[str, int]:
+    """The number of checks with each verdict."""
+    found = Counter(check.verdict for _, checks in groups for check in checks)
+    return {verdict: found[verdict] for verdict in STYLES}
+
+
 def exit_status(groups: Iterable[Group]) -> int:
-    return max(
-        (STATUS.get(check.verdict, 0) for _, checks in groups for check in checks), default=0
-    )
+    counts = _counts(groups)
+    return max((status for verdict, status in STATUS.items() if counts[verdict]), default=0)
 
 
-def as_json(groups: Iterable[Group]) -> Mapping[str, Any]:
-    checks = [
-        {
-            "group": title,
-            "name": check.name,
-            "verdict": check.verdict.value,
-            "detail": check.detail,
-            "fix": check.fix or None,
-        }
-        for title, checks in groups
-        for check in checks
-    ]
-    counts = Counter(check["verdict"] for check in checks)
-    return {**{verdict.value: counts[verdict.value] for verdict in Verdict}, "checks": checks}
+def as_json(groups: Sequence[Group]) -> Mapping[str, Any]:
+    checks = [{"group": title, **check._asdict()} for title, found in groups for check in found]
+    return {**_counts(groups), "checks": checks}
 
 
 def print_group(console: Console, group: Group) -> None:
@@ -101,19 +82,16 @@ def print_group(console: Console, group: Group) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        verdict = Text(check.verdict.value, style=STYLES[check.verdict])
+        verdict = Text(check.verdict, style=STYLES[check.verdict])
         table.add_row(" ", verdict, Text(printable(f"{check.name}: {check.detail}")))
         if check.fix:
             table.add_row("", Text("fix", style="dim"), Text(printable(check.fix)))
     console.print(table)
 
 
-def print_summary(console: Console, groups: Sequence[Group]) -> None:
-    print_line(console, ", ".join(_summary(groups)))
-
-
-def _summary(groups: Sequence[Group]) -> Iterator[str]:
-    counts = Counter(check.verdict for _, checks in groups for check in checks)
-    for verdict in reversed(Verdict):
-        plural = "s" if verdict in STATUS and counts[verdict] != 1 else ""
-        yield f"{counts[verdict]} {verdict.value}{plural}"
+def print_summary(console: Console, groups: Iterable[Group]) -> None:
+    counts = [
+        f"{count} {verdict}{'s' if verdict in STATUS and count != 1 else ''}"
+        for verdict, count in _counts(groups).items()
+    ]
+    print_line(console, ", ".join(reversed(counts)))

@@ -11,10 +11,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -49,45 +48,28 @@ SLOW: Final[Mapping[Memory, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """The memory that the other process may read, and the memory that it reads into."""
+class Link(NamedTuple):
+    """Two processes that read from each other, and their memory, devices and environment."""
 
-    source: int
-    target: int
-    device: int
-    owner: Any  # keeps both allocated
-
-    def spans(self) -> tuple[Span, Span]:
-        return Span(self.source, NUM_BYTES), Span(self.target, NUM_BYTES)
+    config: Config
+    memory: Memory = "DRAM"
+    devices: tuple[int, int] = (0, 0)
+    environ: Mapping[str, str] = {}  # of both processes, besides that of the tool
 
 
 def check_reads(config: Config, num_gpus: int) -> Iterator[Check]:
     if installed(TESTED["NIXL"].distributions) is None:
         yield skipped("reads", "NIXL is not installed in this environment")
         return
-    link = Link(config, "DRAM", (0, 0), {})
-    yield _check("host memory", link, _copy_speed, "a copy in memory")
+    yield _check("host memory", Link(config), _copy_speed, "a copy in memory")
     # Where there are GPUs, NIXL refuses settings of UCX that cannot copy their memory.
-    tls = ONLY_TCP["VRAM" if num_gpus else "DRAM"]
-    link = Link(config, "DRAM", (0, 0), {"UCX_TLS": tls})
-    yield _check("host memory over TCP alone", link, _loopback_speed, "a socket on loopback")
+    tcp = Link(config, environ={"UCX_TLS": ONLY_TCP["VRAM" if num_gpus else "DRAM"]})
+    yield _check("host memory over TCP alone", tcp, _loopback_speed, "a socket on loopback")
     if num_gpus:
-        devices = (0, 1) if num_gpus > 1 else (0, 0)
+        gpus = Link(config, "VRAM", (0, min(1, num_gpus - 1)))
         name = "GPU 0 and GPU 1" if num_gpus > 1 else "GPU 0"
-        link = Link(config, "VRAM", devices, {})
-        yield _check(name, link, lambda: _gpu_speed(devices), "torch's own copy")
+        yield _check(name, gpus, lambda: _gpu_speed(gpus.devices), "torch's own copy")
     yield skipped("not covered", NOT_COVERED)
-
-
-@dataclass(frozen=True)
-class Link:
-    """Two processes that read from each other, and their memory, devices and environment."""
-
-    config: Config
-    memory: Memory
-    devices: tuple[int, int]
-    environ: Mapping[str, str]  # of both processes, besides that of the tool
 
 
 def _check(name: str, link: Link, reference: Callable[[], float], what: str) -> Check:
@@ -100,15 +82,12 @@ def _check(name: str, link: Link, reference: Callable[[], float], what: str) -> 
         return error(name, about, "run it again with NIXL_LOG_LEVEL=debug and UCX_LOG_LEVEL=info")
     shown = " and ".join(f"{speed:.2f}" for speed in speeds)
     detail = f"{shown} GB/s in the two directions; {what}: {best:.2f} GB/s"
-    if min(speeds) < LEAST_SHARE * best:
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if min(speeds) >= LEAST_SHARE * best:
+        return ok(name, detail)
+    load, cores, fix = os.getloadavg()[0], os.cpu_count() or 1, SLOW[link.memory]
+    if load > cores:
         fix = f"the host is busy (load {load:.0f} on {cores} cores): repeat this when it is idle"
-        return warning(
-            name,
-            f"{detail}, of which at least a quarter was expected",
-            fix if load > cores else SLOW[link.memory],
-        )
-    return ok(name, detail)
+    return warning(name, f"{detail}, of which at least a quarter was expected", fix)
 
 
 def _measure(link: Link) -> list[float]:
@@ -165,18 +144,21 @@ def _work(pipe: Connection, link: Link, device: int, seed: int) -> None:
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415
 
         with contextlib.closing(nixl_transport(link.config, link.memory)) as transport:
-            buffers = _allocate(link.memory, device, seed)
-            for span in buffers.spans():
-                transport.register(span, link.memory, device)
-            pipe.send((transport.metadata(), buffers.source, device))
+            address, both = _allocate(link.memory, device)
+            both[:NUM_BYTES], both[NUM_BYTES:] = seed, 0
+            transport.register(Span(address, 2 * NUM_BYTES), link.memory, device)
+            pipe.send((transport.metadata(), address, device))
             while True:
                 order = pipe.recv()
                 if order is None:
                     while not pipe.poll(0):
                         transport.progress()
                     pipe.send(pipe.recv() is None)
-                else:
-                    pipe.send(_read(transport, buffers, link.memory, order))
+                    continue
+                *source, expected = order
+                speed = _read(transport, link.memory, source, (address + NUM_BYTES, device))
+                is_right = bool((both[NUM_BYTES:] == expected).all())
+                pipe.send(speed if is_right else "the bytes that were read are wrong")
     except EOFError:
         return
     except Exception as reason:  # noqa: BLE001 - told to the tool
@@ -184,30 +166,26 @@ def _work(pipe: Connection, link: Link, device: int, seed: int) -> None:
             pipe.send(f"{type(reason).__name__}: {reason}")
 
 
-def _allocate(memory: Memory, device: int, seed: int) -> Buffers:
+def _allocate(memory: Memory, device: int) -> tuple[int, Any]:
+    """NUM_BYTES for the other process to read, then as many to read into; and their address."""
     if memory == "DRAM":
-        owner = np.full((2, NUM_BYTES), 0, dtype=np.uint8)
-        owner[0] = seed
-        return Buffers(int(owner[0].ctypes.data), int(owner[1].ctypes.data), device, owner)
+        both = np.empty(2 * NUM_BYTES, dtype=np.uint8)
+        return int(both.ctypes.data), both
     from nixl_kv.gpu import allocate  # noqa: PLC0415 - needs torch
 
-    address, tensor = allocate(2 * NUM_BYTES, device)
-    both: Any = tensor
-    both[:NUM_BYTES].fill_(seed)
-    both[NUM_BYTES:].fill_(0)
-    return Buffers(address, address + NUM_BYTES, device, both.view(2, NUM_BYTES))
+    return allocate(2 * NUM_BYTES, device)
 
 
 def _read(
-    transport: Transport, buffers: Buffers, memory: Memory, order: tuple[bytes, int, int, int]
+    transport: Transport, memory: Memory, source: Sequence[Any], target: tuple[int, int]
 ) -> float:
     """Read the other process's source in pieces, and return the best speed in GB/s."""
-    metadata, address, device, seed = order
+    metadata, *there = source
     peer = transport.add_peer(metadata)
     count = NUM_BYTES // PIECE
-    remote, local = (
-        np.array([[at, PIECE, of_device, PIECE, count]], dtype=np.uint64)
-        for at, of_device in ((address, device), (buffers.target, buffers.device))
+    local, remote = (
+        np.array([[address, PIECE, device, PIECE, count]], dtype=np.uint64)
+        for address, device in (target, there)
     )
     lists = transport.prepare(local, memory, None), transport.prepare(remote, memory, peer)
     # In descending order, so that NIXL does not merge them: blocks of a cache are apart too.
@@ -219,10 +197,7 @@ def _read(
             pass
 
     read_all()  # connects
-    speed = _best(read_all)
-    if not bool((buffers.owner[1] == seed).all()):
-        raise ValueError("the bytes that were read are wrong")
-    return speed
+    return _best(read_all)
 
 
 # --- the speed of this host without NIXL, in GB/s

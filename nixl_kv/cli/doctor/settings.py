@@ -1,7 +1,6 @@
 """Checks of an engine's settings, as the engine would read them, and of its key and address."""
 
 import errno
-import ipaddress
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import psutil
 from nixl_kv import addresses
 from nixl_kv.cli import client
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
-from nixl_kv.config import KEY_VARIABLE, Config, foreign_key_lines
+from nixl_kv.config import KEY_VARIABLE, Config, foreign_key_lines, own_transfers
 from nixl_kv.errors import ConfigError, NixlKVError
 from nixl_kv.ids import endpoint_at, endpoint_host
 from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
@@ -24,9 +23,9 @@ MODULE: Final = "nixl_kv.connector"
 OUR_NAMES: Final = ("NixlKVConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector")
 ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
 POLICY: Final = "kv_load_failure_policy"
-TRANSFER_KEYS: Final = frozenset(
-    {"kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"}
-)
+EXTRA: Final = "kv_connector_extra_config"
+TRANSFER_KEYS: Final = {"kv_connector", "kv_connector_module_path", "kv_role", EXTRA}
+ALLOWED: Final = f"allowed: a JSON object, the value of --kv-transfer-config, or its {EXTRA}"
 
 NO_CONFIG: Final = "not given; pass --config with the value of the engine's --kv-transfer-config"
 LOCAL_KEY: Final = "the key that this user's engines on this machine share"
@@ -44,28 +43,22 @@ class Setup:
     def parse(cls, text: str | None) -> "Setup":
         if text is None:
             return cls(None, {})
-        allowed = "the value of --kv-transfer-config, or its kv_connector_extra_config"
         try:
             value = json.loads(text)
         except ValueError as reason:
-            raise ValueError(f"--config is not JSON: {reason}; allowed: {allowed}") from reason
+            raise ValueError(f"--config is not JSON: {reason}; {ALLOWED}") from reason
         if not isinstance(value, dict):
-            raise ValueError(  # noqa: TRY004 - bad input of a user
-                f"--config is {type(value).__name__}; allowed: a JSON object, {allowed}"
-            )
+            about = f"--config is {type(value).__name__}; {ALLOWED}"
+            raise ValueError(about)  # noqa: TRY004 - bad input of a user
         if not TRANSFER_KEYS & value.keys():
             return cls(None, value)
-        extra = value.get("kv_connector_extra_config") or {}
-        if not isinstance(extra, dict):
-            raise ValueError(  # noqa: TRY004 - bad input of a user
-                f"--config: kv_connector_extra_config is {extra!r}; allowed: a JSON object"
-            )
+        if not isinstance(value.get(EXTRA) or {}, dict):
+            about = f"--config: {EXTRA} is {value[EXTRA]!r}; allowed: a JSON object"
+            raise ValueError(about)  # noqa: TRY004 - likewise
+        ours: list[Mapping[str, Any]] = [value]
         if value.get("kv_connector") == "MultiConnector":
-            children = [each for each in extra.get("connectors", ()) if isinstance(each, dict)]
-            ours = (each for each in children if _is_ours(each))
-            child: dict[str, Any] = next(ours, {"kv_connector": "MultiConnector"})
-            value, extra = child, child.get("kv_connector_extra_config") or {}
-        return cls(value, extra)
+            ours = [*own_transfers(value), {"kv_connector": "MultiConnector"}]
+        return cls(ours[0], ours[0].get(EXTRA) or {})
 
     @property
     def is_given(self) -> bool:
@@ -74,11 +67,6 @@ class Setup:
     @property
     def is_prefill(self) -> bool:
         return (self.transfer or {}).get("kv_role") != "kv_consumer"
-
-
-def _is_ours(transfer: Mapping[str, Any]) -> bool:
-    module = str(transfer.get("kv_connector_module_path") or "")
-    return module.startswith("nixl_kv") or transfer.get("kv_connector") == "NixlKVConnector"
 
 
 def read_config(setup: Setup, environ: Mapping[str, str]) -> Config | Check:
@@ -111,6 +99,7 @@ def check_settings(
 def _transfer_checks(transfer: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Check]:
     name = transfer.get("kv_connector")
     module, role = transfer.get("kv_connector_module_path"), transfer.get("kv_role")
+    plugins = environ.get("VLLM_PLUGINS", "nixl_kv")
     fix = f'set "kv_connector_module_path": "{MODULE}"'
     if name not in OUR_NAMES:
         about = f"is {name!r}; allowed: {', '.join(OUR_NAMES)}"
@@ -121,8 +110,8 @@ def _transfer_checks(transfer: Mapping[str, Any], environ: Mapping[str, str]) ->
         yield error("kv_connector_module_path", f"is {module!r}; allowed: {MODULE!r}", fix)
     elif name != "NixlKVConnector":
         yield error("kv_connector", f"{name} without a module path is vLLM's own connector", fix)
-    elif "nixl_kv" not in environ.get("VLLM_PLUGINS", "nixl_kv").split(","):
-        about = f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} keeps vLLM from finding {name} by its name"
+    elif "nixl_kv" not in plugins.split(","):
+        about = f"VLLM_PLUGINS={plugins} keeps vLLM from finding {name} by its name"
         yield error("kv_connector", about, f"{fix}, or add nixl_kv to VLLM_PLUGINS")
     else:
         yield ok("kv_connector", f"{name}, which vLLM finds by nixl_kv's plugin")
@@ -186,21 +175,18 @@ def _no_key(config: Config | None) -> Check:
 
 
 def check_address(
-    config: Config, keys: Keys | None, peers: Sequence[str], setup: Setup
+    config: Config, keys: Keys | None, peers: Sequence[str], *, is_prefill: bool
 ) -> Iterator[Check]:
     """Whether the engine can listen, and whether the peers could reach it."""
+    fix = f"set {config.host_name} to auto, or to an address or interface of this machine"
     interface = _interface_of(config.host)
-    if interface is None:
-        fix = f"set {config.host_name} to auto, or to an address or interface of this machine"
-        if addresses.is_local(config.host):
-            yield ok("host", f"{config.host} is an address of this machine")
-        else:
-            yield error("host", f"{config.host} is not an address of this machine", fix)
-            return
-    else:
-        yield ok("host", f"{config.host} on {interface}")
+    if interface is None and not addresses.is_local(config.host):
+        yield error("host", f"{config.host} is not an address of this machine", fix)
+        return
+    about = "is an address of this machine" if interface is None else f"on {interface}"
+    yield ok("host", f"{config.host} {about}")
     far = [host for where in peers for host in _hosts(where) if not addresses.is_local(host)]
-    if far and config.is_this_machine_only and setup.is_prefill:
+    if far and config.is_this_machine_only and is_prefill:
         yield error(
             "host",
             f"tickets would name {config.host}, which {far[0]} cannot reach",
@@ -208,7 +194,7 @@ def check_address(
         )
     for host in far:
         yield _route(config, host)
-    yield _port(config, keys, is_prefill=setup.is_prefill)
+    yield _port(config, keys, is_prefill=is_prefill)
     if config.rank_port and _is_in_use(config.host, config.rank_port):
         about = f"rank_port {config.rank_port} is in use by {_owner(config.rank_port)}"
         yield warning("rank_port", about, "if this engine does not run yet, choose a free range")
@@ -234,41 +220,33 @@ def _route(config: Config, peer: str) -> Check:
         source = addresses.towards(peer)
     except OSError as reason:
         return error(name, f"{reason.strerror}", f"check `ip route get {peer}`")
+    about = f"packets leave from {source}"
     if source == config.host or config.is_this_machine_only:
-        return ok(name, f"packets leave from {source}")
-    if ipaddress.ip_address(peer).version != ipaddress.ip_address(config.host).version:
-        return ok(name, f"packets leave from {source}; the peer would come to {config.host}")
-    return warning(
-        name,
-        f"packets leave from {source}, but tickets would name {config.host}",
-        f"if the peer cannot reach {config.host}, set {config.host_name} to {source}",
-    )
+        return ok(name, about)
+    if (":" in peer) != (":" in config.host):
+        return ok(name, f"{about}; the peer would come to {config.host}")
+    fix = f"if the peer cannot reach {config.host}, set {config.host_name} to {source}"
+    return warning(name, f"{about}, but tickets would name {config.host}", fix)
 
 
 def _port(config: Config, keys: Keys | None, *, is_prefill: bool) -> Check:
-    name = "port"
+    name, where = "port", f"{config.port} of {config.host}"
     if not config.port:
         return ok(name, "0: the engine takes any free port")
     if not _is_in_use(config.host, config.port):
-        return ok(name, f"{config.port} of {config.host} is free")
-    where = f"{config.port} of {config.host}"
+        return ok(name, f"{where} is free")
+    variable = "VLLM_NIXL_SIDE_CHANNEL_PORT"
     try:
         endpoint = endpoint_at(config.host, config.port)
         engine = client.engine_status(endpoint, keys, timeout_s=2.0).facts.get("engine")
     except NixlKVError as reason:
         if not is_prefill and not config.port_name:
             return ok(name, f"{where} is in use; a decode engine takes another one")
-        return error(
-            name,
-            f"{where} is in use by {_owner(config.port)}, which is not an engine with this key "
-            f"({reason})",
-            "set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to a free port",
-        )
-    return ok(
-        name,
-        f"{where}: engine {engine!r} answers there; if that is another engine, set "
-        "VLLM_NIXL_SIDE_CHANNEL_PORT to another port for this one",
-    )
+        owner = f"{_owner(config.port)}, which is not an engine with this key ({reason})"
+        fix = f"set {variable} (or 'port') to a free port"
+        return error(name, f"{where} is in use by {owner}", fix)
+    about = f"engine {engine!r} answers there; if that is another engine, set {variable} to another"
+    return ok(name, f"{where}: {about} port for this one")
 
 
 def _is_in_use(host: str, port: int) -> bool:
@@ -283,7 +261,7 @@ def _owner(port: int) -> str:
     """The process that listens on a port, if this user may see it."""
     with suppress(psutil.Error):
         for each in psutil.net_connections("tcp"):
-            if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN:
-                process = psutil.Process(each.pid) if each.pid else None
-                return f"process {each.pid} ({process.name()})" if process else "a process"
+            is_here = each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
+            if is_here and each.pid:
+                return f"process {each.pid} ({psutil.Process(each.pid).name()})"
     return "a process"

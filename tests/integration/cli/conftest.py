@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
-from support.pair import CONFIG, MakeEngine, MakeTransport
+from nixl_kv.keys import write_key_file
+from support.integration import CONFIG, MakeEngine, MakeTransport
 
 
 @pytest.fixture
@@ -29,3 +31,10 @@ def make_engine(memory: MakeTransport, fabric: Fabric) -> Iterator[MakeEngine]:
 
         yield make
         fabric.reads_hang = False
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    write_key_file(path)
+    return path

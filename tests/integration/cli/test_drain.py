@@ -1,4 +1,7 @@
-"""`nixl-kv drain`: an engine that is to stop finishes what it has begun, and offers nothing new."""
+"""`nixl-kv drain` and `set-weights` tell a running engine something.
+
+An engine that drains finishes what it has begun, and offers nothing new.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +14,10 @@ from harness.local.engine import LocalEngine
 from harness.local.memory import Fabric
 from nixl_kv.cli import client
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
-from nixl_kv.keys import find_user_key, read_key_file, write_key_file
+from nixl_kv.keys import find_user_key, read_key_file
 from nixl_kv.transport.zmq import ZmqControl
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]
@@ -95,18 +98,40 @@ def test_in_an_engines_own_container_its_variables_say_where_it_is(
 
 @pytest.mark.parametrize("source", ["file", "environment"])
 def test_the_key_comes_from_a_file_or_the_environment(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+    make_engine: MakeEngine, key_file: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    path = tmp_path / "key"
-    write_key_file(path)
-    keys = read_key_file(path)
-    engine = make_engine("E", 1, make_control=lambda: ZmqControl(keys))
-    options = [f"--key-file {path}"]
+    engine = make_engine("E", 1, make_control=lambda: ZmqControl(read_key_file(key_file)))
+    options = [f"--key-file {key_file}"]
     if source == "environment":
-        monkeypatch.setenv(KEY_VARIABLE, path.read_text())
+        monkeypatch.setenv(KEY_VARIABLE, key_file.read_text())
         options = []
     assert nixl_kv("drain --at", address(engine), *options).exit_code == 0
     monkeypatch.setenv(KEY_VARIABLE, "no key")
     result = nixl_kv("drain --at", address(engine))
     assert result.exit_code == 2
     assert "error: NIXL_KV_KEY is not a key; allowed: 64 hexadecimal digits" in result.stderr
+
+
+def test_the_label_of_the_weights_is_set_with_the_key_alone(
+    make_engine: MakeEngine, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("E", 1, make_control=lambda: ZmqControl(read_key_file(key_file)))
+    engine.directory._has_key = True
+    where = address(engine)
+    result = nixl_kv(f"set-weights 'step 8' --key-file {key_file} --at", where)
+    assert f"{where} is 'step 8'; it was ''" in result.stdout
+    assert result.exit_code == 0
+    assert engine.directory.weights == "step 8"
+
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    result = nixl_kv("set-weights stolen --at", where)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --at {where}: ")
+    assert engine.directory.weights == "step 8"
+
+
+def test_a_label_of_weights_that_is_none_asks_nobody() -> None:
+    result = nixl_kv(f"set-weights {'x' * 257} --at 127.0.0.1:1")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: LABEL is 'xxx")
+    assert "allowed: up to 256 printable characters" in result.stderr

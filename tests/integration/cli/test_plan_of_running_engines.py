@@ -13,8 +13,8 @@ from harness.local.model_layouts import EngineShape
 from nixl_kv.cli import client
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.ids import Endpoint
-from nixl_kv.keys import Keys, make_user_key
-from nixl_kv.protocol.messages import WIRE_VERSION, Description, encode
+from nixl_kv.keys import make_user_key
+from nixl_kv.protocol.messages import WIRE_VERSION, encode
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
 from support.nixl_kv_command import described, nixl_kv
@@ -23,10 +23,6 @@ from support.records import release
 HOST = "127.0.0.1"
 
 Publish: TypeAlias = Callable[..., str]
-
-
-def description(name: str) -> Description:
-    return described(EngineShape(num_blocks=5000), name=name)
 
 
 def plan(prefill: str, decode: str, *options: str) -> Result:
@@ -38,12 +34,11 @@ def publish() -> Iterator[Publish]:
     """Starts an engine's directory; returns where it listens."""
     with contextlib.ExitStack() as stack:
 
-        def start(described: Description | None, keys: Keys | None = None, host: str = HOST) -> str:
-            directory = DirectoryServer(ZmqControl(keys or make_user_key()[0]), host, 0)
+        def start(name: str, tp: int = 1) -> str:
+            directory = DirectoryServer(ZmqControl(make_user_key()[0]), HOST, 0)
             stack.callback(directory.stop)
             directory.start()
-            if described is not None:
-                directory.publish(described)
+            directory.publish(described(EngineShape(tp=tp, num_blocks=5000 * tp), name=name))
             return f"{HOST}:{directory.port}"
 
         yield start
@@ -74,20 +69,19 @@ def answering(payload: bytes | None) -> Iterator[str]:
 
 
 def test_running_engines_are_compared(publish: Publish) -> None:
-    prefill = publish(description("left"))
-    decode = publish(described(EngineShape(tp=2, num_blocks=6000), name="right"))
+    prefill, decode = publish("left"), publish("right", tp=2)
     result = plan(prefill, decode)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[:2] == [
         "prefill: left, TP1, PP1, 5,000 blocks of 16 tokens in VRAM",
-        "decode:  right, TP2, PP1, 6,000 blocks of 16 tokens in VRAM",
+        "decode:  right, TP2, PP1, 10,000 blocks of 16 tokens in VRAM",
     ]
     links = json.loads(plan(prefill, decode, "--json").stdout)["links"]
     assert [(link["reader"], link["source"]) for link in links] == [(0, 0), (1, 0)]
 
 
 def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
-    prefill = publish(description("left"))
+    prefill = publish("left")
     control = ZmqControl(make_user_key()[0])
     port = control.listen(HOST, 0)
     control.close()
@@ -128,17 +122,8 @@ def test_answer_that_is_no_description_exits_2(payload: bytes, words: str) -> No
 def test_every_address_of_a_name_is_tried(
     publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = int(publish(description("one")).rpartition(":")[2])
+    port = int(publish("one").rpartition(":")[2])
     endpoints = [Endpoint(f"tcp://127.0.0.9:{port}"), Endpoint(f"tcp://{HOST}:{port}")]
     monkeypatch.setattr(client, "endpoints_at", lambda *_, **__: endpoints)
     result = plan(f"two:{port}", f"two:{port}")
     assert result.exit_code == 0, result.output
-
-
-def test_ipv6_literal_has_brackets(publish: Publish) -> None:
-    try:
-        where = publish(description("one"), host="::1")
-    except client.TransportError:
-        pytest.skip("this machine has no IPv6")
-    where = where.replace(HOST, "[::1]")
-    assert plan(where, where).exit_code == 0

@@ -8,31 +8,29 @@ import pytest
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.engine.trust import Trust
-from nixl_kv.keys import write_key_file
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 HANDSHAKE = "handshake failed: perhaps it has another key, or none, or hangs"
 
 
-def test_an_engine_that_serves_is_ready(
+def test_an_engine_that_serves_is_ready_unless_it_drains(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine("P", 2)
-    result = nixl_kv("ready --at", address(engine))
-    assert (result.exit_code, result.stdout) == (0, "ready: engine P, 2 ranks\n")
     host, _, port = address(engine).rpartition(":")
     monkeypatch.setenv(HOST_VARIABLE, host)
     monkeypatch.setenv(PORT_VARIABLE, port)
-    assert nixl_kv("ready").exit_code == 0
-
-
-def test_an_engine_that_drains_is_not_ready(make_engine: MakeEngine) -> None:
-    engine = make_engine("P", 1)
-    assert nixl_kv("drain --at", address(engine)).exit_code == 0
+    result = nixl_kv("ready")
+    assert (result.exit_code, result.stdout) == (0, "ready: engine P, 2 ranks\n")
+    engine.directory.history.count("ticket_key", detail="another key")
+    assert nixl_kv("drain").exit_code == 0
     result = nixl_kv("ready --at", address(engine))
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("not ready: engine P has been draining for 0")
+    shown = nixl_kv("status --at", address(engine)).stdout
+    assert "\nDRAINING for 0" in shown
+    assert "another key" in shown
     assert nixl_kv("drain --undo --at", address(engine)).exit_code == 0
     assert nixl_kv("ready --at", address(engine)).exit_code == 0
 
@@ -48,37 +46,19 @@ def test_an_engine_that_starts_is_not_ready(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("trouble", ["gone", "key"])
 def test_no_answer_is_one_line_within_a_second(
-    make_engine: MakeEngine, tmp_path: Path, trouble: str
+    make_engine: MakeEngine, key_file: Path, trouble: str
 ) -> None:
     engine, options = make_engine("P", 1), []
     if trouble == "gone":
         engine.directory.stop()
     else:
-        write_key_file(tmp_path / "key")
-        options = [f"--key-file {tmp_path / 'key'}"]
+        options = [f"--key-file {key_file}"]
     begin = time.monotonic()
     result = nixl_kv("ready --at", address(engine), *options)
     assert time.monotonic() - begin < 5.0  # 0.8 s, on an idle machine
     assert (result.exit_code, result.stdout) == (1, "")
     reason = "cannot connect" if trouble == "gone" else HANDSHAKE
     assert result.stderr == f"not ready: --at {address(engine)}: {reason}\n"
-
-
-def test_a_malformed_address_is_bad_input() -> None:
-    result = nixl_kv("ready --at nowhere")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "error: --at is 'nowhere'; allowed: HOST:PORT\n",
-    )
-
-
-def test_status_tells_what_ready_tells(make_engine: MakeEngine) -> None:
-    engine = make_engine("P", 1)
-    engine.directory.history.count("ticket_key", detail="another key")
-    nixl_kv("drain --at", address(engine))
-    shown = nixl_kv("status --at", address(engine)).stdout
-    assert "\nDRAINING for 0" in shown
-    assert "another key" in shown
 
 
 def test_watch_shows_it_until_it_is_interrupted(

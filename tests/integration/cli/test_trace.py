@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import MakeEngine, address
 
 TOKENS = 8
 TABLE = [1, 2]

@@ -13,14 +13,15 @@ import pytest
 from harness.cluster import cluster as cluster_module
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
-from harness.cluster.processes import ManagedProcess, Ports, ProcessDiedError, stop_all
-from harness.cluster.router import Router
+from harness.cluster.processes import ManagedProcess, ProcessDiedError, stop_all
 from harness.cluster.waiting import wait_until
 
 PATIENCE_S = 60
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 FAIL = [sys.executable, "-c", "raise ValueError('no such model')"]
-STUBBORN = "setsid sleep 300 & trap '' TERM; echo $! > child; while :; do sleep 0.05; done"
+STUBBORN = (
+    "setsid sleep 300 & trap '' TERM; echo $! > new; mv new child; while :; do sleep 0.05; done"
+)
 
 
 class SleepingEngine(Engine):
@@ -86,18 +87,3 @@ def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
     stop_all([process], grace_s=0.1)
     assert process.exit_code() == -signal.SIGKILL
     assert wait_until(lambda: not child.is_running(), PATIENCE_S)
-
-
-def test_the_router_reaches_engines_past_proxies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-    monkeypatch.setattr(
-        Router, "launch", lambda _, _command, env, _cwd: given.append(env["no_proxy"])
-    )
-    for name, exempt in (("NO_PROXY", "a.b, .c"), ("no_proxy", "localhost"), ("no_proxy", "*")):
-        monkeypatch.delenv("NO_PROXY", raising=False)
-        monkeypatch.delenv("no_proxy", raising=False)
-        monkeypatch.setenv(name, exempt)
-        Router(tmp_path / "router.log", [], [], ports=Ports()).start()
-    assert given == ["a.b,.c,127.0.0.1,localhost", "localhost,127.0.0.1", "*"]

@@ -1,7 +1,5 @@
 """What `nixl-kv` says of itself."""
 
-import subprocess
-import sys
 from importlib import metadata
 
 import nixl_kv
@@ -22,14 +20,3 @@ def test_it_knows_its_version() -> None:
 
 def test_an_attribute_that_does_not_exist_is_an_error() -> None:
     assert not hasattr(nixl_kv, "version")
-
-
-def test_importing_the_package_imports_nothing_else() -> None:
-    heavy = "('nixl_kv.', 'importlib.metadata')"
-    code = f"import sys, nixl_kv; print([n for n in sys.modules if n.startswith({heavy})])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
-
-
-def test_an_unknown_command_is_bad_input() -> None:
-    assert run("statu").exit_code == 2

@@ -96,12 +96,6 @@ def test_an_offer_stays_on_its_track_when_a_reader_is_named() -> None:
     ]
 
 
-def threads(*stories: list[Event]) -> list[int]:
-    """Of each slice and instant, the thread."""
-    events = trace_events({f"rank {n}": story for n, story in enumerate(stories)})
-    return [event["tid"] for event in events if event["ph"] != "M"]
-
-
 def test_slices_of_one_thread_never_overlap() -> None:
     """Perfetto drops such slices. A thread whose request has ended is used again."""
     names = ("d1", "d2", "d3")
@@ -112,7 +106,8 @@ def test_slices_of_one_thread_never_overlap() -> None:
         ("d3", RANK, "", "ASKING"),
         *[(name, RANK, "ASKING", "DONE") for name in names[1:]],
     )
-    assert threads(overlapping) == [1, 1, 2, 2, 1, 1]
+    events = trace_events({"rank 0": overlapping})
+    assert [event["tid"] for event in events if event["ph"] != "M"] == [1, 1, 2, 2, 1, 1]
 
 
 def test_a_log_that_begins_in_the_middle_is_shown_from_there_on() -> None:
@@ -158,33 +153,20 @@ def test_every_request_means_the_last_events_of_all_subjects() -> None:
 # --- the command
 
 
-def answers(*stories: list[Event] | None) -> list[Any]:
-    engine = described(EngineShape(tp=len(stories), num_blocks=1000), name="E")
-    return [
-        (
-            rank,
-            TransportError("no answer")
-            if told is None
-            else Status(
-                incarnation=Incarnation("0" * 32), facts={}, totals={}, lists={"story": told}
-            ),
-        )
-        for rank, told in zip(engine.ranks, stories, strict=True)
-    ]
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that ranks are asked for."""
+    """The requests that ranks are asked for; the second rank is silent for one of them."""
     requests: list[str] = []
-    monkeypatch.setattr(
-        client, "describe_at", lambda *_: described(EngineShape(tp=1, num_blocks=9))
-    )
+    engine = described(EngineShape(tp=2, num_blocks=9), name="E")
+    nothing: dict[str, Any] = {"incarnation": Incarnation("0" * 32), "facts": {}, "totals": {}}
+    status = Status(**nothing, lists={"story": LOAD})
 
     def statuses(_engine: object, _keys: object, request: str) -> list[Any]:
         requests.append(request)
-        return answers(LOAD, None) if request == "silent" else answers(LOAD)
+        answers = [status, TransportError("no answer")] if request == "silent" else [status]
+        return list(zip(engine.ranks, answers, strict=False))
 
+    monkeypatch.setattr(client, "describe_at", lambda *_: engine)
     monkeypatch.setattr(client, "rank_statuses", statuses)
     return requests
 
@@ -218,9 +200,3 @@ def test_a_file_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
     assert result.stderr == (
         f"error: --out is '{out}': No such file or directory; allowed: a new file\n"
     )
-
-
-def test_an_engine_that_does_not_answer_exits_2(tmp_path: Path) -> None:
-    result = nixl_kv(f"trace --insecure --at nowhere --out {tmp_path / 'trace.json'}")
-    assert result.exit_code == 2
-    assert result.stderr == "error: --at is 'nowhere'; allowed: HOST:PORT\n"

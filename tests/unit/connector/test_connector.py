@@ -21,7 +21,6 @@ from nixl_kv.connector import connector as module
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.scheduler import Scheduler
-from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, Worker
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
@@ -93,6 +92,10 @@ def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:
     stats = worker.get_kv_connector_stats()
     assert stats is not None
     assert list(stats.data) == ["open_descriptors"]
+    assert NixlKVConnector.build_kv_connector_stats(stats.data).data == stats.data
+    assert NixlKVConnector.build_kv_connector_stats().is_empty()
+    with pytest.raises(LocalProtocolError, match="before register_kv_caches"):
+        worker.restore_kv_caches()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -172,11 +175,6 @@ def test_an_offer_is_written_when_all_models_of_its_step_are_done(
     assert submitted == [late, MarkWritten(late.nonce)]
 
 
-def test_only_a_cache_that_was_registered_can_be_restored(make: Make) -> None:
-    with pytest.raises(LocalProtocolError, match="before register_kv_caches"):
-        make(KVConnectorRole.WORKER).restore_kv_caches()
-
-
 def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
     scheduler = make(KVConnectorRole.SCHEDULER)
     request: Any = new_request()
@@ -194,16 +192,6 @@ def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
     assert scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
     scheduler.set_xfer_handshake_metadata_pp_aware({})
     assert scheduler.get_kv_connector_stats() is None
-
-
-def test_stats_of_a_step_come_back_through_vllm(make: Make) -> None:
-    scheduler = make(KVConnectorRole.SCHEDULER)
-    scheduler.on_new_request(new_request({"nixl_kv_ticket": "none"}))
-    stats = scheduler.get_kv_connector_stats()
-    assert isinstance(stats, Stats)
-    assert stats.data["refused_tickets"] == {"malformed": 1}
-    assert NixlKVConnector.build_kv_connector_stats(stats.data).data == stats.data
-    assert NixlKVConnector.build_kv_connector_stats().is_empty()
 
 
 @pytest.mark.parametrize("has_state", [False, True])

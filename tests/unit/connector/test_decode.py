@@ -62,22 +62,21 @@ def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
     assert decode.build_connector_meta() == []
 
 
-REFUSED = [
-    pytest.param({}, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id="no ticket"),
-    pytest.param(
-        offered(num_tokens=21).params(None),
-        "for another prompt: 21 tokens there, 20 here; check that prefill and decode",
-        id="more tokens than the prompt",
-    ),
-    pytest.param(
-        offered(2, context=offered(1).context).params(None),
-        "for another prompt: 20 tokens there, 20 here",
-        id="the context of another offer of the same prompt",
-    ),
-]
-
-
-@pytest.mark.parametrize(("params", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "kv_transfer_params lacks the field 'nixl_kv_ticket'"),
+        (
+            offered(num_tokens=21).params(None),
+            "another prompt: 21 tokens there, 20 here; check that",
+        ),
+        (
+            offered(2, context=offered(1).context).params(None),
+            "another prompt: 20 tokens there, 20",
+        ),
+    ],
+    ids=["no ticket", "more tokens than the prompt", "the context of another offer of this prompt"],
+)
 def test_a_ticket_that_is_not_valid_asks_nobody(
     decode: DecodeScheduler, params: object, words: str
 ) -> None:
@@ -88,22 +87,18 @@ def test_a_ticket_that_is_not_valid_asks_nobody(
 
 
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
-def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> None:
+def test_a_ticket_that_is_refused_connects_nowhere_and_does_not_burn_the_true_one(
+    *, is_rejected: bool
+) -> None:
     trust = Trust.of(Config.parse({"insecure": True}, {}))
     decode = DecodeScheduler([PAGING], trust.check)
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
         for params in (forged, {**forged, FIELD: forged[FIELD].replace("9.", "8.", 1)}):
             with pytest.raises(RemoteProtocolError):
                 decode.on_new_request(prompt_of(), params, is_rejected=is_rejected)
-    assert decode.build_connector_meta() == []
-
-
-def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
-    decode = DecodeScheduler([PAGING], Trust.of(Config.parse({"insecure": True}, {})).check)
     with pytest.raises(RemoteProtocolError, match="another prompt"):
         decode.on_new_request(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
-    with pytest.raises(RemoteProtocolError, match="mac"):
-        decode.on_new_request(prompt_of(), offered().params(b"x" * 32))
+    assert decode.build_connector_meta() == []
     decode.on_new_request(prompt_of(), offered().params(None))
     assert len(decode.build_connector_meta()) == 1
 

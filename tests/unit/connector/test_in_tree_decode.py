@@ -40,11 +40,12 @@ class Decode(SteppedScheduler):
 
     def expect_it_serves(self) -> None:
         """It computes the next prompt, with a ticket of ours, and holds nothing afterwards."""
-        self.request(ticket().params(None), "next", first=300)
+        self.request(ticket().params(b"k" * 32), "next", first=300)
         output = self.vllm.schedule()
         assert output.num_scheduled_tokens == {"next": PROMPT}
+        assert not output.kv_connector_metadata.reqs_to_recv
         (answer,) = self.end(output)
-        assert answer.finished
+        assert str(answer.finish_reason) == "length"
         self.end(self.vllm.schedule())
         assert self.free_blocks == self.idle
 
@@ -68,21 +69,8 @@ def decode() -> Iterator[Make]:
 
 
 @BOTH
-def test_it_computes_our_prompt_at_once(decode: Make, connector: str) -> None:
-    engine = decode(connector)
-    engine.request(ticket().params(b"k" * 32))
-    output = engine.vllm.schedule()
-    assert output.num_scheduled_tokens == {"request": PROMPT}
-    assert not output.kv_connector_metadata.reqs_to_recv
-    (answer,) = engine.end(output)
-    assert answer.finished
-    assert str(answer.finish_reason) == "length"
-    engine.expect_it_serves()
-
-
-@BOTH
 @pytest.mark.parametrize("flags", [{}, FLAGGED], ids=["as it is", "flags set anew"])
-def test_it_survives_a_client_that_hangs_up_before_its_turn(
+def test_it_computes_our_prompt_at_once_also_if_another_client_hangs_up(
     decode: Make, connector: str, flags: dict[str, bool]
 ) -> None:
     engine = decode(connector)

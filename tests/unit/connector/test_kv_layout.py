@@ -24,7 +24,7 @@ from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Region, Span, Stripe
 from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
-from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
+from support.vllm_objects import LAYERS, kv_cache_config, kv_caches, vllm_config
 
 if not current_platform.is_cpu():
     pytest.skip("the CPU build's kernel", allow_module_level=True)
@@ -136,19 +136,16 @@ def with_shape(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torc
     return {name: change(tensor) for name, tensor in kv_caches().items()}
 
 
-def with_fewer_blocks() -> dict[str, torch.Tensor]:
-    caches = kv_caches()
-    name = next(iter(caches))
-    return caches | {name: caches[name][:8]}
-
-
 @pytest.mark.parametrize(
     ("caches", "words"),
     [
         ({}, "no layer with a KV cache"),
         (with_shape(lambda t: t[..., None]), r"has the shape .*allowed: \[blocks, heads, tokens"),
         (with_shape(lambda t: t[..., ::2]), "and the strides .*a stride of 1 for the content"),
-        (with_fewer_blocks(), "layers of one cache group have"),
+        (
+            kv_caches() | {LAYERS[0]: torch.zeros(8, 2, 32, 128)},
+            "layers of one cache group have",
+        ),
     ],
     ids=["no cache", "another shape", "content with strides", "blocks of two sizes"],
 )
@@ -185,9 +182,6 @@ def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) ->
     (group,) = kv_layout.cache_layout(with_new_backend(divided), cache, caches).groups
     words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
     assert {region.element for region in group.regions} == {words}
-
-
-def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) -> None:
     words = "decode_context_parallel_size is 2, and 1 ranks have the same KV heads of layer"
     with pytest.raises(ConfigError, match=words):
         kv_layout.cache_layout(divided, kv_cache_config(), kv_caches())
@@ -218,15 +212,10 @@ def test_a_backend_that_is_not_known_is_read_in_whole_blocks_by_its_likes(
     name, tensor = next(iter(kv_caches().items()))
     (region,) = kv_layout.Layer(config, name, group.kv_cache_spec, change(tensor)).regions()
     assert (region.opaque, region.element) == (True, f"float32 in NEW_ATTN blocks of {words}")
-
-
-def test_a_cache_without_attention_names_its_own_backend() -> None:
-    config = vllm_config()
-    name, layer = next(iter(config.compilation_config.static_forward_context.items()))
-    del layer.attn_backend
-    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
-    (group,) = kv_cache_config().transfer_groups
-    assert kv_layout.Layer(config, name, group.kv_cache_spec, torch.empty(0)).backend == "INDEXER"
+    module = config.compilation_config.static_forward_context[name]
+    del module.attn_backend  # a cache without attention
+    module.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
+    assert kv_layout.Layer(config, name, group.kv_cache_spec, tensor).backend == "INDEXER"
 
 
 # --- what the bytes mean
@@ -287,10 +276,8 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     ],
 )
 def test_scales_are_told_as_they_are(key: Any, value: Any, scales: tuple[str, ...]) -> None:
+    """Not as many as heads, or one, stop the start."""
     assert described("fp8", key, value).scales == scales
-
-
-def test_scales_of_other_than_each_head_stop_the_start() -> None:
     with pytest.raises(ValueError, match="number of scales is 3; allowed: 0, 1 or 2"):
         described("fp8", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
 
@@ -318,22 +305,17 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     config = vllm_config()
     config.parallel_config.tensor_parallel_size = tp
     config.model_config.model_arch_config.total_num_kv_heads = heads
-    text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
-    config.model_config.hf_text_config = text
+    values: dict[str, Any] = {"num_key_value_heads": heads}
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
     cache = torch.empty(3, heads_here, 32, 128)
-    assert kv_layout.Layer(config, "layers.0", spec_of(heads_here), cache).first_head == first
-
-
-def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each rank has one head, it may be one of as many, or a copy."""
-    config = vllm_config()
-    config.parallel_config.tensor_parallel_size = 4
-    values = {"num_key_value_heads": 2, "text_config": {"n_head_kv": 4}}
-    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
-    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
-    with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
-        kv_layout.Layer(config, "layers.0", spec_of(1), torch.empty(0)).num_shards()
+    layer = kv_layout.Layer(config, "layers.0", spec_of(heads_here), cache)
+    assert layer.first_head == first
+    if heads_here == 1:  # one of as many heads, or a copy: their number must be certain
+        values["text_config"] = {"n_head_kv": 8}
+        words = rf"names \[{heads}, 8\] as possible numbers of KV heads"
+        with pytest.raises(ConfigError, match=words):
+            layer.num_shards()
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,11 @@ def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
 
 
 def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
+    """An engine that describes itself must come first: vLLM would bring it another's handshake."""
     decode = engine(TIER, ours("kv_consumer"))
+    theirs = KVConnectorHandshakeMetadata()
+    with pytest.raises(ConfigError, match="list NixlKVConnector first"):
+        decode.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): theirs})
     decode.fill_tier(child=0)
     decode.request("second", decode.ticket())
     output = decode.vllm.schedule()
@@ -225,12 +229,6 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
 
 
 # --- what is made at the start
-
-
-def test_another_connectors_handshake_ends_the_start_in_words(engine: Make) -> None:
-    one = engine(ours(), TIER)
-    with pytest.raises(ConfigError, match="list NixlKVConnector first"):
-        one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 
 def test_what_it_counts_is_found_by_its_name_without_plugins(

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +104,10 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
     ticket, commands = side.finish()
     assert ticket is not None
     assert commands == [PublishOffer(prepare.nonce, P1)]
+    assert side.manager.block_pool.pinned == {8, 9, 10}, "windows, until the offer has ended"
+    side.scheduler.update_connector_output([P1])
+    assert side.manager.block_pool.pinned == set()
+    side.scheduler.update_connector_output([P1, P2])
     ticket.check_mac(KEY)
     expected = Ticket(
         engine=ADDRESS.engine,
@@ -137,37 +141,29 @@ def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:
 # --- requests that are not offered
 
 
-def unpin(side: Side) -> None:
-    side.blocks.unpin(side.scheduler._awaited[P1].pins)
-
-
-def forget_address(side: Side) -> None:
-    side.scheduler.address = None
-
-
 @pytest.mark.parametrize(
-    ("change", "finish", "reason"),
+    ("trouble", "finish", "reason"),
     [
-        pytest.param(None, {"reason": "it was aborted"}, "it was aborted", id="incomplete"),
-        pytest.param(
-            None, {"tables": ([1, 2, 3, 7, 5], TABLES[1])}, "its blocks changed", id="other blocks"
-        ),
-        pytest.param(unpin, {}, "its blocks changed", id="a window that is not pinned"),
-        pytest.param(forget_address, {}, "this engine is not described yet", id="no address"),
+        ("incomplete", {"reason": "it was aborted"}, "it was aborted"),
+        ("other blocks", {"tables": ([1, 2, 3, 7, 5], TABLES[1])}, "its blocks changed"),
+        ("a window that is not pinned", {}, "its blocks changed"),
+        ("no address", {}, "this engine is not described yet"),
     ],
 )
 def test_an_offer_that_cannot_be_read_is_withdrawn(
     side: Side,
     caplog: pytest.LogCaptureFixture,
-    change: Callable[[Side], None] | None,
+    trouble: str,
     finish: dict[str, Any],
     reason: str,
 ) -> None:
     side.arrive()
     nonce = side.compute().nonce
     assert side.manager.block_pool.pinned == {8, 9, 10}
-    if change is not None:
-        change(side)
+    if trouble == "a window that is not pinned":
+        side.blocks.unpin(side.scheduler._awaited[P1].pins)
+    elif trouble == "no address":
+        side.scheduler.address = None
     with caplog.at_level(logging.INFO):
         assert side.finish(**finish) == (None, [WithdrawOffer(nonce)])
     assert f"request p1 is not offered: {reason}" in caplog.text
@@ -175,16 +171,6 @@ def test_an_offer_that_cannot_be_read_is_withdrawn(
 
 
 # --- blocks that are held
-
-
-def test_windows_are_pinned_until_the_offer_has_ended(side: Side) -> None:
-    side.arrive()
-    side.compute()
-    side.finish()
-    assert side.manager.block_pool.pinned == {8, 9, 10}
-    side.scheduler.update_connector_output([P1])
-    assert side.manager.block_pool.pinned == set()
-    side.scheduler.update_connector_output([P1, P2])
 
 
 @pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
@@ -384,10 +370,8 @@ Step = Sequence[int | str]
         pytest.param([(0, [5]), (BLOCK_WAIT_S, ["progress", 5])], [0, 0], id="an offer has ended"),
         pytest.param(
             [
-                (0, [5]),
-                (BLOCK_WAIT_S, [5]),
-                (1.5 * BLOCK_WAIT_S, [5]),
-                (2 * BLOCK_WAIT_S, [7]),
+                (times * BLOCK_WAIT_S, [blocks])
+                for times, blocks in ((0, 5), (1, 5), (1.5, 5), (2, 7))
             ],
             [0, 5, 0, 7],
             id="again, if that was not enough",

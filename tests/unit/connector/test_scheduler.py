@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -34,7 +33,6 @@ from nixl_kv.transport.zmq import ZmqControl
 from support.cache_manager import CacheManager
 from support.records import opened, rank_description, ticket_for
 from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
-from support.vllm_scheduler import OURS, SteppedScheduler, make_config
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -248,15 +246,13 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
         '"kv_connector_module_path": "nixl_kv.connector" to prefill\'s --kv-transfer-config'
     )
     assert refused(scheduler) == {"other_connector": 5}
-
-
-@pytest.mark.parametrize("value", [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1], ids=type)
-def test_no_value_of_its_fields_raises(make: Make, value: Any) -> None:
-    scheduler = make(kv_role="kv_consumer")
-    values = dict.fromkeys(("remote_engine_id", "remote_host"), value)
-    for blocks in (value, OF_IN_TREE["remote_block_ids"]):
-        scheduler.on_new_request(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
-    assert sum(refused(scheduler).values()) == 2
+    hostile: list[Any] = [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1]
+    for value in hostile:  # none raises
+        values = dict.fromkeys(("remote_engine_id", "remote_host"), value)
+        for blocks in (value, OF_IN_TREE["remote_block_ids"]):
+            changed = {**OF_IN_TREE, **values, "remote_block_ids": blocks}
+            scheduler.on_new_request(new_request(changed))
+        assert sum(refused(scheduler).values()) == 2
 
 
 @pytest.mark.parametrize(("is_allowed", "flag"), [(True, None), (False, True)])
@@ -290,30 +286,25 @@ P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
-@pytest.mark.parametrize(
-    "params",
-    [{"remote_prefiller": P2P}, {"remote_kv_source": P2P, "max_offload_tokens": 5}],
-    ids="+".join,
-)
 def test_parameters_of_another_connector_are_ignored(
-    make: Make, role: str, params: dict[str, Any], caplog: pytest.LogCaptureFixture
+    make: Make, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler, request = make(kv_role=role), new_request(params)
-    with caplog.at_level(logging.INFO):
-        scheduler.on_new_request(request)
-    assert not caplog.records
-    assert counted(scheduler) == {}
-    assert is_computed_here(scheduler, request)
-
-
-def test_parameters_of_another_connector_hide_no_ticket(make: Make) -> None:
-    scheduler = make()
-    scheduler.on_new_request(new_request(TICKET | {"remote_decoder": P2P}))
-    assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
+    """They hide no ticket."""
+    scheduler = make(kv_role=role)
+    for params in ({"remote_prefiller": P2P}, {"remote_kv_source": P2P, "max_offload_tokens": 5}):
+        request = new_request(params)
+        with caplog.at_level(logging.INFO):
+            scheduler.on_new_request(request)
+        assert not caplog.records
+        assert counted(scheduler) == {}
+        assert is_computed_here(scheduler, request)
+    if role == "kv_consumer":
+        scheduler.on_new_request(new_request(TICKET | {"remote_decoder": P2P}))
+        assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
 
 
 @pytest.mark.parametrize(("role", "told"), [("kv_producer", 1), ("kv_consumer", 0)])
-def test_a_key_and_an_address_of_this_machine_only_are_a_warning(
+def test_the_log_tells_of_a_key_beside_a_local_address_and_that_it_pulls(
     make: Make,
     role: str,
     told: int,
@@ -323,17 +314,11 @@ def test_a_key_and_an_address_of_this_machine_only_are_a_warning(
     """The key is meant for other machines, but tickets name an address that they cannot reach."""
     monkeypatch.setenv(KEY_VARIABLE, "0" * 64)
     extra = {"port": 0, "host": "127.0.0.1"}
-    scheduler = make(extra, kv_role=role, is_described=False)
+    with caplog.at_level(logging.INFO):
+        scheduler = make(extra, kv_role=role, is_described=False, kv_connector="NixlPushConnector")
     described = HandshakeMetadata(encode(rank_description()))
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
     assert caplog.text.count("which tickets name") == told
-
-
-def test_a_connector_that_was_to_push_says_that_it_pulls(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        make(kv_connector="NixlPushConnector")
     assert "pulls" in caplog.text
 
 
@@ -387,20 +372,16 @@ def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> N
     assert prepare.context == whole, "decode's whole prompt"
 
 
-@pytest.mark.parametrize(
-    ("has_state", "field", "words"),
-    [
-        pytest.param(True, "sampling_params.skip_reading_prefix_cache", "its client", id="state"),
-        pytest.param(False, "resumable", "it is resumable", id="a session"),
-    ],
-)
+@pytest.mark.parametrize(("has_state", "words"), [(True, "its client"), (False, "it is resumable")])
 def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
-    make: Make, caplog: pytest.LogCaptureFixture, field: str, words: str, *, has_state: bool
+    make: Make, caplog: pytest.LogCaptureFixture, words: str, *, has_state: bool
 ) -> None:
     """With state, prefill would leave out the last token, whose log probabilities it needs."""
     scheduler, request = make(has_state=has_state), new_request(TO_OFFER)
-    *owner, name = field.split(".")
-    setattr(getattr(request, owner[0]) if owner else request, name, True)
+    if has_state:
+        request.sampling_params.skip_reading_prefix_cache = True  # type: ignore[union-attr]
+    else:
+        request.resumable = True
     with caplog.at_level("INFO"):
         scheduler.on_new_request(request)
     assert f"is not offered: {words}" in caplog.text
@@ -483,26 +464,22 @@ def test_a_draft_model_is_described_apart_and_writes_after_the_step(
 
 
 def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
-    """In rank order: pipeline stage major."""
+    """In rank order: pipeline stage major. A new life is described at the same place."""
     scheduler = make(is_described=False)
     ranks = {key: rank_description(number) for number, key in enumerate([(1, 0), (0, 1), (0, 0)])}
     scheduler.set_xfer_handshake_metadata_pp_aware(
         {key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()}
     )
     in_order = [ranks[key] for key in sorted(ranks)]
-    assert list(ask(scheduler).ranks) == in_order
+    before = ask(scheduler)
+    assert list(before.ranks) == in_order
     scheduler.on_new_request(with_ticket())
     first, second = commands(scheduler)
     assert first == SetEngine(EngineId("tiny"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
-
-
-def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
-    scheduler = make()
-    before, port = ask(scheduler), offer(scheduler).port
-    after = publish(scheduler)
-    assert after.incarnation != before.incarnation
+    port = offer(scheduler).port
+    assert publish(scheduler).incarnation != before.incarnation, "after a wake-up"
     assert [type(command) for command in commands(scheduler)] == [SetEngine, PublishOffer]
     assert offer(scheduler).port == port
 
@@ -553,19 +530,14 @@ def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
 def test_an_engine_whose_port_was_taken_after_the_check_does_not_start(
     make: Make, role: str, taken_port: int
 ) -> None:
-    scheduler = make({"port": taken_port}, is_described=False, kv_role=role)
-    with pytest.raises(TransportError, match=f"{HOST}:{taken_port}: Address already in use"):
-        publish(scheduler)
-
-
-def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
-    with socket.create_server((HOST, 0)) as server:
-        free = server.getsockname()[1]
+    """It is the second of data-parallel engines, which have a port each."""
 
     def change(config: Any) -> None:
         config.parallel_config.data_parallel_index = 1
 
-    assert offer(make({"port": free - 1}, change=change)).port == free
+    scheduler = make({"port": taken_port - 1}, is_described=False, change=change, kv_role=role)
+    with pytest.raises(TransportError, match=f"{HOST}:{taken_port}: Address already in use"):
+        publish(scheduler)
 
 
 # --- configuration
@@ -596,14 +568,3 @@ def test_on_load_failure_is_set_where_vllm_looks(
     said = [line for line in caplog.messages if "on_load_failure" in line]
     line = f"a request whose KV load fails {OUTCOMES[expected]} (on_load_failure)"
     assert said == ([] if role == "kv_producer" else [line])
-
-
-def test_vllms_scheduler_looks_after_it_has_made_the_connector() -> None:
-    transfer = KVTransferConfig(
-        **OURS,
-        kv_role="kv_both",
-        kv_connector_extra_config={"port": 0, "on_load_failure": "recompute"},
-        kv_load_failure_policy="fail",
-    )
-    scheduler = SteppedScheduler(make_config(transfer, num_blocks=16))
-    assert scheduler.vllm.recompute_kv_load_failures

@@ -20,11 +20,6 @@ FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch
 STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
-def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layers.{n}"], spec) for n, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=ENTRIES, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
 @pytest.mark.parametrize(
     ("specs", "ids", "cleared"),
     [
@@ -41,7 +36,7 @@ def test_the_last_block_of_attention_is_cleared_beside_state(
     attention = torch.ones(2 * ENTRIES, 1, 8, 16)  # each block is two kernel blocks
     state = torch.ones(ENTRIES, 1, 1, 16, dtype=torch.int8)
     groups = [KVCacheGroupSpec([f"layers.{n}"], spec) for n, spec in enumerate(specs)]
-    cache = KVCacheConfig(num_blocks=ENTRIES, kv_cache_tensors=[], kv_cache_groups=groups)
+    cache = KVCacheConfig(ENTRIES, [], groups)
     caches = {"layers.0": attention, "layers.1": state} if is_here else {"layers.1": state}
     tables = (Table.of(ids), Table.of([-1] * 19 + [2]))[: len(specs)]
     StaleTails(cache, caches).clear([StartLoad(D1, 0, 20, tables)])

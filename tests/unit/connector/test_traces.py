@@ -121,9 +121,10 @@ def begin_offer(engine: SteppedScheduler, name: str = "p1") -> None:
     engine.end(engine.vllm.schedule())
 
 
-def only(exported: Exported) -> ReadableSpan:
+def only(exported: Exported) -> tuple[ReadableSpan, dict[str, Any]]:
+    """The span, and its attributes."""
     (span,) = exported.get_finished_spans()
-    return span
+    return span, {name.removeprefix("nixl_kv."): value for name, value in span.attributes.items()}  # type: ignore[union-attr]
 
 
 def event_names(span: ReadableSpan) -> list[str]:
@@ -137,26 +138,24 @@ def test_a_load_is_a_span_of_the_clients_trace(exported: Exported) -> None:
     """Two ranks read it; the slower one decides the times."""
     decode, before = engine(), time.time_ns()
     begin_load(decode)
-    slow, fast = (
-        ended(
-            verified=True,
-            reads=(read_done(rank, num_bytes=1000, path=path),),
-            waits=waits,
-        )
-        for rank, path, waits in ((0, "staged", WAITS), (1, "direct", (0.0, 0.0, 0.0, 0.5, 0.0)))
+    fast = read_done(1, num_bytes=1000, path="direct")
+    report(
+        decode,
+        ended(verified=True, reads=(fast,), waits=(0.0, 0.0, 0.0, 0.5, 0.0)),
+        ended(verified=True, reads=(read_done(0, num_bytes=1000, path="staged"),)),
+        finished_recving={"d1"},
     )
-    report(decode, fast, slow, finished_recving={"d1"})
-    span = only(exported)
+    span, attributes = only(exported)
     assert span.name == "nixl_kv.load"
     assert span.parent is not None
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, CLIENT)
-    assert dict(span.attributes or {}) == {
-        "nixl_kv.request": "d1",
-        "nixl_kv.tokens": len(PROMPT),
-        "nixl_kv.outcome": "loaded",
-        "nixl_kv.peer": "engine 'prefill' at tcp://10.0.0.1:5600",
-        "nixl_kv.bytes": 2000,
-        "nixl_kv.path": "direct,staged",
+    assert attributes == {
+        "request": "d1",
+        "tokens": len(PROMPT),
+        "outcome": "loaded",
+        "peer": "engine 'prefill' at tcp://10.0.0.1:5600",
+        "bytes": 2000,
+        "path": "direct,staged",
     }
     assert span.status.status_code is StatusCode.UNSET
     assert span.start_time is not None
@@ -195,10 +194,8 @@ def test_a_failed_load_shows_its_reason_and_the_phases_that_it_reached(
     begin_load(decode)
     failed = {"finished_recving": {"d1"}, "failed_recving": {"d1"}}
     report(decode, ended(Failure(kind, "words"), waits=waits), **failed)
-    span = only(exported)
-    assert span.attributes is not None
-    assert span.attributes["nixl_kv.outcome"] == "failed"
-    assert span.attributes["nixl_kv.reason"] == kind.value
+    span, attributes = only(exported)
+    assert (attributes["outcome"], attributes["reason"]) == ("failed", kind.value)
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, kind.value)
     assert event_names(span) == reached
 
@@ -215,28 +212,22 @@ def test_the_load_of_an_aborted_request_is_cancelled(exported: Exported) -> None
     assert exported.get_finished_spans() == ()
     dropped = ended(Failure(FailureKind.DROPPED, "dropped"))
     report(decode, dropped, finished_recving={"d1"}, failed_recving={"d1"})
-    span = only(exported)
-    assert span.attributes is not None
-    assert span.attributes["nixl_kv.outcome"] == "cancelled"
+    span, attributes = only(exported)
+    assert attributes["outcome"] == "cancelled"
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_a_request_that_never_starts_its_load_leaves_nothing(exported: Exported) -> None:
-    decode = engine()
-    decode.add("d1", PROMPT, ticket_for(PROMPT).params(None), trace_headers=HEADERS)
-    decode.vllm.finish_requests("d1", RequestStatus.FINISHED_ABORTED)
-    assert exported.get_finished_spans() == ()
-    assert decode.connector._traces._loads == {}
-
-
 def test_a_refused_ticket_is_a_span_with_its_reason(exported: Exported) -> None:
+    """A request that never starts its load leaves nothing."""
     decode = engine()
+    unused = ticket_for(PROMPT, new_nonce()).params(None)
+    decode.add("d0", PROMPT, unused, trace_headers=HEADERS)
+    decode.vllm.finish_requests("d0", RequestStatus.FINISHED_ABORTED)
+    assert decode.connector._traces._loads == {}
     decode.add("d1", PROMPT, ticket_for([7, 8]).params(None), trace_headers=HEADERS)
-    span = only(exported)
-    assert span.name == "nixl_kv.load"
-    assert span.attributes is not None
-    assert span.attributes["nixl_kv.outcome"] == "refused"
-    assert span.status.description == span.attributes["nixl_kv.reason"] == "prompt"
+    span, attributes = only(exported)
+    assert (span.name, attributes["outcome"]) == ("nixl_kv.load", "refused")
+    assert span.status.description == attributes["reason"] == "prompt"
     assert decode.connector._traces._loads == {}
 
 
@@ -254,16 +245,12 @@ def test_an_offer_is_a_span_from_its_ticket_to_its_end(exported: Exported) -> No
     )
     other = OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
     report(prefill, later, earlier, other, finished_sending={"p1"})
-    span = only(exported)
+    span, attributes = only(exported)
     assert span.name == "nixl_kv.offer"
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}" == TRACE
-    assert dict(span.attributes or {}) == {
-        "nixl_kv.request": "p1",
-        "nixl_kv.tokens": len(PROMPT),
-        "nixl_kv.outcome": "read",
-        "nixl_kv.peer": "decode",
-    }
+    expected = {"request": "p1", "tokens": len(PROMPT), "outcome": "read", "peer": "decode"}
+    assert attributes == expected
     assert event_names(span) == ["ask"]
     assert span.start_time is not None
     assert 0.0 <= (span.events[0].timestamp - span.start_time) / SECOND - 0.25 < 0.25
@@ -274,10 +261,9 @@ def test_an_unclaimed_offer_has_no_reader(exported: Exported) -> None:
     begin_offer(prefill)
     unclaimed = OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)
     report(prefill, unclaimed, finished_sending={"p1"})
-    span = only(exported)
-    assert span.attributes is not None
-    assert span.attributes["nixl_kv.outcome"] == "unclaimed"
-    assert "nixl_kv.peer" not in span.attributes
+    span, attributes = only(exported)
+    assert attributes["outcome"] == "unclaimed"
+    assert "peer" not in attributes
     assert span.events == ()
 
 
@@ -364,7 +350,7 @@ def test_no_span_has_a_token_or_a_whole_nonce(exported: Exported) -> None:
     decode.end(decode.vllm.schedule())
     detail = Failure(FailureKind.CORRUPT, "words")
     report(decode, ended(detail), finished_recving={"d1"}, failed_recving={"d1"})
-    text = only(exported).to_json()
+    text = only(exported)[0].to_json()
     assert nonce not in text
     assert str(params["nixl_kv_ticket"]) not in text
     assert "41, 42, 43" not in text

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -179,33 +179,23 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
 
 
 def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
+    """All that is refused is named at once."""
     config = vllm_config(kv_role="kv_producer")
     PCP(config)
     check_supported(config, cache_of(FULL))
     config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="together with decode context parallelism"):
-        check_supported(config, cache_of(FULL))
-
-
-def test_all_that_is_refused_is_named_at_once() -> None:
-    config = vllm_config()
-    PCP(config)
     BUFFER(config)
-    with pytest.raises(ConfigError, match=r"prefill context parallelism.*; nor a KV buffer"):
+    words = "together with decode context parallelism.*; nor a KV buffer"
+    with pytest.raises(ConfigError, match=words):
         check_supported(config, cache_of(FULL))
 
 
 @pytest.mark.parametrize(("kind", "num_states"), STATE_KINDS.items())
 def test_recurrent_state_of_the_known_kinds_is_served(kind: str, num_states: int) -> None:
-    cache = cache_of(FULL, mamba(kind, num_states))
+    """A group that is not transferred may be of any kind."""
+    cache = cache_of(FULL, mamba(kind, num_states), STATES, enable_kv_transfer=False)
     check_supported(vllm_config(), cache)
     assert pagings(vllm_config(), cache) == (Paging(0, 32, 0), StatePaging(1, 32))
-
-
-def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
-    cache = cache_of(FULL, STATES, enable_kv_transfer=False)
-    check_supported(vllm_config(), cache)
-    assert pagings(vllm_config(), cache) == (Paging(0, 32, 0),)
 
 
 # --- the engine
@@ -321,6 +311,8 @@ def test_what_an_engine_makes_of_media_is_a_fact(
 ) -> None:
     plain = {"mm_processor_kwargs": "{}", "media_io_kwargs": "{}", "video_pruning": "none"}
     assert new_facts(media(gb=4, **options)) == plain | changed
+    long = new_facts(media(gb=4, mm_processor_kwargs={"a": "b" * 5000}))["mm_processor_kwargs"]
+    assert re.fullmatch("digest .{1,22}", long), "a description has bounds"
 
 
 def with_draft(
@@ -372,14 +364,6 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
     assert (others != found) is has_layers
 
 
-def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted() -> None:
-    def facts(tokens: int, modules: int) -> dict[str, str]:
-        return draft_facts_of(with_draft("mtp", tokens=tokens, modules=modules))
-
-    assert facts(2, modules=1) == facts(3, modules=1)
-    assert facts(2, modules=3) != facts(3, modules=3)
-
-
 @pytest.mark.parametrize(
     ("method", "tokens", "modules", "computed"),
     [("ngram", 3, 1, 1), ("mtp", 3, 1, 1), ("mtp", 1, 3, 1), ("mtp", 2, 3, 2), ("mtp", 3, 3, 3)],
@@ -387,30 +371,28 @@ def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted() -> None:
 def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     method: str, tokens: int, modules: int, computed: int
 ) -> None:
+    """As many modules write as tokens are drafted, so their number is a fact."""
     config = vllm_config()
     assert computed_on_decode(config) == 1
-    with_draft(method, tokens=tokens, modules=modules)(config)
+    draft = with_draft(method, tokens=tokens, modules=modules)
+    draft(config)
     assert computed_on_decode(config) == computed
+    more = with_draft(method, tokens=tokens + 1, modules=modules)
+    assert (draft_facts_of(draft) != draft_facts_of(more)) is (modules > 1)
 
 
-@pytest.mark.parametrize(
-    ("role", "modules", "spec", "is_refused"),
-    [
-        ("kv_consumer", 3, mamba(), True),
-        ("kv_producer", 3, mamba(), False),
-        ("kv_consumer", 1, mamba(), False),
-        ("kv_consumer", 3, sliding(), False),
-    ],
-)
-def test_several_draft_modules_beside_state_are_refused_on_decode(
-    role: str, modules: int, spec: Any, *, is_refused: bool
-) -> None:
+def test_several_draft_modules_beside_state_are_refused_on_decode() -> None:
     """It would need the state before the tokens that it computes."""
-    config = vllm_config(kv_role=role)
-    with_draft("mtp", modules=modules)(config)
-    refused = pytest.raises(ConfigError, match="several draft modules")
-    with refused if is_refused else contextlib.nullcontext():
-        check_supported(config, cache_of(FULL, spec))
+    config = vllm_config(kv_role="kv_consumer")
+    with_draft("mtp", modules=1)(config)
+    check_supported(config, cache_of(FULL, mamba()))
+    with_draft("mtp", modules=3)(config)
+    check_supported(config, cache_of(FULL, sliding()))
+    with pytest.raises(ConfigError, match="several draft modules"):
+        check_supported(config, cache_of(FULL, mamba()))
+    prefill = vllm_config(kv_role="kv_producer")
+    with_draft("mtp", modules=3)(prefill)
+    check_supported(prefill, cache_of(FULL, mamba()))
 
 
 @pytest.mark.parametrize(
@@ -437,12 +419,6 @@ def test_layers_of_a_draft_model_are_known_by_mark_or_name(
     with_draft("eagle3")(config)
     draft = config.speculative_config.draft_model_config
     assert draft_model_of(config, layer) is (draft if is_draft else None)
-
-
-def test_a_fact_that_is_long_is_compared_by_a_digest() -> None:
-    """A description has bounds."""
-    text = new_facts(media(gb=4, mm_processor_kwargs={"a": "b" * 5000}))["mm_processor_kwargs"]
-    assert re.fullmatch("digest .{1,22}", text)
 
 
 @pytest.mark.parametrize(
@@ -564,22 +540,13 @@ def divided(number: int = 2, width: int = 1, **changed: Any) -> Any:
     return config
 
 
-@pytest.fixture
-def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_a_stripe_of_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(rank_in_group=1)
     monkeypatch.setattr(module, "get_dcp_group", lambda: group)
     monkeypatch.setattr(module, "get_pcp_group", lambda: group)
-
-
-@pytest.mark.usefixtures("second_rank")
-def test_a_rank_has_a_stripe_of_what_is_divided() -> None:
     assert stripe(divided(width=16), FULL) == Stripe(2, 1, 16)
     assert stripe(divided(), REPLICATED) == stripe(divided(), mamba("GDN_ATTN", 2)) == Stripe()
     assert stripe(vllm_config(), FULL) == Stripe()
-
-
-@pytest.mark.usefixtures("second_rank")
-def test_an_interleave_that_does_not_divide_the_blocks_is_refused() -> None:
     words = "--cp-kv-cache-interleave-size is 5; allowed: a divisor of the block size 32"
     with pytest.raises(ConfigError, match=f"^{words}$"):
         stripe(divided(width=5), FULL)
@@ -624,34 +591,29 @@ def test_tokens_are_divided_in_whole_blocks_where_they_can(
 # --- requests
 
 
-EXTRAS: list[tuple[str, dict[str, Any], tuple[bytes, ...]]] = [
-    ("nothing", {}, ()),
-    ("adapter", {"lora_request": SimpleNamespace(lora_name="a")}, (b"loraa",)),
-    ("salt", {"cache_salt": "s"}, (b"salts",)),
-    (
-        "images",
-        {
-            "mm_features": [
-                SimpleNamespace(mm_position=SimpleNamespace(offset=o, length=2), identifier="id")
-                for o in (1, 5)
-            ]
-        },
-        (b"mm 1 2 id", b"mm 5 2 id"),
-    ),
-    ("embeddings", {"prompt_embeds": torch.zeros(1, 2)}, (b"embeds" + bytes(8),)),
-    ("a mask", {"prompt_is_token_ids": [True, False]}, (b"mask\1\0",)),
+IMAGES: Final = [
+    SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=2), identifier="id")
+    for offset in (1, 5)
 ]
 
 
 @pytest.mark.parametrize(
-    ("changed", "extras"), [pytest.param(*case[1:], id=case[0]) for case in EXTRAS]
+    ("field", "value", "extras"),
+    [
+        ("lora_request", None, ()),
+        ("lora_request", SimpleNamespace(lora_name="a"), (b"loraa",)),
+        ("cache_salt", "s", (b"salts",)),
+        ("mm_features", IMAGES, (b"mm 1 2 id", b"mm 5 2 id")),
+        ("prompt_embeds", torch.zeros(1, 2), (b"embeds" + bytes(8),)),
+        ("prompt_is_token_ids", [True, False], (b"mask\1\0",)),
+    ],
+    ids=["nothing", "adapter", "salt", "images", "embeddings", "a mask"],
 )
 def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on(
-    changed: dict[str, Any], extras: tuple[bytes, ...]
+    field: str, value: object, extras: tuple[bytes, ...]
 ) -> None:
     request: Any = new_request(num_tokens=3)
-    for name, value in changed.items():
-        setattr(request, name, value)
+    setattr(request, field, value)
     prompt = prompt_of(request)
     assert (prompt.request, prompt.num_tokens) == (request.request_id, 3)
     assert (prompt.token_ids, prompt.extras) == ([0, 1, 2], extras)

@@ -1,6 +1,5 @@
 """The worker role, with caches as vLLM registers them."""
 
-import copy
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,8 +28,10 @@ from nixl_kv.protocol.events import (
     MarkWritten,
     NewLife,
     OfferEnd,
+    PrepareLoad,
     PrepareOffer,
     PublishOffer,
+    Result,
 )
 from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
 from support.polling import wait_until
@@ -52,10 +53,23 @@ pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
 
 @pytest.fixture
+def silent_load() -> Iterator[PrepareLoad]:
+    """A load that waits for an engine that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
+
+
+@pytest.fixture
 def worker() -> Iterator[Worker]:
     worker = Worker(vllm_config(), kv_cache_config())
     yield worker
     worker.unregister_kv_caches()
+
+
+def report(worker: Worker, *results: Result) -> None:
+    """What the transfer thread has, which the next step fetches."""
+    assert worker._engine is not None
+    worker._engine._results.extend(results)
 
 
 def described(worker: Worker) -> RankDescription:
@@ -71,8 +85,7 @@ def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) ->
     worker.register_kv_caches(kv_caches())
     assert worker.build_connector_worker_meta() is None
     new = replace(described(worker), incarnation=new_incarnation())
-    assert worker._engine is not None
-    worker._engine._results.append(NewLife(new))
+    report(worker, NewLife(new))
     worker.get_transfer_results(set())
     metadata = worker.build_connector_worker_meta()
     assert metadata is not None
@@ -85,8 +98,7 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
     """An idle engine makes no step, so the sleep comes before the scheduler hears of it."""
     worker.register_kv_caches(kv_caches())
     new = replace(described(worker), incarnation=new_incarnation())
-    assert worker._engine is not None
-    worker._engine._results.append(NewLife(new))
+    report(worker, NewLife(new), Counts({("unreadable", ""): 1}))
     worker.unregister_kv_caches()
     worker.register_kv_caches(kv_caches())
     after = described(worker)
@@ -97,11 +109,11 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
 
 def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
     worker.register_kv_caches(kv_caches())
-    assert worker._engine is not None
-    worker._engine._results.append(Counts({("unreadable", ""): 1}))
+    unreadable = Counts({("unreadable", ""): 1})
+    report(worker, unreadable)
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 1}
-    worker._engine._results.append(Counts({("unreadable", ""): 1}))
+    report(worker, unreadable)
     worker.restore_kv_caches()
     worker.get_transfer_results(set())
     assert worker.stats.data["unreadable"] == {"0": 0}
@@ -128,14 +140,18 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
 
-def test_a_copy_describes_nothing_and_reports_each_offer_as_ended(
+def test_a_copy_is_for_prefill_alone_and_reports_each_offer_as_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM waits for a report of each worker before it takes the blocks back."""
     group = SimpleNamespace(rank_in_group=1)
     monkeypatch.setattr("nixl_kv.connector.vllm_config.get_pcp_group", lambda: group)
-    config = vllm_config(kv_role="kv_producer")
+    config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="decode context parallelism"):
+        Worker(config, kv_cache_config())
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_producer"
     worker = Worker(config, kv_cache_config())
     worker.register_kv_caches(kv_caches())
     assert worker.get_handshake_metadata() is None
@@ -144,21 +160,19 @@ def test_a_copy_describes_nothing_and_reports_each_offer_as_ended(
     assert worker.get_transfer_results(set()).finished_sending == set()
 
 
-def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
+def test_what_a_life_owed_is_reported_after_it(worker: Worker, silent_load: PrepareLoad) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register_kv_caches(kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
-        load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-        commands = [prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]
-        worker.bind_connector_metadata(StepMetadata(commands))
-        worker.unregister_kv_caches()
+    commands = [prepare, PublishOffer(NONCE, P1), silent_load, start_load()]
+    worker.bind_connector_metadata(StepMetadata(commands))
+    worker.unregister_kv_caches()
     worker.restore_kv_caches()
     results = worker.get_transfer_results(set())
     assert results.finished_sending == {P1}
-    assert results.finished_recving == results.failed_recving == {load.request}
+    assert results.finished_recving == results.failed_recving == {D1}
     reports = worker.build_connector_worker_meta().reports  # type: ignore[union-attr]
-    assert reports.loads[load.request].reason == "dropped"
+    assert reports.loads[D1].reason == "dropped"
     assert reports.offers[P1].end is OfferEnd.LOST
     again = worker.get_transfer_results(set())
     assert again.finished_sending == again.finished_recving == set()
@@ -166,6 +180,7 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
 
 def test_memory_that_may_still_be_written_is_not_registered_again(
     worker: Worker,
+    silent_load: PrepareLoad,
     fabric: Fabric,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -173,22 +188,20 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
     """vLLM refuses to sleep; the load is reported when nothing can write any longer."""
     worker.register_kv_caches(kv_caches())
     first = described(worker)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
-        load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-        worker.bind_connector_metadata(StepMetadata([load, start_load(load.request)]))
-        engine = worker._engine
-        assert engine is not None
-        assert engine.loop is not None
-        agents = engine.loop.parts.agents
-        is_read = agents.is_read
-        agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
-        fabric.closes_fail = True
-        words = r"must not free it: .* does not end.*restart"
-        for again in (worker.unregister_kv_caches, worker.restore_kv_caches):
-            with monkeypatch.context() as patch:  # not when the fixture ends the worker
-                patch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
-                with pytest.raises(TransportError, match=words):
-                    again()
+    worker.bind_connector_metadata(StepMetadata([silent_load, start_load()]))
+    engine = worker._engine
+    assert engine is not None
+    assert engine.loop is not None
+    agents = engine.loop.parts.agents
+    is_read = agents.is_read
+    agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
+    fabric.closes_fail = True
+    words = r"must not free it: .* does not end.*restart"
+    for again in (worker.unregister_kv_caches, worker.restore_kv_caches):
+        with monkeypatch.context() as patch:  # not when the fixture ends the worker
+            patch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
+            with pytest.raises(TransportError, match=words):
+                again()
     assert described(worker) == first, "no new life"
     worker.bind_connector_metadata(StepMetadata([start_load(D2)]))
     assert worker.get_transfer_results(set()).failed_recving == {D2}
@@ -196,17 +209,10 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
     worker.shutdown()
     assert "shutdown: a transfer may still write into the KV cache" in caplog.text
     fabric.closes_fail = False
-    wait_until(lambda: load.request in worker.get_transfer_results(set()).failed_recving)
+    wait_until(lambda: D1 in worker.get_transfer_results(set()).failed_recving)
     worker.restore_kv_caches()
     assert described(worker) != first
     assert worker.get_transfer_results(set()).finished_recving == set(), "reported once"
-
-
-def test_an_engine_that_cannot_be_served_does_not_start() -> None:
-    config = vllm_config()
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="decode context parallelism"):
-        Worker(config, kv_cache_config())
 
 
 # --- steps and results
@@ -222,7 +228,7 @@ def test_an_engine_that_cannot_be_served_does_not_start() -> None:
     ],
 )
 def test_a_step_that_computes_nothing_waits_for_a_load(
-    *, computes: bool, pp: int, dp: int, waits: bool
+    silent_load: PrepareLoad, *, computes: bool, pp: int, dp: int, waits: bool
 ) -> None:
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = pp
@@ -238,23 +244,21 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
         worker.bind_connector_metadata(StepMetadata([*commands], computes=computes))
         return worker.get_transfer_results(set()).finished_recving
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
-        try:
-            step()
-            assert not waited, "nothing is loaded"
-            prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-            assert not step(prepare, start_load(D1))
-            for now in (100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
-                assert not step()
-            shares = [1, 3 / 4, 0] if waits else []
-            assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
-            engine._results.append(LoadEnded(D1, 7, None))
-            assert step() == {D1}
-            now, waited[:] = 100.0, []
-            step()
-            assert not waited, "the load has ended"
-        finally:
-            worker.unregister_kv_caches()
+    try:
+        step()
+        assert not waited, "nothing is loaded"
+        assert not step(silent_load, start_load(D1))
+        for now in (100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
+            assert not step()
+        shares = [1, 3 / 4, 0] if waits else []
+        assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
+        report(worker, LoadEnded(D1, 7, None))
+        assert step() == {D1}
+        now, waited[:] = 100.0, []
+        step()
+        assert not waited, "the load has ended"
+    finally:
+        worker.unregister_kv_caches()
 
 
 def test_a_wait_ends_with_a_load(worker: Worker) -> None:
@@ -285,10 +289,9 @@ def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() 
 def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
     """Whether vLLM counts data-parallel engines itself or each is told its place."""
     config = vllm_config({"port": 5600, "rank_port": 5700})
-    ports = []
-    for engine in range(3):
-        parallel = copy.copy(config.parallel_config)
-        parallel.data_parallel_index, parallel.world_size = engine, 4
+    parallel, ports = config.parallel_config, list[int]()
+    parallel.world_size = 4
+    for parallel.data_parallel_index in range(3):
         ports += [rank_port(parse_config(config), parallel, Rank(rank)) for rank in range(4)]
     assert ports == [*range(5700, 5712)]
 

@@ -3,7 +3,9 @@
 import queue
 import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
@@ -36,7 +38,7 @@ from nixl_kv.protocol.messages import (
     decode_to_tool,
     encode,
 )
-from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer
+from nixl_kv.transport.base import FromEndpoint, FromPeer
 from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
 
 HOST = "127.0.0.1"
@@ -98,12 +100,11 @@ def labelled() -> Iterator[Directory]:
 @pytest.mark.parametrize(
     "question",
     [
-        pytest.param(describe(), id="the engine"),
-        pytest.param(describe(ANY_INCARNATION), id="any life of it"),
-        pytest.param(
-            Describe(incarnation=ANY_INCARNATION, engine=EngineId("whatever")), id="whatever it is"
-        ),
+        describe(),
+        describe(ANY_INCARNATION),
+        Describe(incarnation=ANY_INCARNATION, engine=EngineId("whatever")),
     ],
+    ids=["the engine", "any life of it", "whatever it is"],
 )
 def test_an_engine_that_was_asked_for_is_described(
     directory: Directory, question: Describe
@@ -111,22 +112,23 @@ def test_an_engine_that_was_asked_for_is_described(
     assert directory.answers(encode(question)) == [description()]
 
 
+OTHER_ENGINE = (
+    "engine 'prefill' answers here instead of 'other': prefill restarted, or another engine took "
+    "its port"
+)
+FORMER_LIFE = (
+    "engine 'prefill' has restarted, slept or reset its cache since: incarnation "
+    f"{ENGINE_LIFE[:8]} instead of {OTHER_LIFE[:8]}"
+)
+
+
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
-        pytest.param(
-            Describe(incarnation=ENGINE_LIFE, engine=EngineId("other")),
-            "engine 'prefill' answers here instead of 'other': prefill restarted, or another "
-            "engine took its port",
-            id="another engine",
-        ),
-        pytest.param(
-            describe(OTHER_LIFE),
-            "engine 'prefill' has restarted, slept or reset its cache since: incarnation "
-            f"{ENGINE_LIFE[:8]} instead of {OTHER_LIFE[:8]}",
-            id="a former life",
-        ),
+        (Describe(incarnation=ENGINE_LIFE, engine=EngineId("other")), OTHER_ENGINE),
+        (describe(OTHER_LIFE), FORMER_LIFE),
     ],
+    ids=["another engine", "a former life"],
 )
 def test_another_engine_or_life_is_refused_in_words(
     directory: Directory, question: Describe, reason: str
@@ -172,13 +174,6 @@ def test_an_engine_that_is_to_drain_says_what_it_still_awaits(starting: Director
     assert starting.answers(encode(describe())) == [description()]
 
 
-def test_draining_can_be_undone(directory: Directory) -> None:
-    answer = Draining(incarnation=ENGINE_LIFE, num_awaited=0)
-    for payloads in ([drain(undo=True)], [drain(), drain(undo=True)]):
-        assert directory.tell(*payloads) == [answer] * len(payloads)
-        assert not directory.server.is_draining
-
-
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize(
     ("stranger", "is_obeyed"),
@@ -197,12 +192,12 @@ def test_a_stranger_on_another_machine_drains_no_engine(
     is_obeyed: bool,
     undo: bool,
 ) -> None:
-    replies: list[bytes] = []
-    monkeypatch.setattr(directory.control, "reply", lambda _, payload: replies.append(payload))
+    reply = Mock()
+    monkeypatch.setattr(directory.control, "reply", reply)
     directory.server.is_draining = undo
     directory.control.inbox.append(FromPeer(b"r", drain(undo=undo), stranger))
     directory.server.turn(0)
-    (answer,) = map(decode_to_tool, replies)
+    answer = decode_to_tool(reply.call_args.args[1])
     assert isinstance(answer, Draining)
     assert answer.is_refused is not is_obeyed
     assert directory.server.is_draining is (is_obeyed is not undo)
@@ -267,12 +262,11 @@ def test_a_refusal_is_not_refused(directory: Directory) -> None:
 def test_a_description_is_encoded_once_for_all_who_ask(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded: list[object] = []
-    monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded.append)
-    question = encode(describe())
+    question, encoded = encode(describe()), Mock()
+    monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded)
     for _ in range(3):
         assert directory.answers(question) == [description()]
-    assert encoded == []
+    encoded.assert_not_called()
 
 
 # What nobody expects
@@ -280,14 +274,8 @@ def test_a_description_is_encoded_once_for_all_who_ask(
 
 def let_fail(control: MemoryControl, method: str, *errors: Exception) -> None:
     """Its next calls raise these."""
-    call, left = getattr(control, method), list(errors)
-
-    def faulty(*given: Any) -> Any:
-        if left:
-            raise left.pop(0)
-        return call(*given)
-
-    setattr(control, method, faulty)
+    effects = chain(errors, repeat(DEFAULT))
+    setattr(control, method, Mock(wraps=getattr(control, method), side_effect=effects))
 
 
 def test_no_error_ends_the_thread(directory: Directory, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,29 +314,24 @@ def test_an_error_that_recurs_leaves_the_processor_alone(
 
 def test_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are short, and few answers wait for who does not take them."""
-    bounds: list[Bounds] = []
-
-    def listen(*given: Any) -> int:
-        bounds.append(given[-1])
-        return 1
-
+    listen = Mock(return_value=1)
     monkeypatch.setattr(MemoryControl, "listen", listen)
     Directory()
-    assert bounds == [BOUNDS]
+    listen.assert_called_once_with(HOST, 0, BOUNDS)
     assert len(encode(describe())) < BOUNDS.message_bytes <= 4096
     assert BOUNDS.answers <= 8
 
 
 def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:
-    ranks = list(description(2).ranks)
-    model = {"dtype": "bfloat16"}
+    ranks, model = list(description(2).ranks), {"dtype": "bfloat16"}
     one = describe_engine(PREFILL, model, ParallelShape(2, 1), ranks)
-    assert one.incarnation == engine_incarnation(rank.incarnation for rank in ranks)
     assert (one.engine, one.model, one.shape) == (PREFILL, model, ParallelShape(2, 1))
     assert one.ranks == tuple(ranks)
-    ranks[1] = msgspec.structs.replace(ranks[1], incarnation=new_incarnation())
-    other = describe_engine(PREFILL, model, ParallelShape(2, 1), ranks)
-    assert other.incarnation != one.incarnation
+    for changed in (ranks[1], msgspec.structs.replace(ranks[1], incarnation=new_incarnation())):
+        made = describe_engine(PREFILL, model, ParallelShape(2, 1), [ranks[0], changed])
+        lives = (ranks[0].incarnation, changed.incarnation)
+        assert made.incarnation == engine_incarnation(lives)
+        assert (made.incarnation == one.incarnation) is (changed is ranks[1])
 
 
 def status(directory: Directory) -> Status:
@@ -359,8 +342,11 @@ def status(directory: Directory) -> Status:
 
 def test_its_status_tells_whether_it_is_described_and_drains(starting: Directory) -> None:
     server = starting.server
+    server.history.count("ticket_key", detail="another key")
     first = status(starting)
     assert (first.facts["engine"], first.totals) == (None, {"ranks": 0})
+    (failure,) = first.lists["failures"]
+    assert (failure["reason"], failure["num_last_hour"]) == ("ticket_key", 1)
     server.publish(description())
     server.weights, server.count_awaited = "step 8", lambda: 3
     ready = status(starting)
@@ -368,14 +354,7 @@ def test_its_status_tells_whether_it_is_described_and_drains(starting: Directory
     assert ready.totals == {"ranks": len(description().ranks)}
     facts = {"engine": PREFILL, "draining_s": None, "num_awaited": 3, "weights": "step 8"}
     assert ready.facts.items() >= facts.items()
-    starting.tell(encode(Drain(incarnation=ANY_INCARNATION)))
+    starting.tell(drain())
     assert isinstance(status(starting).facts["draining_s"], float)
-    starting.tell(encode(Drain(incarnation=ANY_INCARNATION, undo=True)))
+    starting.tell(drain(undo=True))
     assert status(starting).facts["draining_s"] is None
-
-
-def test_its_status_has_the_schedulers_failures(starting: Directory) -> None:
-    server = starting.server
-    server.history.count("ticket_key", detail="another key")
-    (failure,) = status(starting).lists["failures"]
-    assert (failure["reason"], failure["num_last_hour"]) == ("ticket_key", 1)

@@ -6,11 +6,11 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.reading.paths import ExtraMemory, Feature, allocate
-from nixl_kv.transport.base import SlotPage, Transport
+from nixl_kv.transport.base import SlotPage
 from support.polling import wait_until
 from support.records import description
 from support.stepped import Background, StepControl
@@ -99,15 +99,19 @@ def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "expected"),
-    [(1, MIN_SLOTS), (4 * MIN_SLOTS, 2 * MIN_SLOTS), (4 * MAX_SLOTS, MAX_SLOTS)],
-    ids=["few blocks", "two in an entry", "more than can be described"],
+    ("num_blocks", "per_entry", "expected"),
+    [
+        pytest.param(1, 1, MIN_SLOTS, id="few blocks"),
+        pytest.param(4 * MIN_SLOTS, 2, 2 * MIN_SLOTS, id="two in an entry"),
+        pytest.param(4 * MAX_SLOTS, 2, MAX_SLOTS, id="more than can be described"),
+    ],
 )
-def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int) -> None:
+def test_there_are_as_many_slots_as_offers_can_be(
+    num_blocks: int, per_entry: int, expected: int
+) -> None:
     """Each has at least one entry of a block table for itself."""
-    group = Group(block_size=16, num_blocks=num_blocks, blocks_per_entry=1, regions=())
-    larger = replace(group, blocks_per_entry=2) if num_blocks > 1 else group
-    assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
+    group = Group(16, num_blocks, per_entry, ())
+    assert slots_for(CacheLayout((group,), "DRAM", 0, ())) == expected
 
 
 def test_what_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
@@ -172,9 +176,7 @@ def test_an_engine_that_is_stopped_takes_no_commands(
 
 
 def test_a_start_that_fails_says_why(make: Make) -> None:
-    def refuse() -> Transport:
-        raise TransportError("no such backend")
-
+    refuse = Mock(side_effect=TransportError("no such backend"))
     with pytest.raises(TransportError, match="no such backend"):
         make(make_transport=refuse).start()
 
@@ -193,7 +195,6 @@ class FakeLoop:
         self.errors: list[BaseException] = []
         self.threads: set[threading.Thread] = set()
         self.woken = threading.Event()
-        self.changed = threading.Condition()
 
     def turn(self) -> None:
         self._step("turn")
@@ -210,16 +211,13 @@ class FakeLoop:
         self.steps.append("close")
 
     def _step(self, name: str) -> None:
-        with self.changed:
-            self.threads.add(threading.current_thread())
-            self.steps.append(name)
-            self.changed.notify_all()
+        self.threads.add(threading.current_thread())
+        self.steps.append(name)
         if self.errors:
             raise self.errors.pop(0)
 
     def wait_for(self, *steps: str) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.steps == [*steps], TIMEOUT_S), self.steps
+        wait_until(lambda: self.steps == [*steps])
 
     def start(self, *steps: str) -> TransferEngine:
         """An engine with this loop, when these steps have been made."""
@@ -290,10 +288,9 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
     """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
     monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
     is_gone = threading.Event()
-    close = loop.close
 
     def try_to_close() -> None:
-        close()
+        loop.steps.append("close")
         if not is_gone.is_set():
             raise TransportError("an agent is not gone") if len(loop.steps) > 9 else KeyError("bug")
 
@@ -330,22 +327,16 @@ def test_nobody_wakes_a_loop_that_is_closed(
     assert loop.steps == ["turn", "close"]
 
 
-@pytest.mark.parametrize("is_allowed", [True, False])
+@pytest.mark.parametrize("error", [None, OSError("it may not")], ids=repr)
 def test_it_leaves_the_core_that_its_caller_is_bound_to_if_it_may(
-    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, error: OSError | None
 ) -> None:
     """Threads inherit the caller's cores; it takes those of the process above."""
-    masks: dict[int, set[int]] = {}
-
-    def set_cores(process: int, mask: set[int]) -> None:
-        masks[process] = mask
-        if not is_allowed:
-            raise OSError(f"{process}: {mask}")
-
+    set_cores = Mock(side_effect=error)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process, 1})
     monkeypatch.setattr(os, "sched_setaffinity", set_cores)
     loop.start("turn").stop()
-    assert masks == {0: {os.getppid(), 1}}
+    set_cores.assert_called_once_with(0, {os.getppid(), 1})
 
 
 # Huge pages: a cache in pages of 4 KiB is in pages of 2 MiB afterwards, where the kernel allows it

@@ -84,29 +84,21 @@ def test_requests_are_found_by_a_part_of_their_id() -> None:
 
 def test_the_peers_events_are_told_while_the_request_lives() -> None:
     other = Transition("", "engine 'other' at tcp://10.0.0.2:5600", "", "CONNECTING", "")
-    log = log_of(
-        CONNECTING, prepared("d1"), other, READY, moved("d1", "", "ASKING"), ended("d1"), GONE
-    )
-    assert transitions_of(log.story("d1")) == [
-        prepared("d1"),
-        READY,
-        moved("d1", "", "ASKING"),
-        ended("d1"),
-    ]
+    own = [prepared("d1"), READY, moved("d1", "", "ASKING"), ended("d1")]
+    log = log_of(CONNECTING, own[0], other, *own[1:], GONE)
+    assert transitions_of(log.story("d1")) == own
 
 
 @pytest.mark.parametrize(
     "last",
-    [
-        pytest.param(moved("d1", "GRANTED", "READING"), id="reading"),
-        pytest.param(moved("d1", "READING", "FAILED"), id="one of its reads failed"),
-    ],
+    [moved("d1", "GRANTED", "READING"), moved("d1", "READING", "FAILED")],
+    ids=["reading", "one of its reads failed"],
 )
 def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
     last: Transition,
 ) -> None:
-    log = log_of(prepared("d1"), last, GONE)
-    assert transitions_of(log.story("d1")) == [prepared("d1"), last, GONE]
+    story = [prepared("d1"), last, GONE]
+    assert transitions_of(log_of(*story).story("d1")) == story
 
 
 def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
@@ -133,15 +125,15 @@ def test_a_long_story_is_cut_at_its_begin(limit: int) -> None:
 @pytest.mark.parametrize(
     ("transition", "words"),
     [
-        pytest.param(prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)", id="begin"),
-        pytest.param(READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)", id="peer"),
-        pytest.param(
+        (prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)"),
+        (READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)"),
+        (
             Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
             f"d1 {RANK}: READING -> DONE (ReadDone), 4096 bytes",
-            id="bytes",
         ),
-        pytest.param(Transition("p1", "", "A", "B", ""), "p1: A -> B", id="nothing else"),
+        (Transition("p1", "", "A", "B", ""), "p1: A -> B"),
     ],
+    ids=["begin", "peer", "bytes", "nothing else"],
 )
 def test_a_transition_in_words(transition: Transition, words: str) -> None:
     assert describe(transition) == words

@@ -53,11 +53,7 @@ class OneOffer:
 
 
 WITHDRAW = WithdrawOffer(NONCE)
-COMMANDS = [
-    ("prepare", "publish"),
-    ("prepare", "withdraw"),
-    ("prepare",),
-]
+COMMANDS = [("prepare", "publish"), ("prepare", "withdraw"), ("prepare",)]
 """What the scheduler can say of an offer, in its order."""
 
 
@@ -104,10 +100,9 @@ def test_offers_are_told_apart_by_their_nonce() -> None:
     for nonce in (NONCE, NONCE2):
         outstanding.admit(prepare_offer(nonce=nonce))
     outstanding.admit(publish_offer(NONCE2))
-    assert not outstanding.settle(OfferEnded(NONCE, P1, READ))
-    report = OfferEnded(NONCE2, P1, READ)
-    assert outstanding.settle(report)
-    assert list(results) == [report]
+    ends = [OfferEnded(nonce, P1, READ) for nonce in (NONCE, NONCE2)]
+    assert [outstanding.settle(end) for end in ends] == [False, True]
+    assert list(results) == ends[1:]
 
 
 # --- loads

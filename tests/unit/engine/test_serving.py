@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,9 +19,10 @@ from support.stepped import Background, Clock
 class World:
     """One rank's memory, and the sockets that its agents listen on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, listens: bool = True) -> None:
         self.fabric, self.clock = Fabric(), Clock()
         self.counts = Counts()
+        self.listens = listens
         self.slots = SlotPage(4)
         self.background = Background()
         self.sockets: list[socket.socket] = []
@@ -37,7 +39,8 @@ class World:
         if self.failure is not None:
             raise self.failure
         transport = MemoryTransport(self.fabric)
-        self.sockets.append(socket.create_server(("127.0.0.1", 0)))
+        if self.listens:
+            self.sockets.append(socket.create_server(("127.0.0.1", 0)))
         return transport
 
     def turns(self, seconds: float = 0.0) -> int:
@@ -71,19 +74,10 @@ def test_once_a_minute_it_serves_for_a_moment(world: World) -> None:
 
 
 def test_without_a_listening_socket_there_is_nothing_to_check() -> None:
-    fabric, clock = Fabric(), Clock()
-    counts = Counts()
-    serving = Serving(
-        lambda: MemoryTransport(fabric),
-        lambda _: None,
-        background=Background(),
-        counts=counts,
-        clock=clock,
-    )
-    clock.now += IDLE_CHECK_S
-    assert not serving.poll()
-    assert serving.next_due is None
-    serving.close()
+    world = World(listens=False)
+    assert world.turns(IDLE_CHECK_S) == 0
+    assert world.serving.next_due is None
+    world.serving.close()
 
 
 def test_a_lost_listening_socket_is_noticed_within_a_second_of_service(
@@ -111,12 +105,9 @@ def test_without_descriptors_it_tries_again_until_there_are_some(
 ) -> None:
     """An error that left `poll` would end all loads of the rank, many times a second."""
     world.sockets.pop(0).close()
-
-    def refuse() -> dict[int, int]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    error = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as starved:
-        starved.setattr(descriptors, "listening_sockets", refuse)
+        starved.setattr(descriptors, "listening_sockets", Mock(side_effect=error))
         for _ in range(3):
             assert world.turns(IDLE_CHECK_S) == 0
     world.failure = TransportError("too many open files")

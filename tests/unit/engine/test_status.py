@@ -30,13 +30,8 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     rank = make_world(roles=(roles, roles)).prefill
     answer = status(rank)
     assert answer.incarnation == rank.parts.description.incarnation
-    assert answer.facts == {
-        "engine": "prefill",
-        "rank": 0,
-        "roles": roles,
-        "uptime_s": 10,
-        "events_since": None,
-    }
+    facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10, "events_since": None}
+    assert answer.facts == facts
     assert set(answer.totals.values()) == {0}
     names = ("failures", "circuits", "peers", "links", "offers", "loads", "story")
     assert answer.lists == {name: [] for name in names}
@@ -60,13 +55,19 @@ def test_offers_say_what_they_wait_for(world: World) -> None:
     assert of["p1"]["num_tokens"] == 11
 
 
-def test_a_load_says_what_it_waits_for(world: World) -> None:
+def test_a_load_its_peer_and_its_link_say_what_they_wait_for(world: World) -> None:
     granted(world)
-    (load,) = status(world.decode).lists["loads"]
-    peer = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
-    assert (load["request"], load["peer"], load["reads"]) == ("d1", peer, [[0, "GRANTED"]])
+    answer = status(world.decode)
+    (load,), (peer,), (link,) = (answer.lists[name] for name in ("loads", "peers", "links"))
+    engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
+    assert (load["request"], load["peer"], load["reads"]) == ("d1", engine, [[0, "GRANTED"]])
     assert load["waits_for"] == "local blocks"
     assert load["late_in_s"] is None  # it may queue for as long as it likes
+    assert (peer["engine"], peer["state"], peer["detail"]) == ("prefill", "READY", "")
+    assert peer["incarnation"] == short(world.prefill.description.incarnation)
+    assert link["endpoint"] == world.prefill.parts.description.endpoint
+    assert (link["sent"], link["received"]) == (1, 1)
+    assert link["idle_s"] >= 0
     world.fabric.reads_hang = True
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run(1)
@@ -77,17 +78,6 @@ def test_a_load_says_what_it_waits_for(world: World) -> None:
     ones = dict.fromkeys(("peers", "links", "loads", "reads"), 1)
     zeros = dict.fromkeys(("circuits", "offers", "digests", "packs"), 0)
     assert answer.totals == {**ones, **zeros, "events": len(world.decode.parts.event_log)}
-
-
-def test_peers_and_links_are_listed(world: World) -> None:
-    granted(world)
-    answer = status(world.decode)
-    (peer,), (link,) = answer.lists["peers"], answer.lists["links"]
-    assert (peer["engine"], peer["state"], peer["detail"]) == ("prefill", "READY", "")
-    assert peer["incarnation"] == short(world.prefill.description.incarnation)
-    assert link["endpoint"] == world.prefill.parts.description.endpoint
-    assert (link["sent"], link["received"]) == (1, 1)
-    assert link["idle_s"] >= 0
 
 
 def test_lists_are_bounded_and_totals_are_not(world: World) -> None:
@@ -110,17 +100,13 @@ def test_the_story_of_an_offer_names_its_readers(world: World) -> None:
     assert {event["peer"] for event in story} >= {"engine 'decode', rank 0", "engine 'decode'"}
 
 
-def unreachable(world: World, number: int) -> None:
-    """A load from an engine whose directory is gone."""
-    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
-    world.decode.start_load(number, OTHER_TABLE, 11)
-    world.run()
-
-
 def test_failures_and_circuits_outlive_the_peer(world: World) -> None:
+    """Loads from an engine whose directory is gone."""
     world.prefill.directory.stop()
     for number in (1, 2):
-        unreachable(world, number)
+        world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
+        world.decode.start_load(number, OTHER_TABLE, 11)
+        world.run()
         world.clock.now += 2.5  # the peer is forgotten
         world.run()
     answer = status(world.decode)
@@ -129,13 +115,10 @@ def test_failures_and_circuits_outlive_the_peer(world: World) -> None:
     assert circuit.pop("next_probe_in_s") is None or circuit["state"] == "OPEN"
     assert (circuit["engine"], circuit["endpoint"]) == ("prefill", endpoint)
     assert circuit["num_failures"] >= 2
-    failures = {
-        (each["peer"], each["reason"], each["detail"]): each["num_last_hour"]
-        for each in answer.lists["failures"]
-    }
-    assert failures == {
-        (endpoint, "lost", "cannot connect"): 2,
-        (f"prefill at {endpoint}", "unreachable", f"{endpoint}: cannot connect"): 2,
+    names = ("peer", "reason", "detail", "num_last_hour")
+    assert {tuple(each[name] for name in names) for each in answer.lists["failures"]} == {
+        (endpoint, "lost", "cannot connect", 2),
+        (f"prefill at {endpoint}", "unreachable", f"{endpoint}: cannot connect", 2),
     }
 
 

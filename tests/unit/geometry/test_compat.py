@@ -22,8 +22,12 @@ def region(layer: str = "a", **changes: Any) -> Region:
     return replace(Region(layer, 4096, 1024, 256, 16, 0, 4, (Part(0, 8), Part(8, 8))), **changes)
 
 
+def both(**changes: Any) -> tuple[Region, Region]:
+    return region("a", **changes), region("b", **changes)
+
+
 def group(*regions: Region, **changes: Any) -> Group:
-    return replace(Group(16, 10, 1, regions or (region("a"), region("b"))), **changes)
+    return replace(Group(16, 10, 1, regions or both()), **changes)
 
 
 def cache(*groups: Group, **changes: Any) -> CacheLayout:
@@ -31,26 +35,10 @@ def cache(*groups: Group, **changes: Any) -> CacheLayout:
 
 
 @pytest.mark.parametrize("mismatches", [model_mismatches, extra_mismatches])
-@pytest.mark.parametrize(
-    ("local", "remote", "expected"),
-    [
-        pytest.param({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, [], id="equal"),
-        pytest.param({"a": "1"}, {"a": "2"}, ["a is '1' here and '2' there"], id="other value"),
-        pytest.param(
-            {"z": "1", "b": "2", "c": "3"},
-            {"z": "0", "c": "3"},
-            ["b is '2' here and None there", "z is '1' here and '0' there"],
-            id="all of them, by name",
-        ),
-    ],
-)
-def test_facts_are_compared_by_name(
-    mismatches: Callable[..., list[Mismatch]],
-    local: dict[str, str],
-    remote: dict[str, str],
-    expected: list[str],
-) -> None:
-    assert list(map(str, mismatches(local, remote))) == expected
+def test_facts_are_compared_by_name(mismatches: Callable[..., list[Mismatch]]) -> None:
+    assert mismatches({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == []
+    found = mismatches({"z": "1", "b": "2", "c": "3"}, {"z": "0", "c": "3"})
+    assert list(map(str, found)) == ["b is '2' here and None there", "z is '1' here and '0' there"]
 
 
 def test_what_only_the_remote_engine_has_besides_its_model_does_not_matter() -> None:
@@ -66,10 +54,7 @@ def tp(count: int, **changes: Any) -> list[CacheLayout]:
     """Four heads of two layers, divided among so many ranks, or copied."""
     num_heads = max(1, 4 // count)
     firsts = [rank * 4 // count for rank in range(count)]
-    return [
-        cache(group(*(region(n, first_head=f, num_heads=num_heads) for n in "ab"), **changes))
-        for f in firsts
-    ]
+    return [cache(group(*both(first_head=f, num_heads=num_heads), **changes)) for f in firsts]
 
 
 def pp(*stages: str) -> list[CacheLayout]:
@@ -84,7 +69,7 @@ def pp(*stages: str) -> list[CacheLayout]:
         pytest.param(pp("b", "", "a"), id="PP 3, a stage without layers"),
         pytest.param(ranks(cache(), cache()), id="all heads on both of two ranks"),
         pytest.param(
-            ranks(cache(), cache(group(*(region(n, first_head=1, num_heads=2) for n in "ab")))),
+            ranks(cache(), cache(group(*both(first_head=1, num_heads=2)))),
             id="some heads once more",
         ),
     ],
@@ -94,75 +79,57 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
     assert layout_mismatches(remote, ranks(cache())) == []
 
 
-@pytest.mark.parametrize(
-    ("remote", "expected"),
-    [
-        pytest.param(
-            ranks(cache(group(*(region(n, element="int8") for n in "ab")))),
-            [Mismatch("KV cache dtype of a and 1 more", "uint8", "int8")],
-            id="dtype",
-        ),
-        pytest.param(
-            [*tp(2)[:1], cache(group(*(region(n, element="int8", first_head=2) for n in "ab")))],
-            [
-                Mismatch("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
-                Mismatch("number of KV heads of a and 1 more", 4, 6),
-            ],
-            id="dtypes of several ranks",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", scales=("k 1, v 1",))))),
-            [Mismatch("KV scales of b", "none (heads 0 to 3)", "k 1, v 1 (heads 0 to 3)")],
-            id="scales on one side",
-        ),
-        pytest.param(
-            pp("a"), [Mismatch("layer that one side lacks", "b", "nothing")], id="fewer layers"
-        ),
-        pytest.param(
-            pp("ab", "b"),
-            [Mismatch("layer that several pipeline stages have", "nothing", "b")],
-            id="two layers of one name",
-        ),
-        pytest.param(
-            ranks(cache(group(*(region(n, num_heads=8) for n in "ab")))),
-            [Mismatch("number of KV heads of a and 1 more", 4, 8)],
-            id="more heads",
-        ),
-        pytest.param(
-            tp(4)[::3],
-            [Mismatch("number of KV heads of a and 1 more", 4, ((0, 1), (3, 4)))],
-            id="ranks missing in the middle",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", parts=(Part(0, 8), Part(8, 4)))))),
-            [Mismatch("bytes per head of b", (8, 8), (8, 4))],
-            id="other content",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a"), region("b", parts=(Part(0, 2, 3, 9), Part(9, 8)))))),
-            [Mismatch("bytes per head of b", (8, 8), (6, 8))],
-            id="fewer pieces of K",
-        ),
-        pytest.param(
-            ranks(cache(group(block_size=1021))),
-            [Mismatch("block size (makes more than 512 token segments) of a and 1 more", 16, 1021)],
-            id="block sizes that have no divisor in common",
-        ),
-        pytest.param(
-            ranks(cache(group(region("a", num_heads=2, parts=(Part(0, 4), Part(4, 4))))), *pp("c")),
-            [
-                Mismatch("layer that one side lacks", "b", "c"),
-                Mismatch("bytes per head of a", (8, 8), (4, 4)),
-                Mismatch("number of KV heads of a", 4, 2),
-            ],
-            id="several at once",
-        ),
-    ],
-)
+DIFFERENCES: dict[str, tuple[list[CacheLayout], tuple[str, object, object]]] = {
+    "dtype": (
+        ranks(cache(group(*both(element="int8")))),
+        ("KV cache dtype of a and 1 more", "uint8", "int8"),
+    ),
+    "dtypes of several ranks": (
+        [*tp(2)[:1], cache(group(*both(element="int8", first_head=2, num_heads=2)))],
+        ("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
+    ),
+    "scales on one side": (
+        ranks(cache(group(region("a"), region("b", scales=("k 1, v 1",))))),
+        ("KV scales of b", "none (heads 0 to 3)", "k 1, v 1 (heads 0 to 3)"),
+    ),
+    "fewer layers": (pp("a"), ("layer that one side lacks", "b", "nothing")),
+    "two layers of one name": (
+        pp("ab", "b"),
+        ("layer that several pipeline stages have", "nothing", "b"),
+    ),
+    "more heads": (
+        ranks(cache(group(*both(num_heads=6)))),
+        ("number of KV heads of a and 1 more", 4, 6),
+    ),
+    "ranks missing in the middle": (
+        tp(4)[::3],
+        ("number of KV heads of a and 1 more", 4, ((0, 1), (3, 4))),
+    ),
+    "other content": (
+        ranks(cache(group(region("a"), region("b", parts=(Part(0, 2, 3, 9), Part(9, 8)))))),
+        ("bytes per head of b", (8, 8), (6, 8)),
+    ),
+    "block sizes that have no divisor in common": (
+        ranks(cache(group(block_size=1021))),
+        ("block size (makes more than 512 token segments) of a and 1 more", 16, 1021),
+    ),
+}
+
+
+@pytest.mark.parametrize(("remote", "expected"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_every_other_difference_is_a_mismatch(
-    remote: list[CacheLayout], expected: list[Mismatch]
+    remote: list[CacheLayout], expected: tuple[str, object, object]
 ) -> None:
-    assert layout_mismatches(ranks(cache()), remote) == expected
+    assert layout_mismatches(ranks(cache()), remote) == [Mismatch(*expected)]
+
+
+def test_several_differences_are_several_mismatches() -> None:
+    fewer = group(region("a", num_heads=2, parts=(Part(0, 4), Part(4, 4))))
+    assert layout_mismatches(ranks(cache()), ranks(cache(fewer), *pp("c"))) == [
+        Mismatch("layer that one side lacks", "b", "c"),
+        Mismatch("bytes per head of a", (8, 8), (4, 4)),
+        Mismatch("number of KV heads of a", 4, 2),
+    ]
 
 
 def test_layers_that_only_the_remote_engine_has_are_not_read() -> None:
@@ -218,81 +185,57 @@ def test_scales_are_compared_head_by_head(
         assert found == ([Mismatch("KV scales of a", *pair)] if pair else [])
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "expected"),
-    [
-        pytest.param(0, 0, [], id="no window on either side"),
-        pytest.param(64, 64, [], id="equal"),
-        pytest.param(32, 64, [], id="a shorter one on decode"),
-        pytest.param(64, 0, [], id="none on prefill, which keeps all"),
-        pytest.param(64, 32, [(64, 32)], id="a longer one on decode"),
-        pytest.param(0, 32, [(None, 32)], id="none on decode"),
-    ],
-)
-def test_prefill_s_window_must_keep_all_that_decode_s_window_needs(
-    here: int, there: int, expected: list[tuple[int | None, int]]
-) -> None:
-    sides = [ranks(cache(group(window=window))) for window in (here, there)]
-    assert layout_mismatches(*sides) == [
-        Mismatch("sliding window of a and 1 more", *pair) for pair in expected
-    ]
+WINDOW = "sliding window of a and 1 more"
+EDGE = "block size (for a sliding window it must divide 256 or prefill's) of a and 1 more"
+SEGMENTS = "block size (makes more than 512 token segments) of a and 1 more"
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "fits"),
-    [
-        pytest.param({"block_size": 64}, {"block_size": 16}, True, id="a divisor of 256"),
-        pytest.param({"block_size": 48}, {"block_size": 16}, False, id="48 to 16"),
-        pytest.param({"block_size": 48}, {"block_size": 48}, True, id="equal"),
-        pytest.param({"block_size": 48}, {"block_size": 96}, True, id="a divisor of prefill's"),
-        pytest.param(
-            {"block_size": 16, "blocks_per_entry": 3}, {"block_size": 16}, False, id="entries of 48"
-        ),
-        pytest.param(
-            {"block_size": 48},
-            {"block_size": 16, "blocks_per_entry": 3},
-            True,
-            id="to entries of 48",
-        ),
-    ],
-)
-def test_with_a_window_decode_s_block_size_divides_256_or_prefill_s(
-    here: dict[str, int], there: dict[str, int], *, fits: bool
+def windowed(block_size: int, blocks_per_entry: int = 1) -> dict[str, int]:
+    return {"window": 64, "block_size": block_size, "blocks_per_entry": blocks_per_entry}
+
+
+def blocks(block_size: int) -> dict[str, int]:
+    return {"block_size": block_size}
+
+
+GROUPS: dict[str, tuple[dict[str, int], dict[str, int], tuple[str, object, object] | None]] = {
+    "equal windows": ({"window": 64}, {"window": 64}, None),
+    "a shorter window on decode": ({"window": 32}, {"window": 64}, None),
+    "no window on prefill, which keeps all": ({"window": 64}, {}, None),
+    "a longer window on decode": ({"window": 64}, {"window": 32}, (WINDOW, 64, 32)),
+    "no window on decode": ({}, {"window": 32}, (WINDOW, None, 32)),
+    "with a window, a divisor of 256": (windowed(64), windowed(16), None),
+    "with a window, 48 to 16": (windowed(48), windowed(16), (EDGE, 48, 16)),
+    "with a window, a divisor of prefill's": (windowed(48), windowed(96), None),
+    "with a window, entries of 48": (windowed(16, 3), windowed(16), (EDGE, 48, 16)),
+    "with a window, to entries of 48": (windowed(48), windowed(16, 3), None),
+    "without a window, 48 to 16": (blocks(48), blocks(16), None),
+    "512 segments, neither size divides": (blocks(256), blocks(257), None),
+    "513 segments, neither size divides": (blocks(255), blocks(259), (SEGMENTS, 255, 259)),
+    "512 segments in each block": (blocks(16), blocks(16 * 512), None),
+    "513 segments in each block": (blocks(16), blocks(16 * 513), (SEGMENTS, 16, 16 * 513)),
+}
+
+
+@pytest.mark.parametrize(("here", "there", "expected"), GROUPS.values(), ids=GROUPS)
+def test_which_windows_and_block_sizes_fit(
+    here: dict[str, int], there: dict[str, int], expected: tuple[str, object, object] | None
 ) -> None:
     """Prefill keeps a window from a multiple of 256 tokens on; decode needs whole blocks of it."""
-    sides = [ranks(cache(group(window=64, **sizes))) for sizes in (here, there)]
-    field = "block size (for a sliding window it must divide 256 or prefill's) of a and 1 more"
-    assert [m.field for m in layout_mismatches(*sides)] == ([] if fits else [field])
-    without_window = [ranks(cache(group(**sizes))) for sizes in (here, there)]
-    assert layout_mismatches(*without_window) == []
+    sides = [ranks(cache(group(**changes))) for changes in (here, there)]
+    assert layout_mismatches(*sides) == ([Mismatch(*expected)] if expected else [])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fits"),
-    [
-        pytest.param((256, 257), True, id="512 segments, neither size divides"),
-        pytest.param((255, 259), False, id="513 segments, neither size divides"),
-        pytest.param((16, 16 * 512), True, id="512 segments in each block"),
-        pytest.param((16, 16 * 513), False, id="513 segments in each block"),
-    ],
+    ("region_changes", "changes"),
+    [({"parts": (Part(0, 8),)}, {}), ({}, {"block_size": 1021}), ({}, {"window": 8})],
+    ids=["parts", "blocks", "window"],
 )
-def test_block_sizes_may_make_512_token_segments(sizes: tuple[int, int], *, fits: bool) -> None:
-    sides = [ranks(cache(group(block_size=size))) for size in sizes]
-    assert (layout_mismatches(*sides) == []) == fits == (layout_mismatches(*sides[::-1]) == [])
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        pytest.param(
-            group(region("a", first_head=2, num_heads=2, parts=(Part(0, 8),))), id="parts"
-        ),
-        pytest.param(group(region("a", first_head=2, num_heads=2), block_size=1021), id="blocks"),
-        pytest.param(group(region("a", first_head=2, num_heads=2), window=8), id="window"),
-    ],
-)
-def test_a_mismatch_of_a_single_rank_is_found(second: Group) -> None:
+def test_a_mismatch_of_a_single_rank_is_found(
+    region_changes: dict[str, Any], changes: dict[str, Any]
+) -> None:
     """A peer's ranks may differ among themselves."""
+    second = group(region("a", first_head=2, num_heads=2, **region_changes), **changes)
     remote = ranks(cache(group(region("a", num_heads=2))), cache(second))
     assert layout_mismatches(ranks(cache(group(region("a")))), remote) != []
 
@@ -309,32 +252,18 @@ def test_tokens_may_be_divided_in_different_ways(here: int, there: int) -> None:
     assert layout_mismatches(*(striped(n, 16 if n > 1 else 1) for n in (here, there))) == []
 
 
-SECOND_OF_2 = "tokens 16 to 31 of every 32"
-
-
 @pytest.mark.parametrize(
-    ("remote", "words"),
+    ("first", "words"),
     [
-        pytest.param(striped(2)[1:], SECOND_OF_2, id="a rank is missing"),
-        pytest.param(
-            [striped(4)[0], *striped(2)[1:]],
-            f"tokens 0 to 15 of every 64, {SECOND_OF_2}",
-            id="by 4 and by 2",
-        ),
-        pytest.param(
-            [striped(2, 8)[0], *striped(2)[1:]],
-            f"tokens 0 to 7 of every 16, {SECOND_OF_2}",
-            id="by other widths",
-        ),
-        pytest.param(
-            [cache(), *striped(2)[1:]],
-            f"tokens 0 to 0 of every 1, {SECOND_OF_2}",
-            id="all and some",
-        ),
+        pytest.param([], "", id="a rank is missing"),
+        pytest.param(striped(4)[:1], "tokens 0 to 15 of every 64, ", id="by 4 and by 2"),
+        pytest.param(striped(2, 8)[:1], "tokens 0 to 7 of every 16, ", id="by other widths"),
+        pytest.param([cache()], "tokens 0 to 0 of every 1, ", id="all and some"),
     ],
 )
-def test_tokens_that_no_rank_has_are_found(remote: list[CacheLayout], words: str) -> None:
+def test_tokens_that_no_rank_has_are_found(first: list[CacheLayout], words: str) -> None:
     """They would be read by nobody."""
+    remote, words = [*first, *striped(2)[1:]], f"{words}tokens 16 to 31 of every 32"
     field = "tokens that ranks hold of a and 1 more"
     assert layout_mismatches(ranks(cache()), remote) == [Mismatch(field, "complete", words)]
     assert layout_mismatches(remote, ranks(cache())) == [Mismatch(field, words, "complete")]
@@ -348,16 +277,11 @@ def test_each_stripe_of_tokens_has_all_heads() -> None:
     assert layout_mismatches(ranks(cache(group(region("a")))), remote) == expected
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fits"),
-    [
-        pytest.param((4096, 4096), True, id="a segment for each token of 4096"),
-        pytest.param((4097, 4097), False, id="4097"),
-    ],
-)
-def test_divided_tokens_may_make_4096_segments(sizes: tuple[int, int], *, fits: bool) -> None:
-    local = ranks(cache(group(block_size=sizes[0])))
-    mismatches = layout_mismatches(local, striped(2, 1, block_size=sizes[1]))
+@pytest.mark.parametrize(("size", "fits"), [(4096, True), (4097, False)])
+def test_divided_tokens_may_make_4096_segments(size: int, *, fits: bool) -> None:
+    mismatches = layout_mismatches(
+        ranks(cache(group(block_size=size))), striped(2, 1, block_size=size)
+    )
     field = "block size or interleave (makes more than 4096 token segments) of a and 1 more"
     there = "4097, of tokens 0 to 0 of every 2"
     assert mismatches == ([] if fits else [Mismatch(field, 4097, there)])
@@ -379,11 +303,11 @@ def test_a_layer_is_compared_by_the_window_of_its_own_group() -> None:
 
 def test_mismatches_of_a_layer_always_come_in_the_same_order() -> None:
     """The one that explains most comes first."""
+    parts = Part(0, 4), Part(4, 4)
     for first, second in [(f"layer.{n}", f"layer.{n + 1}") for n in range(0, 80, 2)]:
         local = ranks(cache(group(region(first), region(second))))
-        fewer = region(first, num_heads=2, parts=(Part(0, 4), Part(4, 4)))
-        remote = ranks(cache(group(fewer, region(second, num_heads=2))))
-        assert [mismatch.field for mismatch in layout_mismatches(local, remote)] == [
+        fewer = group(region(first, num_heads=2, parts=parts), region(second, num_heads=2))
+        assert [each.field for each in layout_mismatches(local, ranks(cache(fewer)))] == [
             f"bytes per head of {first}",
             f"number of KV heads of {first} and 1 more",
         ]

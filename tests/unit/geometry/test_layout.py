@@ -1,16 +1,38 @@
-"""The records of a layout: they check their own numbers, because they also come from peers."""
+"""The records of a layout, and its arithmetic on tokens and block ids.
+
+The records check their own numbers, because they also come from peers.
+"""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe, extent
+from nixl_kv.geometry.layout import (
+    ABSENT,
+    BlockIds,
+    CacheLayout,
+    Group,
+    Part,
+    Region,
+    Span,
+    Stripe,
+    Table,
+    block_ids,
+    entries,
+    extent,
+    num_token_segments,
+    token_segments,
+)
+from support.records import written_out
 
 properties = settings(deadline=None, database=None, derandomize=True)
 
@@ -32,62 +54,56 @@ RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "good", "bad", "name"),
+    ("record", "field", "low", "high", "name"),
     [
-        pytest.param(*row, id=f"{row[0]} {row[1]}")
-        for row in [
-            ("part", "offset", (0, 2**63 - 1), (-1, 2**63), "part offset"),
-            ("part", "length", (1, 2**31 - 1), (-1, 0, 2**31), "part length"),
-            ("part", "count", (1, 65535), (-1, 0, 65536), "part count"),
-            ("part", "stride", (0, 2**63 - 1), (-1, 2**63), "part stride"),
-            ("part", "token_stride", (0, 2**63 - 1), (-1, 2**63), "part token_stride"),
-            ("region", "base", (1, 2**63 - 1), (-1, 0, 2**63), "base"),
-            ("region", "block_stride", (1, 2**63 - 1), (-1, 0, 2**63), "block_stride"),
-            ("region", "head_stride", (1, 2**63 - 1), (-1, 0, 2**63), "head_stride"),
-            ("region", "token_stride", (1, 2**63 - 1), (-1, 0, 2**63), "token_stride"),
-            ("region", "first_head", (0, 65535), (-1, 65536), "first_head"),
-            ("region", "num_heads", (1, 65535), (-1, 0, 65536), "num_heads"),
-            ("group", "block_size", (1, 2**20 - 1), (-1, 0, 2**20), "block_size"),
-            ("group", "num_blocks", (1, 2**31 - 1), (-1, 0, 2**31), "num_blocks"),
-            ("group", "blocks_per_entry", (1, 65535), (-1, 0, 65536), "blocks_per_entry"),
-            ("group", "window", (0, 2**31 - 1), (-1, 2**31), "window"),
-            ("span", "address", (1, 2**63 - 1), (-1, 0, 2**63), "span address"),
-            ("span", "length", (1, 2**63 - 1), (-1, 0, 2**63), "span length"),
-            ("cache", "device", (0, 1023), (-1, 1024), "device"),
-        ]
+        ("part", "offset", 0, 2**63 - 1, "part offset"),
+        ("part", "length", 1, 2**31 - 1, "part length"),
+        ("part", "count", 1, 65535, "part count"),
+        ("part", "stride", 0, 2**63 - 1, "part stride"),
+        ("part", "token_stride", 0, 2**63 - 1, "part token_stride"),
+        ("region", "base", 1, 2**63 - 1, "base"),
+        ("region", "block_stride", 1, 2**63 - 1, "block_stride"),
+        ("region", "head_stride", 1, 2**63 - 1, "head_stride"),
+        ("region", "token_stride", 1, 2**63 - 1, "token_stride"),
+        ("region", "first_head", 0, 65535, "first_head"),
+        ("region", "num_heads", 1, 65535, "num_heads"),
+        ("group", "block_size", 1, 2**20 - 1, "block_size"),
+        ("group", "num_blocks", 1, 2**31 - 1, "num_blocks"),
+        ("group", "blocks_per_entry", 1, 65535, "blocks_per_entry"),
+        ("group", "window", 0, 2**31 - 1, "window"),
+        ("span", "address", 1, 2**63 - 1, "span address"),
+        ("span", "length", 1, 2**63 - 1, "span length"),
+        ("cache", "device", 0, 1023, "device"),
     ],
 )
 def test_each_number_has_bounds_that_its_error_names(
-    record: str, field: str, good: tuple[int, ...], bad: tuple[int, ...], name: str
+    record: str, field: str, low: int, high: int, name: str
 ) -> None:
     valid: Any = RECORDS[record]
-    low, high = good[0], good[-1]
-    for value in good:
+    for value in (low, high):
         assert getattr(replace(valid, **{field: value}), field) == value
-    for value in bad:
+    for value in (low - 1, high + 1):
         with pytest.raises(ValueError, match=f"^{name} is {value}; allowed: {low} to {high}$"):
             replace(valid, **{field: value})
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "item", "allowed", "name"),
+    ("record", "field", "item", "low", "high"),
     [
-        pytest.param("region", "parts", PARTS[0], (1, 8), "number of parts", id="parts"),
-        pytest.param("group", "regions", REGION, (0, 2**14 - 1), "number of regions", id="regions"),
-        pytest.param(
-            "cache", "groups", Group(16, 10, 1, ()), (1, 64), "number of groups", id="groups"
-        ),
+        ("region", "parts", PARTS[0], 1, 8),
+        ("group", "regions", REGION, 0, 2**14 - 1),
+        ("cache", "groups", Group(16, 10, 1, ()), 1, 64),
     ],
 )
 def test_the_length_of_each_tuple_has_bounds(
-    record: str, field: str, item: object, allowed: tuple[int, int], name: str
+    record: str, field: str, item: object, low: int, high: int
 ) -> None:
     valid: Any = RECORDS[record]
-    for count in allowed:
+    for count in (low, high):
         assert len(getattr(replace(valid, **{field: (item,) * count}), field)) == count
-    low, high = allowed
     for count in {max(0, low - 1), high + 1} - {low}:
-        with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: {low} to {high}$"):
+        message = f"^number of {field} is {count}; allowed: {low} to {high}$"
+        with pytest.raises(ValueError, match=message):
             replace(valid, **{field: (item,) * count})
 
 
@@ -127,16 +143,20 @@ def test_a_layer_is_once_in_a_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_entry", "tokens", "num_entries"),
+    ("per_entry", "stripe", "slots", "tokens", "num_entries"),
     [
-        (1, 16, 10),
-        (4, 64, 2),  # two blocks are left over
-        (11, 176, 0),
+        (1, Stripe(), 16, 16, 10),
+        (4, Stripe(), 64, 64, 2),  # two blocks are left over
+        (11, Stripe(), 176, 176, 0),
+        (2, Stripe(4, 1, 8), 32, 128, 5),  # an entry has the tokens of all stripes
     ],
 )
-def test_entries_consist_of_whole_blocks(per_entry: int, tokens: int, num_entries: int) -> None:
-    group = replace(GROUP, blocks_per_entry=per_entry)
-    assert (group.entry_size, group.num_entries) == (tokens, num_entries)
+def test_entries_consist_of_whole_blocks(
+    per_entry: int, stripe: Stripe, slots: int, tokens: int, num_entries: int
+) -> None:
+    group = replace(GROUP, blocks_per_entry=per_entry, stripe=stripe)
+    assert (group.slots_per_entry, group.entry_size) == (slots, tokens)
+    assert group.num_entries == num_entries
 
 
 # --- stripes of tokens
@@ -205,50 +225,28 @@ def test_stripes_fill_entries_and_have_no_window(
         replace(GROUP, stripe=Stripe(*stripe), window=window)
 
 
-def test_an_entry_has_the_tokens_of_all_stripes() -> None:
-    group = replace(GROUP, blocks_per_entry=2, stripe=Stripe(4, 1, 8))
-    assert (group.slots_per_entry, group.entry_size) == (32, 128)
-
-
-def test_a_stage_may_have_no_layer_of_a_group() -> None:
-    """It has the group nevertheless: all ranks of an engine number block tables in the same way."""
-    empty = replace(GROUP, regions=())
-    assert replace(LAYOUT, groups=(empty, GROUP)).groups[0].entry_size == 16
-    assert replace(LAYOUT, groups=(empty,), spans=()).spans == ()
+FEW_BYTES = Part(0, 2, count=64, stride=32, token_stride=2)
 
 
 @pytest.mark.parametrize(
-    ("region", "group", "expected"),
+    ("parts", "last"),
     [
-        pytest.param(REGION, GROUP, EXTENT, id="K then V"),
+        pytest.param(PARTS, 15 * 384 + 384, id="K then V"),
         pytest.param(
-            replace(REGION, parts=(Part(0, 300), Part(1000, 8))),
-            GROUP,
-            EXTENT - 384 + 1008,
-            id="the longest part is not the last",
+            (Part(0, 300), Part(1000, 8)), 15 * 384 + 1008, id="the longest part is not the last"
         ),
         pytest.param(
-            replace(REGION, parts=(Part(0, 2, count=64, stride=32, token_stride=2), Part(9, 7))),
-            GROUP,
-            EXTENT - 384 + 16,
-            id="each part with its own token stride: the second ends last",
+            (FEW_BYTES, Part(9, 7)), 15 * 384 + 16, id="each part with its own token stride"
         ),
         pytest.param(
-            replace(REGION, parts=(Part(8000, 2, count=64, stride=32, token_stride=2),)),
-            GROUP,
-            9 * 50_000 + 7 * 6144 + 8000 + 63 * 32 + 15 * 2 + 2,
-            id="content in pieces",
-        ),
-        pytest.param(
-            replace(REGION, num_heads=1),
-            replace(GROUP, num_blocks=1, block_size=1),
-            384,
-            id="one block, one head, one token: strides do not count",
+            (replace(FEW_BYTES, offset=8000),), 8000 + 63 * 32 + 15 * 2 + 2, id="content in pieces"
         ),
     ],
 )
-def test_extent_ends_with_the_last_element(region: Region, group: Group, expected: int) -> None:
-    assert extent(region, group) == expected
+def test_extent_ends_with_the_last_element(parts: tuple[Part, ...], last: int) -> None:
+    assert extent(replace(REGION, parts=parts), GROUP) == 9 * 50_000 + 7 * 6144 + last
+    one = replace(GROUP, num_blocks=1)
+    assert extent(replace(REGION, parts=parts, num_heads=1), one) == last
 
 
 @pytest.mark.parametrize(
@@ -269,9 +267,10 @@ def test_a_region_is_inside_one_span(spans: tuple[Span, ...], *, fits: bool) -> 
 
 
 def test_too_many_regions_times_spans_are_refused() -> None:
-    """A peer's numbers must not cost this side seconds."""
+    """A peer's numbers must not cost this side seconds; a stage may have no layer of a group."""
     with pytest.raises(ValueError, match="regions times spans"):
         replace(LAYOUT, spans=LAYOUT.spans * 2**20)
+    assert replace(LAYOUT, groups=(replace(GROUP, regions=()),), spans=()).spans == ()
 
 
 def test_every_region_of_every_group_is_checked() -> None:
@@ -282,3 +281,185 @@ def test_every_region_of_every_group_is_checked() -> None:
     ):
         with pytest.raises(ValueError, match="'stray' reaches from 0x1001"):
             replace(LAYOUT, groups=groups)
+
+
+# --- block tables
+
+
+@properties
+@given(hit=st.integers(0, 9), load=st.integers(0, 99), size=st.integers(1, 17))
+def test_entries_are_exactly_those_that_contain_a_loaded_token(
+    hit: int, load: int, size: int
+) -> None:
+    local = hit * size
+    tokens = range(local, local + load)
+    assert list(entries(local, load, size)) == sorted({token // size for token in tokens})
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "expected"),
+    [
+        pytest.param([], 0, (0, b""), id="nothing"),
+        pytest.param([3, 256], 0, (0, b"\3\0\0\0\0\1\0\0"), id="little-endian"),
+        pytest.param([ABSENT, ABSENT, 3], 0, (2, b"\3\0\0\0"), id="absent at first"),
+        pytest.param([3, ABSENT], 0, (0, b"\3\0\0\0\xff\xff\xff\xff"), id="absent at last"),
+        pytest.param([ABSENT] * 4, 2, (6, b""), id="all absent"),
+        pytest.param([0], 0, (0, bytes(4)), id="block 0 is there"),
+    ],
+)
+def test_a_table_begins_with_the_first_entry_that_is_present(
+    ids: list[int], first: int, expected: tuple[int, bytes]
+) -> None:
+    made = Table.of(ids, first)
+    assert (made.first, made.ids) == expected
+    assert made == Table.of(np.array(ids, dtype=np.int64), first)
+
+
+TABLES = st.builds(
+    lambda absent, ids: [ABSENT] * absent + ids,
+    st.integers(0, 50),
+    st.lists(st.integers(ABSENT, 2**31 - 1), max_size=20),
+)
+"""Of some the first entries are absent, as a window leaves them."""
+
+
+@properties
+@given(ids=TABLES, begin=st.integers(0, 20))
+def test_a_table_comes_back_whole(ids: list[int], begin: int) -> None:
+    """Whether it was cut, and where."""
+    made = Table.of(ids[begin:], min(begin, len(ids)))
+    assert written_out(made)[begin:] == ids[begin:]
+    assert len(written_out(made)) == len(ids)
+    assert made.num_present == sum(block != ABSENT for block in ids[begin:])
+    assert made.num_ids == len(made.block_ids)
+    assert not made.num_ids or made.block_ids[0] != ABSENT
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Table) == made
+    assert Table.of(written_out(made)) == made
+
+
+# --- token segments
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Blocks of any size; of their tokens a rank may have a stripe."""
+    size, per_entry = draw(st.integers(1, 24)), draw(st.integers(1, 3))
+    stripe = Stripe()
+    if draw(st.booleans()):
+        widths = [width for width in range(1, 25) if size * per_entry % width == 0]
+        count = draw(st.integers(2, 4))
+        stripe = Stripe(count, draw(st.integers(0, count - 1)), draw(st.sampled_from(widths)))
+    return Group(size, 12, per_entry, (), stripe=stripe)
+
+
+def is_kept(group: Group, token: int) -> bool:
+    return token // group.stripe.width % group.stripe.count == group.stripe.place
+
+
+def place_of(group: Group, token: int) -> tuple[int, int]:
+    """(block, slot) of a token, by counting those before it that are kept."""
+    kept = sum(is_kept(group, t) for t in range(token))
+    return kept // group.block_size, kept % group.block_size
+
+
+@properties
+@given(mine=groups(), theirs=groups(), first=st.integers(0, 2), n=st.integers(0, 40))
+def test_segments_cover_each_common_token_once(
+    mine: Group, theirs: Group, first: int, n: int
+) -> None:
+    """Each in one block on both sides, where their slots follow each other.
+
+    Only the last segments may reach beyond the end, but not beyond their blocks.
+    """
+    start = first * mine.entry_size
+    tokens = range(start, start + n)
+    common = [t for t in tokens if is_kept(mine, t) and is_kept(theirs, t)]
+    expected = {(place_of(mine, t), place_of(theirs, t)) for t in common}
+    covered = []
+    for segment in token_segments(mine, theirs):
+        for token in segment.starts(tokens):
+            (block, slot), (other, other_slot) = place_of(mine, token), place_of(theirs, token)
+            covered += [((block, slot + n), (other, other_slot + n)) for n in range(segment.length)]
+    assert len(set(covered)) == len(covered)
+    assert expected <= set(covered)
+    blocks = {(here[0], there[0]) for here, there in expected}
+    for here, there in covered:
+        assert (here[0], there[0]) in blocks
+        assert here[1] < mine.block_size
+        assert there[1] < theirs.block_size
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "number"),
+    [
+        pytest.param(Stripe(), Stripe(2, 1, 1), 16, id="one by one: each token is a segment"),
+        pytest.param(Stripe(4, 2, 8), Stripe(4, 2, 8), 1, id="alike: as without"),
+        pytest.param(Stripe(2, 0, 4), Stripe(4, 1, 2), 8, id="unlike"),
+    ],
+)
+def test_how_many_segments_stripes_make(mine: Stripe, theirs: Stripe, number: int) -> None:
+    both = [Group(16, 12, 1, (), stripe=stripe) for stripe in (mine, theirs)]
+    assert num_token_segments(*both) == len(token_segments(*both)) == number
+
+
+def test_segments_of_a_long_period_are_not_listed() -> None:
+    mine = Group(1 << 19, 12, 1, (), stripe=Stripe(2, 0, 1))
+    assert num_token_segments(mine, Group(16, 12, 1, ())) == 1 << 20
+
+
+# --- piece numbers
+
+
+def table(ids: list[int], **changes: Any) -> Callable[[range, int], BlockIds]:
+    """The piece numbers of a table of a cache of 12 blocks of four tokens."""
+    sizes = {"block_size": 4, "num_blocks": 12, "blocks_per_entry": 1} | changes
+    kept = Table(0, block_ids(ids).tobytes())
+    return partial(kept.piece_numbers, Group(**sizes, regions=()))
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens", "message"),
+    [
+        (table([1, 2]), range(4, 12, 4), "block table has 2 entries; needed: 3"),
+        (table([12]), range(1), "block id 12; allowed: 0 to 11"),
+        (table([4], blocks_per_entry=3), range(1), "block id 4; allowed: 0 to 3"),
+        (table([3, 99, -2]), range(0, 12, 4), "block id 99"),
+    ],
+)
+def test_tokens_without_a_valid_entry_are_refused(
+    table: Callable[[range, int], BlockIds], tokens: range, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        table(tokens, 1)
+
+
+def test_ids_of_other_tokens_are_not_checked() -> None:
+    assert table([99, 3, 99, 5, 99])(range(4, 16, 8), 1).tolist() == [3, 5]
+
+
+@settings(properties, max_examples=150)
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+    ids=st.lists(st.integers(ABSENT, 5), max_size=6),
+    first=st.integers(0, 3),
+    step=st.integers(1, 30),
+    data=st.data(),
+)
+def test_each_token_has_the_piece_of_a_table_written_out(
+    sizes: tuple[int, int, int], ids: list[int], first: int, step: int, data: st.DataObject
+) -> None:
+    """All pieces of an absent entry have negative numbers; before the first all are absent."""
+    size, per_block, per_entry = sizes
+    numbers = [ABSENT] * (first * size * per_block * per_entry) + [
+        ABSENT if entry < 0 else (entry * per_entry + block) * per_block + piece
+        for entry in ids
+        for block in range(per_entry)
+        for piece in range(per_block)
+        for _ in range(size)
+    ]
+    begin = data.draw(st.integers(0, len(numbers)))
+    tokens = range(begin, data.draw(st.integers(begin, len(numbers))), step)
+    group = Group(size * per_block, 6 * per_entry, per_entry, ())
+    found = Table(first, block_ids(ids).tobytes()).piece_numbers(group, tokens, per_block)
+    assert np.maximum(found, ABSENT).tolist() == [numbers[token] for token in tokens]
+    assert found.dtype == np.int32

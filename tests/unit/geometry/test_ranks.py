@@ -69,77 +69,47 @@ def both(first: int, end: int) -> dict[str, Heads]:
     return {"a": (first, end), "b": (first, end)}
 
 
-AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
+AB, LATENT = {"a": 4, "b": 4}, {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize(
-    ("decode", "prefill", "expected"),
-    [
-        pytest.param(
-            engine(2, AB),
-            engine(2, AB),
-            [{0: both(0, 2)}, {1: both(2, 4)}],
-            id="equal: rank by rank",
-        ),
-        pytest.param(
-            engine(3, {"a": 6}),
-            engine(2, {"a": 6}),
-            [{0: {"a": (0, 2)}}, {0: {"a": (2, 3)}, 1: {"a": (3, 4)}}, {1: {"a": (4, 6)}}],
-            id="TP 2 to 3",
-        ),
-        pytest.param(
-            engine(8, {"a": 4}),
-            engine(8, {"a": 4}),
-            [{rank: {"a": (rank // 2, rank // 2 + 1)}} for rank in range(8)],
-            id="TP 8 to 8, each head twice: rank by rank",
-        ),
-        pytest.param(
-            engine(2, {"a": 4}),
-            engine(8, {"a": 4}),
-            [{0: {"a": (0, 1)}, 2: {"a": (1, 2)}}, {5: {"a": (2, 3)}, 7: {"a": (3, 4)}}],
-            id="TP 8 to 2, each head twice on prefill",
-        ),
-        pytest.param(
-            engine(2, {"a": 2, "b": 2}, ["a", "b"]),
-            engine(4, {"a": 2, "b": 2}),
-            [{0: {"a": (0, 1)}}, {3: {"a": (1, 2)}}, {1: {"b": (0, 1)}}, {2: {"b": (1, 2)}}],
-            id="TP 4 to PP 2 TP 2, each head twice on prefill: other stages read the other copy",
-        ),
-        pytest.param(
-            engine(2, {"a": 1, "b": 4}),
-            engine(4, {"a": 1, "b": 4}),
-            [
-                {0: {"a": (0, 1), "b": (0, 1)}, 1: {"b": (1, 2)}},
-                {2: {"a": (0, 1), "b": (2, 3)}, 3: {"b": (3, 4)}},
-            ],
-            id="a latent before other layers: from a rank that is read anyway",
-        ),
-        pytest.param(
-            [holding(a=(0, 4)), {}],
-            [holding(a=(0, 4))],
-            [{0: {"a": (0, 4)}}, {}],
-            id="a reader of nothing",
-        ),
-        pytest.param(
-            [holding(a=(0, 8))],
-            [holding(a=heads) for heads in ((0, 3), (2, 5), (1, 6), (5, 8))],
-            [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
-            id="ranges that overlap: the one that ends last",
-        ),
-        pytest.param(
-            engine(2, LATENT),
-            engine(8, LATENT, stripes=(4, 1)),
-            [dict.fromkeys(range(4), both(0, 1)), dict.fromkeys(range(4, 8), both(0, 1))],
-            id="tokens divided on prefill, each twice: the second reads the second copies",
-        ),
-        pytest.param(
-            engine(4, LATENT, stripes=(4, 1)),
-            engine(2, LATENT, stripes=(2, 1)),
-            [{rank % 2: both(0, 1)} for rank in range(4)],
-            id="tokens divided by 4 and by 2: from the one that has the same",
-        ),
-    ],
-)
+TYPICAL: dict[str, tuple[list[dict[str, Holding]], list[dict[str, Holding]], list[Reading]]] = {
+    "equal: rank by rank": (
+        engine(2, AB),
+        engine(2, AB),
+        [{0: both(0, 2)}, {1: both(2, 4)}],
+    ),
+    "TP 2 to 3": (
+        engine(3, {"a": 6}),
+        engine(2, {"a": 6}),
+        [{0: {"a": (0, 2)}}, {0: {"a": (2, 3)}, 1: {"a": (3, 4)}}, {1: {"a": (4, 6)}}],
+    ),
+    "TP 8 to 2, each head twice on prefill": (
+        engine(2, {"a": 4}),
+        engine(8, {"a": 4}),
+        [{0: {"a": (0, 1)}, 2: {"a": (1, 2)}}, {5: {"a": (2, 3)}, 7: {"a": (3, 4)}}],
+    ),
+    "a latent before other layers: from a rank that is read anyway": (
+        engine(2, {"a": 1, "b": 4}),
+        engine(4, {"a": 1, "b": 4}),
+        [
+            {0: {"a": (0, 1), "b": (0, 1)}, 1: {"b": (1, 2)}},
+            {2: {"a": (0, 1), "b": (2, 3)}, 3: {"b": (3, 4)}},
+        ],
+    ),
+    "ranges that overlap: the one that ends last": (
+        [holding(a=(0, 8))],
+        [holding(a=heads) for heads in ((0, 3), (2, 5), (1, 6), (5, 8))],
+        [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
+    ),
+    "tokens divided on prefill, each twice: the second reads the second copies": (
+        engine(2, LATENT),
+        engine(8, LATENT, stripes=(4, 1)),
+        [dict.fromkeys(range(4), both(0, 1)), dict.fromkeys(range(4, 8), both(0, 1))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("decode", "prefill", "expected"), TYPICAL.values(), ids=TYPICAL)
 def test_assignment_of_typical_engines(
     decode: list[Holdings], prefill: list[Holdings], expected: list[Reading]
 ) -> None:
@@ -149,7 +119,6 @@ def test_assignment_of_typical_engines(
 @pytest.mark.parametrize(
     ("remotes", "missing"),
     [
-        pytest.param([], 2, id="no remote ranks"),
         pytest.param([holding(b=(0, 8))], 2, id="another layer"),
         pytest.param([holding(a=(0, 2)), holding(a=(3, 8))], 2, id="without the first"),
         pytest.param([holding(a=(0, 3)), holding(a=(4, 8))], 3, id="without the second"),

@@ -1,8 +1,7 @@
 """Direct reads are posted in slices: bounded work per turn, and progress after each slice."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,14 +47,13 @@ class Sliced:
         pieces = source.plan.pieces(local, remote, range(load.end))
         action = StartRead(PEER, R0, grant(tables=remote), load)
         self.read = Read(action, source, pieces, source.plan.num_bytes(pieces), RUNS)
-        self.posted: list[int] = []
-        read = self.transport.read
+        self.reads = Mock(wraps=self.transport.read)
+        monkeypatch.setattr(self.transport, "read", self.reads)
 
-        def note(local: Any, remote: Any, indices: Any) -> Any:
-            self.posted.append(len(indices[0]))
-            return read(local, remote, indices)
-
-        monkeypatch.setattr(self.transport, "read", note)
+    @property
+    def posted(self) -> list[int]:
+        """How many runs each slice has."""
+        return [len(call.args[2][0]) for call in self.reads.call_args_list]
 
     def start(self) -> DirectOp:
         path = DirectPath("DRAM")
@@ -72,16 +70,12 @@ class Sliced:
         assert np.array_equal(self.reading.cache.blocks(self.ids[0]), expected)
 
 
-MakeReading = Callable[..., Sliced]
-
-
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> MakeReading:
-    return lambda **options: Sliced(monkeypatch, **options)
+def reading(monkeypatch: pytest.MonkeyPatch) -> Sliced:
+    return Sliced(monkeypatch)
 
 
-def test_all_slices_arrive_and_each_is_progress(make: MakeReading) -> None:
-    reading = make()
+def test_all_slices_arrive_and_each_is_progress(reading: Sliced) -> None:
     op, news = reading.start(), []
     while not op.has_ended:
         assert len(op._posted) <= MAX_SLICES
@@ -93,8 +87,7 @@ def test_all_slices_arrive_and_each_is_progress(make: MakeReading) -> None:
     assert op.failure is None
 
 
-def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
-    reading = make()
+def test_a_turn_posts_what_its_budget_allows(reading: Sliced) -> None:
     reading.budget.runs = 15
     op = reading.start()
     op.poll()
@@ -110,10 +103,9 @@ def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
 
 
 def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
-    make: MakeReading, monkeypatch: pytest.MonkeyPatch
+    reading: Sliced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a turn that starts many of them would have no bound."""
-    reading = make()
     monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
     reading.budget.runs = 0
     first, second = reading.start(), reading.start()
@@ -128,8 +120,7 @@ def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
     assert reading.posted == [RUNS] * 3, "with a budget it is posted at once"
 
 
-def test_slices_are_bounded_in_bytes(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = make()
+def test_slices_are_bounded_in_bytes(reading: Sliced, monkeypatch: pytest.MonkeyPatch) -> None:
     run = reading.read.num_bytes // RUNS
     monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
     monkeypatch.setitem(paths.SLICE_BYTES, "DRAM", 7 * run)
@@ -138,8 +129,7 @@ def test_slices_are_bounded_in_bytes(make: MakeReading, monkeypatch: pytest.Monk
     assert max(reading.posted) == 7
 
 
-def test_a_read_that_is_stopped_ends_after_what_is_in_flight(make: MakeReading) -> None:
-    reading = make()
+def test_a_read_that_is_stopped_ends_after_what_is_in_flight(reading: Sliced) -> None:
     reading.fabric.polls = 2
     op = reading.start()
     op.poll()
@@ -152,8 +142,7 @@ def test_a_read_that_is_stopped_ends_after_what_is_in_flight(make: MakeReading) 
     assert (polls, len(reading.posted), op.failure) == (3, MAX_SLICES, STOPPED)
 
 
-def test_a_slice_that_is_lost_ends_the_read(make: MakeReading) -> None:
-    reading = make()
+def test_a_slice_that_is_lost_ends_the_read(reading: Sliced) -> None:
     op = reading.start()
     reading.fabric.lost_peers.add(reading.reading.prefill.transport.name)
     op.poll()
@@ -164,15 +153,11 @@ def test_a_slice_that_is_lost_ends_the_read(make: MakeReading) -> None:
 
 
 def test_a_slice_that_cannot_be_posted_waits_for_the_others(
-    make: MakeReading, monkeypatch: pytest.MonkeyPatch
+    reading: Sliced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading = make()
     reading.fabric.polls = 1
     op = reading.start()
-
-    def refuse(*_: object) -> None:
-        raise PeerLost("disconnected")
-
+    refuse = Mock(side_effect=PeerLost("disconnected"))
     monkeypatch.setattr(reading.transport, "read", refuse)
     op.poll()
     assert not op.has_ended, "the first one is in flight"
@@ -180,9 +165,9 @@ def test_a_slice_that_cannot_be_posted_waits_for_the_others(
     assert (op.has_ended, op.failure, op.is_connection_lost) == (True, "disconnected", True)
 
 
-def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_shorter_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run takes longer there, and a read has to show progress."""
-    reading = make(is_tcp=True)
+    reading = Sliced(monkeypatch, is_tcp=True)
     monkeypatch.setattr(paths, "TCP_SLICE_RUNS", 6)
     op = reading.start()
     reading.fabric.polls = 3

@@ -27,7 +27,7 @@ from nixl_kv.reading.peers import (
     RemoteRank,
 )
 from nixl_kv.transport.base import ListHandle, PeerName, Rows
-from support.readable import ReadableRank, engine_of
+from support.agent_reading import ReadableRank, engine_of
 from support.records import PEER
 from support.stepped import Background
 
@@ -50,6 +50,12 @@ def cache() -> Cache:
     return Cache(SIZES)
 
 
+@pytest.fixture
+def described(fabric: Fabric) -> Description:
+    """An engine of one rank."""
+    return engine_of(ReadableRank(fabric, SIZES))
+
+
 # --- whether they fit
 
 
@@ -62,19 +68,23 @@ def refusal(peers: RemotePeers, description: Description) -> str:
     return ""
 
 
-def test_another_model_is_refused_with_both_values(fabric: Fabric, cache: Cache) -> None:
-    peers = peers_of(cache, {**MODEL, "dtype": "float16"})
-    described = engine_of(ReadableRank(fabric, SIZES))
-    there = msgspec.structs.replace(described, model={**MODEL, "dtype": "bfloat16"})
-    assert refusal(peers, there) == (
-        "engine 'prefill' cannot be read: dtype is 'float16' here and 'bfloat16' there"
+@pytest.mark.parametrize(
+    ("differing", "more"),
+    [(1, ""), (SHOWN_MISMATCHES, ""), (SHOWN_MISMATCHES + 3, "; and 3 more")],
+)
+def test_another_model_is_refused_with_both_values_of_some_facts(
+    cache: Cache, described: Description, differing: int, more: str
+) -> None:
+    here, there = (dict.fromkeys((f"fact {n}" for n in range(differing)), x) for x in "12")
+    shown = [f"fact {n} is '1' here and '2' there" for n in range(min(differing, SHOWN_MISMATCHES))]
+    assert refusal(peers_of(cache, here), msgspec.structs.replace(described, model=there)) == (
+        f"engine 'prefill' cannot be read: {'; '.join(shown)}{more}"
     )
 
 
 def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
-    fabric: Fabric, cache: Cache
+    cache: Cache, described: Description
 ) -> None:
-    described = engine_of(ReadableRank(fabric, SIZES))
     there = msgspec.structs.replace(described, extras={"draft": "one"})
     one, two = (peers_of(cache, extras={"draft": name}) for name in ("one", "two"))
     assert refusal(peers_of(cache), there) == refusal(one, there) == ""
@@ -82,33 +92,17 @@ def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
     assert refusal(one, described).endswith("draft is 'one' here and None there")
 
 
-@pytest.mark.parametrize(
-    ("differing", "more"),
-    [(1, ""), (SHOWN_MISMATCHES, ""), (SHOWN_MISMATCHES + 3, "; and 3 more")],
-)
-def test_only_so_many_mismatches_are_shown(
-    fabric: Fabric, cache: Cache, differing: int, more: str
-) -> None:
-    peers = peers_of(cache, {f"fact {n}": "1" for n in range(differing)})
-    described = engine_of(ReadableRank(fabric, SIZES))
-    there = msgspec.structs.replace(described, model={f"fact {n}": "2" for n in range(differing)})
-    shown = refusal(peers, there)
-    assert shown.count(" here and ") == min(differing, SHOWN_MISMATCHES)
-    assert shown.endswith("'2' there" + more)
-
-
-def test_all_ranks_of_this_engine_are_compared(fabric: Fabric) -> None:
+def test_all_ranks_of_this_engine_are_compared(described: Description) -> None:
     """A rank with half of the heads does not fit alone, and does with the other half."""
     halves = [Cache(HALF, first_head=head) for head in range(2)]
-    peers, described = peers_of(halves[0]), engine_of(ReadableRank(fabric, SIZES))
+    peers = peers_of(halves[0])
     assert "number of KV heads" in refusal(peers, described)
     peers.set_layouts(tuple(half.layout() for half in halves))
     assert refusal(peers, described) == ""
 
 
-def test_a_description_leads_only_to_allowed_hosts(fabric: Fabric, cache: Cache) -> None:
+def test_a_description_leads_only_to_allowed_hosts(cache: Cache, described: Description) -> None:
     """The engine may be on an allowed host, and a rank of it on another one."""
-    described = engine_of(ReadableRank(fabric, SIZES))
     inside, outside = (
         peers_of(cache, allowed=Config.parse({"peers": [cidr]}, {}).allowed_hosts)
         for cidr in ("10.0.0.0/24", "10.0.1.0/24")
@@ -121,9 +115,9 @@ def test_a_description_leads_only_to_allowed_hosts(fabric: Fabric, cache: Cache)
 
 
 def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> None:
-    first, second = two_halves(fabric)[0].ranks
-    same = msgspec.structs.replace(second, endpoint=first.endpoint)
-    twice = msgspec.structs.replace(two_halves(fabric)[0], ranks=(first, same))
+    engine, _ = two_halves(fabric)
+    same = msgspec.structs.replace(engine.ranks[1], endpoint=engine.ranks[0].endpoint)
+    twice = msgspec.structs.replace(engine, ranks=(engine.ranks[0], same))
     assert "has several ranks at one endpoint" in refusal(peers_of(cache), twice)
 
 
@@ -233,22 +227,19 @@ def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(preparing: Preparin
     assert preparing.prepared.collect() == [Ended(PEER)]
 
 
-def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
-    fabric: Fabric, preparing: Preparing
+@pytest.mark.parametrize("is_added", [False, True], ids=["not added", "its list is refused"])
+def test_a_rank_that_cannot_be_prepared_leaves_nothing_of_its_engine(
+    fabric: Fabric, preparing: Preparing, *, is_added: bool
 ) -> None:
     name = preparing.halves[1].transport.name
-    fabric.lost_peers.add(name)
+    if is_added:
+        preparing.transport.refused = name
+    else:
+        fabric.lost_peers.add(name)
     preparing.prepare()
-    assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
-    assert preparing.prepared.num_left == 1, "the other one's connections stay open"
-    assert preparing.prepared.find(PEER, Rank(0)) is None
-
-
-def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(preparing: Preparing) -> None:
-    preparing.transport.refused = preparing.halves[1].transport.name
-    preparing.prepare()
-    assert preparing.run() == [Ended(PEER, "no such memory")]
-    assert preparing.prepared.num_left == 2
+    reason = "no such memory" if is_added else f"no peer {name!r} on the fabric"
+    assert preparing.run() == [Ended(PEER, reason)]
+    assert preparing.prepared.num_left == 1 + is_added, "connections stay open"
     assert preparing.prepared.find(PEER, Rank(0)) is None
 
 
@@ -266,30 +257,24 @@ def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(preparing: P
 def test_a_lost_peer_is_dropped_by_the_transport_once_nothing_reads_it(
     preparing: Preparing,
 ) -> None:
-    preparing.prepare()
+    """Each life that has its ranks prepares them anew."""
+    third = msgspec.structs.replace(PEER, endpoint=Endpoint("tcp://10.0.0.8:5600"))
+    for peer in (PEER, third):
+        preparing.prepare(peer)
     preparing.run()
     preparing.prepared.drop(OTHER, is_lost=True)
     preparing.run()
-    assert len(preparing.transport.known) == 2
+    assert len(preparing.transport.known) == 4
     preparing.is_reading = True
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.step()
-    assert len(preparing.transport.known) == 2, "it is being read"
+    assert len(preparing.transport.known) == 4, "it is being read"
     assert not preparing.prepared.is_busy
     preparing.is_reading = False
     preparing.run()
     assert preparing.transport.known == []
     assert preparing.prepared.num_left == 2, "only the end of the agent closes its connections"
-
-
-def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(preparing: Preparing) -> None:
-    for peer in (PEER, OTHER):
-        preparing.prepare(peer)
-    preparing.run()
-    preparing.prepared.drop(PEER, is_lost=True)
-    preparing.run()
-    assert preparing.prepared.find(OTHER, Rank(0)) is None
-    assert set(preparing.transport.known) == set()
+    assert preparing.prepared.find(third, Rank(0)) is None
 
 
 def test_a_peer_that_comes_back_while_it_is_still_read_stays(preparing: Preparing) -> None:
@@ -322,13 +307,10 @@ def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Prepari
 
 
 def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
-    layout = cache.layout()
-    (span,) = layout.spans
-    few = Span(span.address, 10)
-    rows = sample_rows(replace(layout, spans=(span, few)))
+    (span,) = cache.layout().spans
+    rows = sample_rows(replace(cache.layout(), spans=(span, Span(span.address, 10))))
     length = min(SAMPLE_BYTES, span.length)
-    expected = [(span.address, length, 0, length, 1), (span.address, 10, 0, 10, 1)]
-    assert rows.tolist() == [list(row) for row in expected]
+    assert rows.tolist() == [[span.address, length, 0, length, 1], [span.address, 10, 0, 10, 1]]
 
 
 @pytest.mark.parametrize("event", RankEvent)

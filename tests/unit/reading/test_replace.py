@@ -1,8 +1,7 @@
 """Agents that read: one after the other, when a read of the current one does not end."""
 
 import itertools
-import logging
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -36,13 +35,12 @@ from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import WARM_UP_S, open_transport
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S, Agents
-from nixl_kv.transport.base import PeerName, Transport
-from support.readable import ReadableRank, engine_of
+from nixl_kv.transport.base import Transport
+from support.agent_reading import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
 
 R0, R1 = Rank(0), Rank(1)
-D3 = RequestId("d3")
 STOPPED = "it did not end; destroying its NIXL agent stopped it"
 
 
@@ -66,7 +64,7 @@ class Reading:
         )
         self.agents.open()
         self.description = engine_of(*self.prefill)
-        self.fits, self.joined = self.join(self.description)
+        self.join(self.description)
         while self.agents.is_busy:  # that warms up
             assert self.poll() == []
         self.counts.pop()
@@ -135,30 +133,16 @@ def reading() -> Reading:
     return Reading()
 
 
-def note_added(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The metadata of each agent that is added to the first transport from now on."""
-    added: list[bytes] = []
-    transport = reading.transports[0]
-    add = transport.add_peer
-
-    def add_peer(metadata: bytes) -> PeerName:
-        added.append(metadata)
-        return add(metadata)
-
-    monkeypatch.setattr(transport, "add_peer", add_peer)
-    return added
-
-
 def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What that pays for is the process's."""
-    rehearsed: list[object] = []
-    monkeypatch.setattr(MemoryTransport, "rehearse", lambda *args: rehearsed.append(args[0]))
+    rehearse = Mock()
+    monkeypatch.setattr(MemoryTransport, "rehearse", rehearse)
     reading = Reading()
-    assert rehearsed == [reading.transports[0]]
+    rehearse.assert_called_once()
     reading.abandon_stuck()
     while reading.num_transports < 2:
         reading.poll()
-    assert rehearsed == [reading.transports[0]]
+    rehearse.assert_called_once()
 
 
 # --- actions of the decode machine
@@ -173,41 +157,38 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
     """It would wait until the end of that; and between two of them reads are looked at."""
     reading.fabric.polls = 100
     reading.start(D1)
-    calls: list[str] = []
-    transport = reading.agents.current.transport
+    transport, calls = reading.agents.current.transport, Mock()
     for name in ("add_peer", "read", "poll", "prepare", "drop_peer"):
-        method = getattr(transport, name)
-
-        def noted(*arguments: Any, _name: str = name, _method: Any = method) -> Any:
-            calls.append(_name)
-            return _method(*arguments)
-
-        monkeypatch.setattr(transport, name, noted)
+        calls.attach_mock(Mock(wraps=getattr(transport, name)), name)
+        monkeypatch.setattr(transport, name, getattr(calls, name))
     peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.2.{n}:5600")) for n in range(3)]
     for peer in peers:
         reading.agents.execute(StartHandshake(peer, reading.description))
     reading.agents.poll()
-    calls.clear()
+    calls.reset_mock()
     reading.start(D2, block=8)
     reading.agents.execute(DropPeer(peers[2]))
     for _ in range(3):
         assert reading.agents.poll() == []
-    assert calls == [], "a peer is being added"
+    assert calls.mock_calls == [], "a peer is being added"
     joined: list[DataEvent] = []
     while len(joined) < 2:
         joined += reading.poll()
     assert joined == [HandshakeDone(peer) for peer in peers[:2]]
-    adds = [place for place, name in enumerate(calls) if name == "add_peer"]
+    names = [name for name, _, _ in calls.mock_calls]
+    adds = [place for place, name in enumerate(names) if name == "add_peer"]
     assert len(adds) == 4
     for one, next_one in itertools.pairwise(adds):
-        assert "poll" in calls[one:next_one]
+        assert "poll" in names[one:next_one]
     assert {read.request for read in reading.agents.current.reads} >= {D1, D2}
 
 
-def test_joins_are_counted_in_seconds(reading: Reading) -> None:
+def test_a_read_waits_for_the_join_which_is_counted_in_seconds(reading: Reading) -> None:
     reading.agents.execute(StartHandshake(OTHER, reading.description))
+    assert reading.start(D1, peer=OTHER) == []
+    assert reading.agents.poll() == []
     reading.clock.now += 0.25
-    assert reading.until(HandshakeDone) == [HandshakeDone(OTHER)]
+    assert {type(event) for event in reading.until(ReadDone)} == {HandshakeDone, ReadDone}
     assert reading.counts.seconds["handshake_seconds", ""] == [0.25]
 
 
@@ -233,24 +214,15 @@ def test_an_agent_that_another_peer_has_too_is_not_left(reading: Reading) -> Non
         assert reading.agents.current.ranks.num_left == num_left
 
 
-def test_a_read_waits_for_the_join(reading: Reading) -> None:
-    reading.agents.execute(StartHandshake(OTHER, reading.description))
-    assert reading.start(D1, peer=OTHER) == []
-    assert reading.agents.poll() == []
-    assert {type(event) for event in reading.until(ReadDone)} == {HandshakeDone, ReadDone}
-
-
 def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
-    reading.fabric.lost_peers.add(reading.prefill[1].transport.name)
+    name = reading.prefill[1].transport.name
+    reading.fabric.lost_peers.add(name)
     reading.agents.execute(StartHandshake(OTHER, reading.description))
     assert reading.start(D1, R1, peer=OTHER) == []
-    ended: list[DataEvent] = []
-    while not ended:
-        ended += reading.poll()
-    reason = f"no peer {reading.prefill[1].transport.name!r} on the fabric"
-    assert ended == [PeerRefused(OTHER, reason), ReadFailed(D1, R1, reason)]
-    (failed,) = reading.start(D2, peer=OTHER)
-    assert failed == ReadFailed(D2, R0, "engine 'prefill' is gone")
+    reason = f"no peer {name!r} on the fabric"
+    failed = ReadFailed(D1, R1, reason)
+    assert reading.until(ReadFailed) == [PeerRefused(OTHER, reason), failed]
+    assert reading.start(D2, peer=OTHER) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
 
 
 def test_a_read_that_waits_can_be_abandoned_at_once(reading: Reading) -> None:
@@ -280,8 +252,7 @@ def test_another_agent_goes_on_with_the_join(reading: Reading) -> None:
 def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Reading) -> None:
     """Also if somebody else is read meanwhile; its next read prepares it anew."""
     ranks = [ReadableRank(reading.fabric, Sizes(heads=1), first_head=head) for head in range(2)]
-    description = engine_of(*ranks)
-    events = reading.agents.execute(StartHandshake(OTHER, description))
+    events = reading.agents.execute(StartHandshake(OTHER, engine_of(*ranks)))
     reading.poll()
     reading.background.work()  # its first rank is added, and the connection breaks
     reading.fabric.lost_peers.add(ranks[0].transport.name)
@@ -307,39 +278,35 @@ def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(
     assert {type(event) for event in broken} == {ReadFailed, PeerBroken}
     reading.fabric.lost_peers.clear()
     reading.fabric.reads_hang = False
-    added = note_added(reading, monkeypatch)
+    added = Mock(wraps=reading.transports[0].add_peer)
+    monkeypatch.setattr(reading.transports[0], "add_peer", added)
     events = reading.start(D2)
     events += reading.settle(20)
     assert [type(event) for event in events] == [ReadDone]
-    assert len(added) == len(reading.prefill)
+    assert added.call_count == len(reading.prefill)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
     reading: Reading, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = Sizes(heads=2 // num_ranks)
+    heads = 2 // num_ranks
     ranks = [
-        ReadableRank(reading.fabric, sizes, first_head=n * sizes.heads) for n in range(num_ranks)
+        ReadableRank(reading.fabric, Sizes(heads=heads), first_head=n * heads)
+        for n in range(num_ranks)
     ]
     assert reading.join(engine_of(*ranks), OTHER)[-1] == HandshakeDone(OTHER)
     reading.settle()
-    added = note_added(reading, monkeypatch)
-    transport = reading.transports[0]
-    read = transport.read
-
-    def fail(local: Any, remote: Any, indices: Any) -> Any:
-        if remote.owner in {rank.transport.name for rank in ranks}:
-            raise PeerLost("it was reset")
-        return read(local, remote, indices)
-
-    monkeypatch.setattr(transport, "read", fail)
+    added = Mock(wraps=reading.transports[0].add_peer)
+    monkeypatch.setattr(reading.transports[0], "add_peer", added)
+    fail = Mock(side_effect=PeerLost("it was reset"))
+    monkeypatch.setattr(reading.transports[0], "read", fail)
     for _ in range(2):
         events = reading.start(D2, peer=OTHER)
         events += reading.settle(20)
         assert {type(event) for event in events} == {ReadFailed, PeerBroken}
         assert len(events) == 2, "one for the connection"
-    assert len(added) == num_ranks, "when it was read for the second time"
+    assert added.call_count == num_ranks, "when it was read for the second time"
 
 
 def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> None:
@@ -448,45 +415,29 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
     assert by_name(reading.counts) == {"replaced_agents stuck_read": 1}
 
 
-def test_an_agent_that_cannot_be_made_is_tried_again_later(
+def test_an_agent_that_cannot_be_made_or_destroyed_is_tried_again_later(
     reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading.failures = ["second", "no memory"]
+    reading.fabric.closes_fail = True
     reading.abandon_stuck()
     for _ in range(2):
-        with caplog.at_level(logging.ERROR):
-            reading.agents.poll()
-            assert reading.poll() == []
+        reading.agents.poll()
+        assert reading.poll() == []
         assert reading.agents.is_read(D1)
         assert reading.agents.poll() == []
         assert len(reading.background) == 0, "it waits before it tries again"
         reading.clock.now += TRY_AGAIN_S
-    assert (
-        "cannot create a NIXL agent: no memory; blocks stay held until a retry succeeds"
-        in caplog.text
-    )
-    reading.agents.poll()
-    reading.poll()
-    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
-
-
-def test_an_agent_that_is_not_gone_is_destroyed_again_later(
-    reading: Reading, caplog: pytest.LogCaptureFixture
-) -> None:
-    reading.fabric.reads_hang = reading.fabric.closes_fail = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
+    words = "cannot create a NIXL agent: no memory; blocks stay held until a retry succeeds"
+    assert words in caplog.text
     reading.agents.poll()
     reading.poll()
     assert reading.settle(3) == []
-    assert reading.agents.is_read(D1)
+    words = "cannot destroy a NIXL agent: this transport does not end; its blocks stay held"
+    assert words not in caplog.text
     reading.clock.now += TRY_AGAIN_S
-    with caplog.at_level(logging.ERROR):
-        assert reading.poll() == []
-    assert (
-        "cannot destroy a NIXL agent: this transport does not end; its blocks stay held"
-        in caplog.text
-    )
+    assert reading.poll() == []
+    assert words in caplog.text
     assert reading.agents.is_read(D1)
     reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
@@ -525,19 +476,16 @@ def test_what_is_closed_reads_nothing_any_more(
     while len(reading.agents.polled) < 2:
         reading.poll()
     _, old = reading.agents.polled
-    closed: list[str] = []
-    (path,) = reading.agents.peers.paths
-    monkeypatch.setattr(path, "close", lambda: closed.append("direct"))
-
-    def fail() -> None:
-        raise TransportError("it is still referred to")
-
+    closed, error = Mock(), TransportError("it is still referred to")
+    monkeypatch.setattr(reading.agents.peers.paths[0], "close", closed)
     with monkeypatch.context() as failing:
-        failing.setattr(old, "close", fail)
+        failing.setattr(old, "close", Mock(side_effect=error))
         with pytest.raises(TransportError, match="it is still referred to"):
             reading.agents.close()
-    assert (reading.agents.polled, closed) == ([old], [])
+    assert reading.agents.polled == [old]
+    closed.assert_not_called()
     assert reading.agents.is_read(D2)
     reading.agents.close()
     assert not reading.agents.is_read(D2)
-    assert (reading.num_transports, closed) == (0, ["direct"])
+    assert reading.num_transports == 0
+    closed.assert_called_once()

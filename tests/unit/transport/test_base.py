@@ -215,12 +215,10 @@ def test_what_came_before_the_loss_is_received_first(world: World) -> None:
 def test_one_wait_uses_up_all_wake_ups_before_it(world: World) -> None:
     for _ in range(3):
         world.reader.wake()
-    began = time.monotonic()
     assert world.reader.poll(PATIENCE_S) == []
-    assert time.monotonic() - began < PATIENCE_S / 2
     began = time.monotonic()
     assert world.reader.poll(0.05) == []
-    assert time.monotonic() - began > 0.04
+    assert PATIENCE_S / 2 > time.monotonic() - began > 0.04
 
 
 @in_time
@@ -252,15 +250,9 @@ def contents(page: SlotPage) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 255, 256, 257])
-def test_all_slots_are_clear_at_first(count: int) -> None:
-    page = SlotPage(count)
-    assert contents(page) == [CLEAR] * count
-    assert [page.read(slot) for slot in range(count)] == [CLEAR] * count
-
-
-@pytest.mark.parametrize("count", [1, 300])
-def test_the_page_begins_on_a_page_boundary_of_its_memory(count: int) -> None:
-    for page in [SlotPage(count) for _ in range(20)]:
+def test_all_slots_are_clear_at_first_and_begin_on_a_page_boundary(count: int) -> None:
+    for page in [SlotPage(count) for _ in range(9)]:
+        assert contents(page) == [page.read(slot) for slot in range(count)] == [CLEAR] * count
         first = page._memory.ctypes.data
         assert page.address % 4096 == 0
         assert first <= page.address
@@ -297,9 +289,7 @@ def test_a_slot_outside_of_the_page_is_an_error(slot: int, action: str) -> None:
 
 
 def test_a_page_is_one_row_with_a_piece_for_each_slot() -> None:
-    rows = slot_rows(4096, 7)
-    assert rows.tolist() == [[4096, 16, 0, 16, 7]]
-    assert rows.dtype == np.uint64
     page = SlotPage(3)
     assert page.rows().tolist() == [[page.address, 16, 0, 16, 3]]
-    assert slot_rows(2**63, 1).tolist() == [[2**63, 16, 0, 16, 1]]
+    rows = slot_rows(2**63, 7)
+    assert (rows.tolist(), rows.dtype) == ([[2**63, 16, 0, 16, 7]], np.uint64)

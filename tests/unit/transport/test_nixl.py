@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,20 +22,15 @@ nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each transport that is made."""
-    options: list[dict[str, Any]] = []
-
-    def make(*_: object, **given: Any) -> MemoryTransport:
-        options.append(given)
-        return MemoryTransport(Fabric())
-
+def make(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Called for each transport, with its options."""
+    make = Mock(side_effect=lambda *_, **__: MemoryTransport(Fabric()))
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    return options
+    return make
 
 
-def settings_of(options: dict[str, Any]) -> list[str]:
-    settings: str = options["engine_config"]
+def settings_of(call: Any) -> list[str]:
+    settings: str = call.kwargs["engine_config"]
     return settings.split(",")
 
 
@@ -46,13 +42,13 @@ def test_where_a_read_is_a_copy_cores_copy_together(
     memory: Memory,
     num_cores: int,
     expected: int,
-    made: list[dict[str, Any]],
+    make: Mock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     nixl.nixl_transport(Config(), memory)
-    (options,) = made
-    assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
+    options = {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
+    assert make.call_args.kwargs["ucx_options"] == options
 
 
 PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
@@ -71,11 +67,10 @@ PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
     ],
 )
 def test_an_engine_for_this_machine_alone_uses_loopback_alone(
-    changed: dict[str, Any], made: list[dict[str, Any]], *, is_decode: bool, only_loopback: bool
+    changed: dict[str, Any], make: Mock, *, is_decode: bool, only_loopback: bool
 ) -> None:
     nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
-    (options,) = made
-    assert ("NET_DEVICES=lo" in settings_of(options)) is only_loopback
+    assert ("NET_DEVICES=lo" in settings_of(make.call_args)) is only_loopback
 
 
 def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,41 +92,34 @@ def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 # Paced reads
 
 
+@pytest.mark.usefixtures("make")
 @pytest.mark.parametrize(
-    ("paced_reads", "backend", "is_tcp_near", "is_tcp_far"),
+    ("paced_reads", "backend", "are_tcp"),
     [
-        ("on", "UCX", True, True),
-        ("on", "LIBFABRIC", True, True),
-        ("off", "UCX", False, False),
-        ("auto", "LIBFABRIC", False, False),
-        ("auto", "UCX", False, True),
+        ("on", "UCX", (True, True)),
+        ("on", "LIBFABRIC", (True, True)),
+        ("off", "UCX", (False, False)),
+        ("auto", "LIBFABRIC", (False, False)),
+        ("auto", "UCX", (False, True)),
     ],
 )
 def test_paced_reads_overrides_the_rule(
-    paced_reads: str,
-    backend: str,
-    made: list[dict[str, Any]],
-    *,
-    is_tcp_near: bool,
-    is_tcp_far: bool,
+    paced_reads: str, backend: str, are_tcp: tuple[bool, bool]
 ) -> None:
+    """Of a peer of the same host, and of one of another host."""
     near = Place.find({"TLS": "tcp,sm"})
-    far = replace(near, host="another")
     config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
-    transport = nixl.nixl_transport(config, "DRAM")
-    assert transport._is_tcp(near.suffix()) is is_tcp_near
-    assert transport._is_tcp(far.suffix()) is is_tcp_far
-    assert len(made) == 1
+    is_tcp = nixl.nixl_transport(config, "DRAM")._is_tcp
+    assert (is_tcp(near.suffix()), is_tcp(replace(near, host="another").suffix())) == are_tcp
 
 
-@pytest.mark.parametrize(("key", "only_loopback"), [(None, True), ("k", False)])
+@pytest.mark.parametrize("key", [None, "k"])
 def test_further_agents_have_the_settings_of_the_first_and_tcp_only(
-    key: str | None, made: list[dict[str, Any]], *, only_loopback: bool
+    key: str | None, make: Mock
 ) -> None:
     nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent()
-    first, further = map(settings_of, made)
+    first, further = map(settings_of, make.call_args_list)
     assert further == [*first, "TLS=tcp"]
-    assert ("NET_DEVICES=lo" in first) is only_loopback
 
 
 @pytest.mark.nixl

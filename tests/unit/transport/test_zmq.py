@@ -235,31 +235,30 @@ def test_an_endpoint_that_speaks_another_protocol_is_lost(
     assert lost.reason.split(":")[0] in ("connection closed", "handshake failed", "cannot connect")
 
 
-@pytest.mark.parametrize("direction", ["requests", "answers"])
+@pytest.mark.parametrize("is_asked", [True, False], ids=["requests", "answers"])
 def test_one_poll_returns_a_batch_at_most(
     reader: ZmqControl,
     server: ZmqControl,
     endpoint: Endpoint,
     monkeypatch: pytest.MonkeyPatch,
-    direction: str,
+    *,
+    is_asked: bool,
 ) -> None:
     monkeypatch.setattr(module, "MAX_BATCH", 3)
     reader.send(endpoint, b"hello")
     route = asked(server).route
-    for number in range(200):
-        if direction == "requests":
-            reader.send(endpoint, b"%d" % number)
+    payloads = [b"%d" % number for number in range(200)]
+    for payload in payloads:
+        if is_asked:
+            reader.send(endpoint, payload)
         else:
-            server.reply(route, b"%d" % number)
-    listener = server if direction == "requests" else reader
+            server.reply(route, payload)
     received: list[Received] = []
     while len(received) < 200:
-        batch = receive(listener)
+        batch = receive(server if is_asked else reader)
         assert len(batch) <= 3
         received += batch
-    assert [item.payload for item in received if not isinstance(item, Lost)] == [
-        b"%d" % number for number in range(200)
-    ]
+    assert [item.payload for item in received if not isinstance(item, Lost)] == payloads
 
 
 def test_a_wake_up_delays_no_message(
@@ -341,25 +340,22 @@ def check_served(reader: ZmqControl, endpoint: Endpoint, words: bytes = b"hello"
     assert next_of(reader) == FromEndpoint(endpoint, b"re: " + words[:100])
 
 
-NO_KEY_HERE = "handshake failed: perhaps it has a key, or hangs"
-OTHER_KEY = "handshake failed: perhaps it has another key, or none, or hangs"
-
-
 @pytest.mark.usefixtures("_long_handshakes")
 @pytest.mark.parametrize(
-    ("server", "client", "reason"),
+    ("server", "client", "words"),
     [
-        pytest.param(KEYS, OTHER, OTHER_KEY, id="another key"),
-        pytest.param(KEYS, None, NO_KEY_HERE, id="no key here"),
-        pytest.param(None, KEYS, OTHER_KEY, id="no key there"),
+        pytest.param(KEYS, OTHER, "another key, or none", id="another key"),
+        pytest.param(KEYS, None, "a key", id="no key here"),
+        pytest.param(None, KEYS, "another key, or none", id="no key there"),
     ],
 )
 def test_an_endpoint_with_another_key_is_lost_with_a_reason(
-    make: MakeControl, serve: Serve, server: Keys | None, client: Keys | None, reason: str
+    make: MakeControl, serve: Serve, server: Keys | None, client: Keys | None, words: str
 ) -> None:
     endpoint, stranger, friend = serve(server), make(client), make(server)
     with contextlib.suppress(TransportError):  # on a busy machine it is refused before it sends
         stranger.send(endpoint, b"let me in")
+    reason = f"handshake failed: perhaps it has {words}, or hangs"
     assert next_of(stranger) == Lost(endpoint, reason)
     check_served(friend, endpoint)
 
@@ -367,28 +363,23 @@ def test_an_endpoint_with_another_key_is_lost_with_a_reason(
 @pytest.mark.usefixtures("_long_handshakes")
 @pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "no keys"])
 @pytest.mark.parametrize(
-    ("hosts", "admitted"),
+    ("hosts", "is_let_in"),
     [
-        pytest.param(("127.0.0.0/8",), True, id="its network"),
-        pytest.param(("10.0.0.0/8", "127.0.0.1"), True, id="one of two"),
+        pytest.param(("10.0.0.0/8", "127.0.0.1"), True, id="one of two networks"),
         pytest.param(("10.0.0.0/8",), False, id="another network"),
         pytest.param(("::1",), False, id="another family"),
     ],
 )
 def test_only_allowed_hosts_are_let_in(
-    make: MakeControl,
-    serve: Serve,
-    keys: Keys | None,
-    hosts: tuple[str, ...],
-    admitted: bool,  # noqa: FBT001
+    make: MakeControl, serve: Serve, keys: Keys | None, hosts: tuple[str, ...], *, is_let_in: bool
 ) -> None:
     endpoint, reader = serve(keys, *hosts), make(keys)
-    if admitted:
+    if is_let_in:
         check_served(reader, endpoint)
-        return
-    reader.send(endpoint, b"let me in")
-    refused = Lost(endpoint, "refused: this host is not among its peers")
-    assert next_of(reader) == refused
+    else:
+        reader.send(endpoint, b"let me in")
+        reason = "refused: this host is not among its peers"
+        assert next_of(reader) == Lost(endpoint, reason)
 
 
 def test_a_stranger_with_the_servers_public_key_is_not_let_in(serve: Serve) -> None:
@@ -611,13 +602,8 @@ the process if that name comes while its socket goes."""
 
 
 def test_a_service_of_another_kind_does_not_end_the_process() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FOREIGN_SERVICE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", FOREIGN_SERVICE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.stdout, ended.returncode) == ("alive\n", 0), ended.stderr
 
 
@@ -626,19 +612,13 @@ def test_a_service_of_another_kind_does_not_end_the_process() -> None:
 CLIENT_KEY, STRANGERS_KEY = b"k" * 32, b"o" * 32
 
 
+ZAP_QUESTION = {"route": b"route", "empty": b"", "version": b"1.0", "number": b"7"}
+ZAP_QUESTION |= {"domain": ZAP_DOMAIN, "address": b"10.0.0.1", "identity": b""}
+ZAP_QUESTION |= {"mechanism": b"CURVE", "key": CLIENT_KEY}
+
+
 def question(**changed: Any) -> list[bytes]:
-    values = {
-        "route": b"route",
-        "empty": b"",
-        "version": b"1.0",
-        "number": b"7",
-        "domain": ZAP_DOMAIN,
-        "address": b"10.0.0.1",
-        "identity": b"",
-        "mechanism": b"CURVE",
-        "key": CLIENT_KEY,
-    }
-    return [value for value in {**values, **changed}.values() if value is not None]
+    return [value for value in (ZAP_QUESTION | changed).values() if value is not None]
 
 
 WITH_KEY = Gatekeeper(CLIENT_KEY, lambda host: host == "10.0.0.1")

@@ -27,13 +27,12 @@ from nixl_kv.verify.digest import Digest, Digester, describe_difference
 from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
 from support import any_shape
 from support.cases import Case, cases, typical
-from support.digest_caches import is_equal, window
+from support.digest_caches import SECRET, is_equal, reference, window
 from support.oracle import Blocks, CacheGroup, Dense, Layer
 from support.records import D1
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
-SECRET = "5ec2e7" * 5 + "00"
 MASK = 2**64 - 1
 
 
@@ -96,23 +95,11 @@ def expected_sums(
 # --- both sides
 
 
-def run(slices: Sequence[LocalSlice], secret: str = SECRET) -> tuple[Digest, int]:
-    """The digest, and the number of steps."""
-    steps = Digester()(secret, slices)
-    count = 0
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value, count
-        count += 1
+def num_steps(slices: Sequence[LocalSlice]) -> int:
+    return sum(1 for _ in Digester()(SECRET, slices))
 
 
-def digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
-    return run(slices, secret)[0]
-
-
-def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
+def torch_digest_of(slices: Sequence[LocalSlice]) -> Digest:
     """The digest by torch, through one tensor that covers all slices."""
     torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
     begin = min(local.region.base for local in slices) // 4 * 4
@@ -120,7 +107,7 @@ def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Diges
     view = torch.from_numpy(window(begin, -(-(end - begin) // 4) * 4))
     groups = {local.table_number: local.group for local in slices}
     filled = [groups.get(number, slices[0].group) for number in range(max(groups) + 1)]
-    *_, sums = gpu.TorchDigester(view, begin, filled).launch(secret, slices)
+    *_, sums = gpu.TorchDigester(view, begin, filled).launch(SECRET, slices)
     return Digest(*(one.numpy().view(np.uint64) for one in sums))
 
 
@@ -169,7 +156,7 @@ def check(case: Case) -> int:
     for slices, local, remote in pair.reads():
         rows, columns = expected_sums(pair.dense, slices, case.tokens.stop, 64)
         digests = [
-            made for side in (local, remote) for made in (digest_of(side), torch_digest_of(side))
+            made for side in (local, remote) for made in (reference(side), torch_digest_of(side))
         ]
         for made in digests:
             assert (made.rows.tolist(), made.columns.tolist()) == (rows, columns)
@@ -223,11 +210,11 @@ def test_the_digest_does_not_depend_on_the_size_of_a_step(
     monkeypatch: pytest.MonkeyPatch, step_bytes: int
 ) -> None:
     slices = Pair(typical(tokens=range(8, 150))).first_read()
-    before = digest_of(slices)
+    before = reference(slices)
     monkeypatch.setattr(digest, "STEP_BYTES", step_bytes)
-    after, steps = run(slices)
-    assert is_equal(before, after)
+    assert is_equal(before, reference(slices))
     num_blocks = sum(len(kv.ids) for kv in slices)
+    steps = num_steps(slices)
     assert steps == {1: num_blocks + 1, 1 << 30: 1}.get(step_bytes, steps)
 
 
@@ -235,8 +222,7 @@ def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt of many layers must not need a turn of the thread for each layer."""
     slices = Pair(typical(tokens=range(8, 150))).first_read()
     monkeypatch.setattr(digest, "STEP_BYTES", count_bytes(slices) // 3)
-    _, steps = run(slices)
-    assert 2 <= steps <= 4 < len(slices)
+    assert 2 <= num_steps(slices) <= 4 < len(slices)
 
 
 # --- part of the wire protocol
@@ -274,7 +260,7 @@ def test_the_digest_of_a_cache_has_the_values_of_the_wire_protocol() -> None:
     for part, first in zip(pair.dense["a"], (1, 100), strict=True):
         part[...] = (np.arange(part.size) * 7 + first).astype(np.uint8).reshape(part.shape)
     pair.decode.write(pair.dense)
-    sums = digest_of(pair.first_read(), KNOWN)
+    sums = reference(pair.first_read(), KNOWN)
     assert sums.rows.tolist() == KNOWN_ROWS
     assert sums.columns.tolist() == KNOWN_COLUMNS
 
@@ -303,7 +289,7 @@ def test_a_flipped_bit_of_any_byte_is_detected_and_named() -> None:
     model = (Layer("a", 2, 1, 6), Layer("b", 2, 1, 6))
     pair = Pair(typical(model=model, tokens=range(60, 67), orders=("BHLNC", "LBNHC")))
     rank = pair.decode.ranks[0]
-    reads = [(local, digest_of(remote)) for _, local, remote in pair.reads()]
+    reads = [(local, reference(remote)) for _, local, remote in pair.reads()]
     flipped = 0
     for layer in rank.layers:
         tokens = np.array(pair.case.tokens)
@@ -313,7 +299,7 @@ def test_a_flipped_bit_of_any_byte_is_detected_and_named() -> None:
                 place = f"{part} of head {head} of layer {layer.name} differs in tokens"
                 for bit in (0, 7):
                     rank.memory[offset] ^= 1 << bit
-                    texts = [describe_difference(digest_of(kv), proof, kv) for kv, proof in reads]
+                    texts = [describe_difference(reference(kv), proof, kv) for kv, proof in reads]
                     rank.memory[offset] ^= 1 << bit
                     (text,) = filter(None, texts)
                     assert text.startswith(f"{place} {first} to {last} ")
@@ -344,38 +330,36 @@ def test_a_description_counts_blocks_of_the_group_that_differs() -> None:
     )
 
 
-LOCAL: Final = [1, 2, 3, 4], [5] * 5
-ONE_COLUMN: Final = "(blocks 32 to 47 of the request; 1 of 5 columns of 64 tokens)"
-TWO_COLUMNS: Final = "(blocks 16 to 74 of the request; 2 of 5 columns of 64 tokens)"
-FIRST_COLUMN: Final = "(blocks 0 to 15 of the request; 1 of 5 columns of 64 tokens)"
-SIZES: Final = "digests of (4, 5) heads and columns here and"
+NO_SIZE = "digests of (4, 5) heads and columns here and"
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "text"),
+    ("rows", "columns", "words", "blocks"),
     [
-        (*LOCAL, None),
-        ([1, 2, 3], [5] * 5, f"{SIZES} (3, 5) there"),
-        ([1, 2, 3, 4], [], f"{SIZES} (4, 0) there"),
+        ([1, 2, 3], [5] * 5, f"{NO_SIZE} (3, 5) there", ""),
+        ([1, 2, 3, 4], [], f"{NO_SIZE} (4, 0) there", ""),
+        ([9, 8, 7, 6], [5] * 5, "K of head 0 of layer a and 3 more heads in no single place", ""),
         (
-            *([1, 9, 3, 4], [5, 5, 9, 5, 5]),
-            f"K of head 1 of layer a differs in tokens 128 to 191 {ONE_COLUMN}",
+            *([1, 9, 3, 4], [5, 5, 9, 5, 5], "K of head 1 of layer a differs in tokens 128 to 191"),
+            "32 to 47 of the request; 1",
         ),
         (
             *([1, 2, 9, 9], [5, 9, 5, 5, 9]),
-            f"V of head 0 of layer a and 1 more heads differs in tokens 64 to 299 {TWO_COLUMNS}",
+            "V of head 0 of layer a and 1 more heads differs in tokens 64 to 299",
+            "16 to 74 of the request; 2",
         ),
-        ([9, 8, 7, 6], [5] * 5, "K of head 0 of layer a and 3 more heads in no single place"),
         (
-            *([1, 2, 3, 4], [9, 5, 5, 5, 5]),
-            f"no single head differs in tokens 0 to 63 {FIRST_COLUMN}",
+            *([1, 2, 3, 4], [9, 5, 5, 5, 5], "no single head differs in tokens 0 to 63"),
+            "0 to 15 of the request; 1",
         ),
     ],
 )
 def test_a_description_names_heads_tokens_and_blocks(
-    rows: list[int], columns: list[int], text: str | None
+    rows: list[int], columns: list[int], words: str, blocks: str
 ) -> None:
     """Four rows, 300 tokens in blocks of 4."""
     pair = Pair(typical(model=(Layer("a", 2, 1, 1),), tokens=range(300)))
-    local, remote = make_digest(*LOCAL), make_digest(rows, columns)
-    assert describe_difference(local, remote, pair.first_read()) == text
+    local, remote = make_digest([1, 2, 3, 4], [5] * 5), make_digest(rows, columns)
+    expected = words + (f" (blocks {blocks} of 5 columns of 64 tokens)" if blocks else "")
+    assert describe_difference(local, remote, pair.first_read()) == expected
+    assert describe_difference(local, local, pair.first_read()) is None

@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -158,20 +158,6 @@ def test_long_columns_are_summed() -> None:
 # --- on a stream of its own
 
 
-class Stream:
-    """A stream whose work is done as soon as `may_end` is set."""
-
-    def __init__(self, _: object) -> None:
-        self.may_end = True
-        self.waited = False
-
-    def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(query=lambda: self.may_end)
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-
 class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be missing
     """A GpuDigester of this process's memory."""
 
@@ -185,7 +171,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
     """Of this process's memory, digested as if it were a GPU's."""
     monkeypatch.setattr(gpu, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
     host = noise(KINDS[0].num_bytes)
     yield layout_of(host.ctypes.data, KINDS[0], "LBHNC")  # noqa: PT022 - `host` lives until then
 
@@ -193,9 +179,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
 def test_without_a_compiler_the_array_program_digests(
     layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nMore")
-
+    fail = Mock(side_effect=RuntimeError("Failed to find C compiler.\nMore"))
     monkeypatch.setattr(gpu.TorchDigester, "compile", fail)
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         digester = Memory(layout)
@@ -203,7 +187,7 @@ def test_without_a_compiler_the_array_program_digests(
     slices = slices_of(layout, 100)
     assert is_equal(finished(digester(SECRET, slices)), reference(slices))
     digester.close()
-    assert digester._stream.waited
+    digester._stream.synchronize.assert_called()
 
 
 def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
@@ -213,25 +197,24 @@ def test_a_step_launches_one_chunk_and_none_waits_for_the_gpu(
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", 1 << 11)
     calls = Calls(monkeypatch)
     digester, slices = Memory(layout), slices_of(layout, 100)
-    digester._stream.may_end = False
+    is_done = digester._stream.record_event.return_value.query
+    is_done.return_value = False
     steps = digester(SECRET, slices)
     for number in range(40):
         next(steps)
         assert len(calls.sizes) <= number + 1
     assert 10 < len(calls.sizes) < 40
-    digester._stream.may_end = True
+    is_done.return_value = True
     assert is_equal(finished(steps), reference(slices))
 
 
 def test_an_error_of_torch_fails_that_digest(
     layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda _: None)
     digester, slices = Memory(layout), slices_of(layout, 100)
     with monkeypatch.context() as patched:
+        fail = Mock(side_effect=torch.OutOfMemoryError("no memory"))
         patched.setattr(gpu, "gathered_sums", fail)
         with pytest.raises(DigestError, match="no memory"):
             finished(digester(SECRET, slices))

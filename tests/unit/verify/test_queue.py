@@ -1,12 +1,13 @@
 """The digest queue of a rank: its order, its results and its refusals."""
 
+import itertools
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Final
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from harness.local.caches import Cache, Sizes
 from harness.local.machines import by_name
 from nixl_kv.errors import ConfigError, DigestError
-from nixl_kv.geometry.layout import CacheLayout, Memory, Table
+from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Claim, Rank
 from nixl_kv.protocol.events import (
     CompareDigest,
@@ -31,7 +32,7 @@ from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.queue import DigestQueue, open_digests
 from nixl_kv.verify.slices import LocalSlice, find_slices
-from support.digest_caches import SlowDigester, finished
+from support.digest_caches import SlowDigester, reference
 from support.records import CLAIM, D1, RIVAL, digest_request
 
 SIZES = Sizes(layers=2, key=4, value=4)
@@ -57,14 +58,6 @@ def order(route: bytes = b"route", **changed: Any) -> MakeDigest:
     return MakeDigest(route, asked(**changed), TABLES)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 @pytest.fixture
 def counts() -> Counts:
     return Counts()
@@ -79,7 +72,9 @@ def queue_of(
     cache: Cache, digester: Digester | None = None, counts: Counts | None = None
 ) -> DigestQueue:
     counts = Counts() if counts is None else counts
-    return DigestQueue(cache.layout(), digester or Digester(), counts, Clock())
+    return DigestQueue(
+        cache.layout(), digester or Digester(), counts, itertools.count(1.0).__next__
+    )
 
 
 @pytest.fixture
@@ -108,41 +103,25 @@ def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
     return ended
 
 
-def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
-    return [event.route for event in ended if isinstance(event, DigestMade)]
-
-
 # --- the slices of a digest
 
 
 def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
-    slices = find_slices(cache.layout(), (FULL, BEHIND), TABLES, end=END)
-    expected = finished(Digester()(CLAIM, slices))
-    ended = digest_of(digests, order())
+    expected = reference(find_slices(cache.layout(), (FULL, BEHIND), TABLES, end=END), CLAIM)
     sums = expected.rows.tobytes(), expected.columns.tobytes()
-    assert ended == DigestMade(b"route", asked(), *sums)
-
-
-def test_its_key_is_the_claim(digests: DigestQueue) -> None:
-    one, other = digest_of(digests, order()), digest_of(digests, order(claim=RIVAL))
-    assert one.rows != other.rows
-    assert one.columns != other.columns
+    assert digest_of(digests, order()) == DigestMade(b"route", asked(), *sums)
 
 
 # --- comparisons
 
 
-def comparison(remote: DigestMade, slices: tuple[KVSlice, ...] = (FULL, BEHIND)) -> CompareDigest:
-    load = StartLoad(D1, 0, END, (Table.of(DECODE_TABLE),), verify=True)
-    return CompareDigest(Rank(3), slices, load, CLAIM, remote.rows, remote.columns)
-
-
 @pytest.fixture
 def wanted(digests: DigestQueue, counts: Counts) -> CompareDigest:
     """A comparison with prefill's digest."""
-    made = comparison(digest_of(digests, order()))
+    made = digest_of(digests, order())
     counts.pop()
-    return made
+    load = StartLoad(D1, 0, END, (Table.of(DECODE_TABLE),), verify=True)
+    return CompareDigest(Rank(3), (FULL, BEHIND), load, CLAIM, made.rows, made.columns)
 
 
 @pytest.fixture
@@ -159,28 +138,24 @@ def compared(here: DigestQueue, wanted: CompareDigest) -> DigestCompared:
     return ended
 
 
-def test_what_was_read_is_what_prefill_has(wanted: CompareDigest, landed: Cache) -> None:
-    ended = compared(queue_of(landed), wanted)
-    assert (ended.difference, ended.refusal) == (None, None)
-
-
-def test_one_bit_that_differs_is_named(wanted: CompareDigest, landed: Cache) -> None:
+def test_what_was_read_is_compared_with_what_prefill_has(
+    wanted: CompareDigest, landed: Cache
+) -> None:
+    here = queue_of(landed)
+    equal = compared(here, wanted)
+    assert (equal.difference, equal.refusal) == (None, None)
+    cut = msgspec.structs.replace(wanted, rows=wanted.rows[:-1])  # its last sum is not complete
+    words = "digests of (8, 1) heads and columns here and (7, 1) there"
+    assert compared(here, cut).difference == words
     landed.view[1, 2, 0, 0, 4] ^= 0x10
-    difference = compared(queue_of(landed), wanted).difference
+    difference = compared(here, wanted).difference
     assert difference is not None
     assert difference.startswith("V of head 0 of layer layer.1 differs in tokens 4 to 9")
 
 
-def test_a_digest_of_another_size_differs(wanted: CompareDigest, landed: Cache) -> None:
-    """Also if its last sum is not complete."""
-    cut = msgspec.structs.replace(wanted, rows=wanted.rows[:-1])
-    words = "digests of (8, 1) heads and columns here and (7, 1) there"
-    assert compared(queue_of(landed), cut).difference == words
-
-
-def landing(wanted: CompareDigest) -> CompareDigest:
-    """The same before prefill's digest arrives."""
-    return msgspec.structs.replace(wanted, rows=b"", columns=b"")
+def landing(wanted: CompareDigest, *, has_landed: bool = True) -> CompareDigest:
+    """The same before prefill's digest arrives, or while the bytes travel."""
+    return msgspec.structs.replace(wanted, rows=b"", columns=b"", has_landed=has_landed)
 
 
 def test_what_has_landed_is_digested_before_there_is_something_to_compare(
@@ -198,29 +173,13 @@ def test_what_has_landed_is_digested_before_there_is_something_to_compare(
     assert compared(here, wanted).difference is not None, "a second one digests again"
 
 
-def early(wanted: CompareDigest) -> CompareDigest:
-    """The same while the bytes travel."""
-    return msgspec.structs.replace(landing(wanted), has_landed=False)
-
-
 def test_a_digest_is_prepared_before_the_bytes_land(wanted: CompareDigest, cache: Cache) -> None:
+    """It does not join one under way, though that is of the same blocks."""
     remote = Cache(SIZES)
     here = queue_of(remote, SlowDigester(1))
-    for _ in range(2):
-        assert here.add(early(wanted)) is None
-    assert drained(here) == []
-    read(cache, remote)
-    assert compared(here, wanted).difference is None
-
-
-def test_a_digest_that_was_prepared_does_not_join_one_under_way(
-    wanted: CompareDigest, cache: Cache
-) -> None:
-    """Its bytes have not landed, though the other digest is of the same blocks."""
-    remote = Cache(SIZES)
-    here = queue_of(remote)
     assert here.add(msgspec.structs.replace(wanted, rank=Rank(4))) is None
-    assert here.add(early(wanted)) is None
+    for _ in range(2):
+        assert here.add(landing(wanted, has_landed=False)) is None
     assert len(drained(here)) == 1
     read(cache, remote)
     assert compared(here, wanted).difference is None
@@ -229,13 +188,10 @@ def test_a_digest_that_was_prepared_does_not_join_one_under_way(
 def test_a_digest_that_cannot_be_prepared_is_computed_when_the_bytes_land(
     wanted: CompareDigest, landed: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise MemoryError(args)
-
     here = queue_of(landed)
     with monkeypatch.context() as patched:
-        patched.setattr(digest, "numbers_of", fail)
-        assert here.add(early(wanted)) is None
+        patched.setattr(digest, "numbers_of", Mock(side_effect=MemoryError))
+        assert here.add(landing(wanted, has_landed=False)) is None
     assert compared(here, wanted).difference is None
 
 
@@ -273,15 +229,20 @@ def test_what_has_landed_and_cannot_be_digested_is_tried_again(
 
 
 def test_one_digest_is_made_at_a_time_by_a_step_at_each_poll(cache: Cache) -> None:
-    slow = SlowDigester(3)
+    slow = SlowDigester(3, pause_s=0.25)
     digests = queue_of(cache, slow)
+    assert digests.wait_s is None
     digests.add(order())
     digests.add(order(claim=RIVAL))
     for number in range(1, 4):
+        assert digests.wait_s == 0.25
         assert digests.poll(always) == []
         assert slow.secrets == [CLAIM] * number
-    assert len(drained(digests)) == 2
+    one, other = (made for made in drained(digests) if isinstance(made, DigestMade))
     assert slow.secrets == [CLAIM] * 3 + [RIVAL] * 3
+    assert one.rows != other.rows
+    digests.close()
+    assert slow.is_closed
 
 
 def test_a_claim_has_one_digest_at_a_time(cache: Cache) -> None:
@@ -291,31 +252,18 @@ def test_a_claim_has_one_digest_at_a_time(cache: Cache) -> None:
     digests.poll(always)
     assert digests.add(order(b"second")) is None
     assert digests.add(order(b"another", end=9)) is None
-    assert routes(drained(digests)) == [b"first"]
-    assert digests.add(order(b"third")) is None
-    assert routes(drained(digests)) == [b"third"]
-
-
-def test_the_thread_waits_as_long_as_a_step_allows(cache: Cache) -> None:
-    digests = queue_of(cache, SlowDigester(1, pause_s=0.25))
-    assert digests.wait_s is None
-    digests.add(order())
-    assert digests.wait_s == 0.25
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestMade)
+    assert ended.route == b"first"
+    assert digest_of(digests, order(b"third")).route == b"third"
 
 
 def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
     digests.add(order())
     digests.poll(always)
-    digests.add(order(claim=RIVAL))
     digests.clear()
     assert drained(digests) == []
     assert digest_of(digests, order()).refusal is None
-
-
-def test_the_digester_is_closed_with_the_queue(cache: Cache) -> None:
-    slow = SlowDigester(1)
-    queue_of(cache, slow).close()
-    assert slow.is_closed
 
 
 class FailingDigester(SlowDigester):
@@ -429,7 +377,6 @@ def test_a_digest_of_what_is_not_here_is_refused(digests: DigestQueue) -> None:
     assert isinstance(refused, DigestMade)
     assert (refused.route, refused.digest_request) == (b"route", wanted.digest_request)
     assert refused.refusal == "layer 'layer.9' is not on this rank"
-    assert digests.wait_s is None
     assert digest_of(digests, order()).refusal is None, "later digests run"
 
 
@@ -438,10 +385,10 @@ def test_a_rank_without_a_digester_refuses(cache: Cache) -> None:
     assert refused == DigestMade(b"route", asked(), refusal="this rank computes no digests")
 
 
-def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
-    wanted = comparison(digest_of(digests, order()), (replace(FULL, layer="layer.9"),))
+def test_a_comparison_that_is_refused_is_no_difference(wanted: CompareDigest, cache: Cache) -> None:
+    absent = msgspec.structs.replace(wanted, slices=(replace(FULL, layer="layer.9"),))
     refusal = "layer 'layer.9' is not on this rank"
-    assert queue_of(cache).add(wanted) == DigestCompared(D1, Rank(3), CLAIM, refusal=refusal)
+    assert queue_of(cache).add(absent) == DigestCompared(D1, Rank(3), CLAIM, refusal=refusal)
 
 
 # --- opening the digests of a rank
@@ -449,7 +396,7 @@ def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Di
 
 def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
     layout = replace(Cache(SIZES).layout(), memory=memory)
-    made = open_digests(layout, Counts(), Clock(), is_prefill=is_prefill, verifies=verifies)
+    made = open_digests(layout, Counts(), time.monotonic, is_prefill=is_prefill, verifies=verifies)
     return None if made is None else made._digester
 
 
@@ -472,10 +419,10 @@ def test_without_a_gpu_digester_only_a_rank_that_does_not_verify_starts(
 def test_a_rank_that_digests_nothing_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[CacheLayout] = []
-    fake = SimpleNamespace(GpuDigester=made.append)
-    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", fake)
+    gpu = Mock()
+    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", gpu)
     assert opened("VRAM", is_prefill=False, verifies=False) is None
-    assert (made, caplog.messages) == ([], [])
+    gpu.GpuDigester.assert_not_called()
+    assert caplog.messages == []
     opened("VRAM", is_prefill=True, verifies=False)
-    assert len(made) == 1
+    gpu.GpuDigester.assert_called_once()

@@ -68,28 +68,25 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 # --- naming the slices of a load
 
 
-def test_all_tokens_of_the_shared_heads_are_read() -> None:
-    share = {"a": (2, 4), "c": (3, 4)}
-    slices = named(layout(), share, tables([5, 3], [7, 8, 1, 2]))
-    assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
-
-
-def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3))
-    assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
-
-
-def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
-    share = {"a": (2, 6), "c": (2, 6)}
-    passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = named(layout(windowed=True), share, tables([5, 3, 1], passed))
-    assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
-
-
-@pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
-def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed))
-    assert slices == (KVSlice("a", 2, 6, 0),)
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        pytest.param(tables([5, 3], [7, 8, 1, 2]), [0, 0], id="all tokens"),
+        pytest.param(tables([5], [7, 8], first=3), [24, 24], id="after a prefix hit"),
+        pytest.param(
+            tables([5, 3, 1], [ABSENT, 4, ABSENT, ABSENT, 7, 8]), [0, 16], id="a window has passed"
+        ),
+        pytest.param(tables([5], [ABSENT, ABSENT]), [0], id="a window has passed all"),
+        pytest.param(tables([5], []), [0], id="a group without blocks"),
+    ],
+)
+def test_slices_have_the_shared_heads_from_the_first_token_that_is_read_on(
+    read: list[Table], expected: list[int]
+) -> None:
+    """A window is read from after its last absent entry."""
+    slices = named(layout(windowed=True), {"a": (2, 4), "c": (3, 4)}, read)
+    both = (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
+    assert slices == tuple(replace(kv, begin=n) for kv, n in zip(both, expected, strict=False))
 
 
 # --- where it is
@@ -142,20 +139,20 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
-@pytest.mark.parametrize(("count", "names"), [(1, ["KV"]), (2, ["K", "V"]), (3, ["part"] * 3)])
-def test_each_head_has_a_name(count: int, names: list[str]) -> None:
-    cache = replace(layout(), groups=(replace(FULL, regions=(region("x", parts=count),)),))
+@pytest.mark.parametrize(
+    ("count", "names", "state_names"),
+    [(1, ["KV"], ["content"]), (2, ["K", "V"], ["row 0", "row 1"]), (3, ["part"] * 3, [])],
+)
+def test_each_head_has_a_name(count: int, names: list[str], state_names: list[str]) -> None:
+    """Parts of a state are not named like those of KV."""
+    one = region("x", parts=count)
+    cache = replace(layout(), groups=(replace(FULL, regions=(one,)),))
     slices = find_slices(cache, [KVSlice("x", 3, 5, 0)], [table([1])], end=8)
     assert [kv.names for kv in slices] == [
         [f"{name} of head {head} of layer x" for head in (3, 4)] for name in names
     ]
-
-
-@pytest.mark.parametrize(("count", "names"), [(1, ["content"]), (2, ["row 0", "row 1"])])
-def test_parts_of_a_state_are_not_named_like_those_of_kv(count: int, names: list[str]) -> None:
-    one = region("x query", parts=count)
-    group = Group(1, BLOCKS, 1, (one,), window=1)
-    assert [part_name(group, one, number) for number in range(count)] == names
+    state = Group(1, BLOCKS, 1, (one,), window=1)
+    assert [part_name(state, one, n) for n in range(len(state_names))] == state_names
 
 
 def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> None:
@@ -172,12 +169,6 @@ def test_a_state_is_not_divided() -> None:
 
 
 # --- requests of peers
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_slices_without_heads_are_refused(first: int) -> None:
-    with pytest.raises(ValueError, match=r"^end_head is 1; allowed: "):
-        KVSlice("a", first, 1, 0)
 
 
 TWICE = "a layer occurs twice among the slices; allowed: once"

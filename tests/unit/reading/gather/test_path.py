@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -189,15 +189,14 @@ def test_an_error_of_who_is_told_does_not_end_the_watch(
         told.release()
         raise OSError("the wake-up descriptor is closed")
 
-    watch = OwnerWatch(fail)
-    for number in (1, 2):
-        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-            descriptor = os.pidfd_open(ended.pid)
-            watch.add(descriptor)
-            assert told.acquire(timeout=EVENT_S)
-            assert watch.num_ended == number
-            os.close(descriptor)
-    watch.close()
+    with contextlib.closing(OwnerWatch(fail)) as watch:
+        for number in (1, 2):
+            with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+                descriptor = os.pidfd_open(ended.pid)
+                watch.add(descriptor)
+                assert told.acquire(timeout=EVENT_S)
+                assert watch.num_ended == number
+                os.close(descriptor)
     assert "the wake-up descriptor is closed" in caplog.text
 
 
@@ -224,10 +223,9 @@ def built(memory: Memory, path: str) -> Feature:
 @pytest.fixture
 def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with CUDA's bindings and Triton."""
-    exported = SimpleNamespace(description="exported", close=lambda: None)
-    kernel = SimpleNamespace(KernelStream=lambda _: SimpleNamespace(end=lambda: None))
-    memory = SimpleNamespace(Exported=lambda *_: exported, Mapping=print)
-    gpu = SimpleNamespace(allocate=lambda *_: (1 << 20, None))
+    kernel, memory, gpu = Mock(), Mock(), Mock()
+    memory.Exported.return_value.description = "exported"
+    gpu.allocate.return_value = (1 << 20, None)
     monkeypatch.setitem(sys.modules, "nixl_kv.gpu", gpu)
     monkeypatch.setattr(nixl_kv, "gpu", gpu, raising=False)
     monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", kernel)

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.tcp import paced
-from nixl_kv.transport.tcp.detect import IsTcp
 from nixl_kv.transport.tcp.paced import (
     MAX_STREAMS,
     MIN_STREAMS,
@@ -26,14 +26,6 @@ from nixl_kv.transport.tcp.paced import (
 from support.stepped import Background
 
 SIZE = 4096
-
-
-def always(_metadata: bytes) -> bool:
-    return True
-
-
-def never(_metadata: bytes) -> bool:
-    return False
 
 
 class Watched(MemoryTransport):
@@ -91,7 +83,7 @@ def ids(*numbers: int) -> BlockIds:
 
 
 class World:
-    def __init__(self, is_tcp: IsTcp = always) -> None:
+    def __init__(self, *, is_tcp: bool = True) -> None:
         self.fabric = Fabric(polls=1)
         self.owner = MemoryTransport(self.fabric)
         self.agents: list[Watched] = []
@@ -100,7 +92,7 @@ class World:
         self.reader = PacedTransport(
             self.make_agent(),
             self.make_agent,
-            is_tcp,
+            lambda _: is_tcp,
             self.background,
             clock=lambda: next(self.now) * 1e-3,
         )
@@ -140,44 +132,37 @@ class World:
         raise AssertionError("it does not end")
 
 
-def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece(world: World) -> None:
     local, remote = world.lists([(0, 4, 4, 100)])
     world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
     assert sorted(world.lengths) == [8, 16, 16]
     assert np.array_equal(world.local_bytes[:40], world.remote_bytes[80:120])
+    of_two_rows = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
+    world.finish(world.reader.read(*of_two_rows, (ids(0, 1), ids(0, 1))))
+    assert sorted(world.lengths) == [8, 12, 16, 16]
 
 
-def test_neighbours_of_two_rows_are_read_together_too() -> None:
-    world = World()
-    local, remote = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
-    world.finish(world.reader.read(local, remote, (ids(0, 1), ids(0, 1))))
-    assert world.lengths == [12]
-
-
-def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
-    world = World()
+def test_a_link_that_waits_for_its_round_trip_gets_more_streams(world: World) -> None:
+    """The read goes on while each of them connects."""
     world.fabric.polls = 20
-    world.finish(world.start(*range(128)))
-    assert 2 < len(world.agents) <= paced.MAX_STREAMS
-    assert all(agent.lengths for agent in world.agents)
-    for start in range(0, SIZE, 32):
-        assert np.array_equal(
-            world.local_bytes[start : start + 16], world.remote_bytes[start : start + 16]
-        )
-
-
-def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
-    world = World()
     world.background.is_held = True
-    read = world.start(*range(50))
+    read = world.start(*range(128))
     while len(world.lengths) < 20:
         assert not world.reader.poll(read)
     assert len(world.background) == len(world.agents) == 1
+    world.background.is_held = False
     world.background.work()
     world.finish(read)
-    assert len(world.agents) > 1
+    assert 2 < len(world.agents) <= paced.MAX_STREAMS
     assert all(agent.lengths for agent in world.agents)
+    for start in range(0, SIZE, 32):
+        piece = slice(start, start + 16)
+        assert np.array_equal(world.local_bytes[piece], world.remote_bytes[piece])
 
 
 def pieces_of_another_peer(world: World) -> ListHandle:
@@ -188,52 +173,33 @@ def pieces_of_another_peer(world: World) -> ListHandle:
     return world.reader.prepare(rows, "DRAM", name)
 
 
-def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
-    world = World()
-    local, remote = world.lists([(0, 16, 32, 100)])
-    world.finish(world.start(*range(50)))
-    assert len(world.agents) > 1
-    theirs = pieces_of_another_peer(world)
-    world.background.is_held, world.fabric.polls = True, 5
-    reads = [
-        world.reader.read(local, each, (ids(*range(60, 80)), ids(*range(60, 80))))
-        for each in (theirs, remote)
-    ]
-    while not world.background:
-        assert not world.reader.poll(reads[0])
-    before = len(world.agents[1].lengths)
-    world.finish(reads[1])
-    assert len(world.agents[1].lengths) == before
-    world.background.work()
-    world.finish(reads[0])
-    assert len(world.agents[1].lengths) > before
-
-
-def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
-    world = World()
+def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone(world: World) -> None:
+    """It begins no read, and what it reads is not looked at."""
     local, _ = world.lists([(0, 16, 32, 100)])
     world.finish(world.start(*range(50)))
     theirs = pieces_of_another_peer(world)
-    world.background.is_held, world.fabric.polls = True, 50
+    world.background.is_held, world.fabric.polls = True, 5
     world.reader._peers[world.peer].max_streams = 2  # so that the other peer is connected next
     read = world.start(*range(60, 80))
-    while not world.agents[1].under_way:
+    first, second, *_ = world.agents
+    while not second.under_way:
         assert not world.reader.poll(read)
-    their_read = world.reader.read(local, theirs, (ids(1, 3, 5), ids(1, 3, 5)))
+    their_read = world.reader.read(local, theirs, (ids(*range(60, 80)), ids(*range(60, 80))))
     while not world.background:
         assert not world.reader.poll(their_read)
-    before = [agent.num_polls for agent in world.agents[:2]]
-    for _ in range(9):
+    before = [(agent.num_polls, len(agent.lengths)) for agent in (first, second)]
+    for _ in range(19):
         assert not world.reader.poll(read)
-    after = [agent.num_polls for agent in world.agents[:2]]
-    assert (after[0] > before[0], after[1]) == (True, before[1])
+    assert first.num_polls > before[0][0]
+    assert len(first.lengths) > before[0][1]
+    assert (second.num_polls, len(second.lengths)) == before[1]
     world.background.work()
     world.finish(read)
     world.finish(their_read)
+    assert len(second.lengths) > before[1][1]
 
 
-def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
-    world = World()
+def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too(world: World) -> None:
     world.background.is_held = True
     read = world.start(*range(9))
     world.finish(read)
@@ -248,33 +214,24 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
 
 @pytest.mark.parametrize("error", [TransportError("no more files"), KeyError("a bug")], ids=repr)
 def test_a_further_connection_that_fails_costs_only_itself(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    world: World,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if an agent was made by then: it is closed."""
-    world = World()
-    agents: list[Watched] = []
-
-    def fail(*_: object) -> None:
-        raise error
-
-    def make_agent() -> Watched:
-        agents.append(world.make_agent())
-        setattr(agents[-1], "register", fail)  # noqa: B010 - of one object
-        return agents[-1]
-
-    world.reader._make_agent = make_agent
+    monkeypatch.setattr(Watched, "register", Mock(side_effect=error))
     world.finish(world.start(*range(9)))
     assert world.lengths == [16] * 9
-    assert len(agents) == 1
-    assert agents[0].name not in world.fabric.transports
+    _, further = world.agents
+    assert further.name not in world.fabric.transports
     assert caplog.text.count("keeps 1 connections, because another failed: ") == 1
 
 
 def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paced, "CONNECTED_S", 0.01)
-    world = World()
     world.background.is_held = True
     world.finish(world.start(*range(9)))
     assert world.reader._job is not None
@@ -288,8 +245,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
 
-def test_a_short_read_does_not_wait_for_a_long_one() -> None:
-    world = World()
+def test_a_short_read_does_not_wait_for_a_long_one(world: World) -> None:
     long = world.start(*range(50))
     assert not world.reader.poll(long)
     short = world.start(70)
@@ -298,8 +254,7 @@ def test_a_short_read_does_not_wait_for_a_long_one() -> None:
     world.finish(long)
 
 
-def test_nobody_looks_twice_in_no_time() -> None:
-    world = World()
+def test_nobody_looks_twice_in_no_time(world: World) -> None:
     world.finish(world.start(0))
     world.fabric.polls = 3
     read = world.start(1)
@@ -309,8 +264,7 @@ def test_nobody_looks_twice_in_no_time() -> None:
     world.finish(read)
 
 
-def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
-    world = World()
+def test_of_a_read_that_is_stopped_nothing_more_is_asked_for(world: World) -> None:
     world.fabric.polls = 5
     read = world.start(*range(0, 80, 2))
     other = world.start(1, 3)
@@ -323,13 +277,12 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
     world.finish(read)
     assert sum(len(agent.lengths) for agent in world.agents) == asked + 2
     assert not world.reader.stop(other), "all of it was read"
-    direct = World(never)
+    direct = World(is_tcp=False)
     lists = direct.lists([(0, 16, 32, 100)])
     assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
 
 
-def test_a_lost_peer_fails_all_its_reads() -> None:
-    world = World()
+def test_a_lost_peer_fails_all_its_reads(world: World) -> None:
     world.fabric.polls = 5
     reads = [world.start(*p) for p in ([1, 2, 3], [4, 5])]
     assert not world.reader.poll(reads[0])
@@ -340,8 +293,9 @@ def test_a_lost_peer_fails_all_its_reads() -> None:
     assert not any(agent.under_way for agent in world.agents)
 
 
-def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs() -> None:
-    world = World()
+def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs(
+    world: World,
+) -> None:
     world.fabric.polls = 5
     read = world.start(1, 3, 5)
     while [agent.under_way for agent in world.agents] != [1, 1]:
@@ -352,8 +306,7 @@ def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs
     assert world.agents[1].under_way == 0
 
 
-def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
-    world = World()
+def test_an_error_that_leaves_the_end_open_is_told_at_once(world: World) -> None:
     world.fabric.polls = 5
     read = world.start(1, 3)
     assert not world.reader.poll(read)
@@ -376,16 +329,15 @@ def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
     ],
 )
 def test_a_read_that_makes_no_sense_is_refused(
-    local: list[int], remote: list[int], words: str
+    world: World, local: list[int], remote: list[int], words: str
 ) -> None:
-    world = World()
     lists = world.lists([(0, 8, 8, 100), (800, 9, 9, 1)])
     with pytest.raises(TransportError, match=words):
         world.reader.read(*lists, (ids(*local), ids(*remote)))
 
 
 def test_what_is_not_tcp_is_read_as_it_is() -> None:
-    world = World(never)
+    world = World(is_tcp=False)
     local, remote = world.lists([(0, 40, 48, 3)])
     world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
     assert world.lengths == [40]
@@ -420,11 +372,9 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
     assert max(world.lengths) <= 16
 
 
-def test_facts_for_the_peers_stand_behind_the_metadata() -> None:
-    world = World()
-    reader = PacedTransport(
-        world.agents[0], world.make_agent, always, Background(), facts=b"|facts"
-    )
+def test_facts_for_the_peers_stand_behind_the_metadata(world: World) -> None:
+    agent, background = world.agents[0], world.background
+    reader = PacedTransport(agent, world.make_agent, bool, background, facts=b"|facts")
     assert reader.metadata() == world.agents[0].metadata() + b"|facts"
 
 
