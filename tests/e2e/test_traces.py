@@ -3,7 +3,9 @@
 import http.server
 import itertools
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,12 +24,14 @@ from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from support.engines import EVENT_S, PATIENT
 from support.nixl_kv_command import nixl_kv
+from support.trace_picture import draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTH: Final = 500
 TRACE: Final = "0af7651916cd43dd8448eb211c8031{:02x}"
 CLIENT: Final = "b7ad6b7169203331"
+PICTURE: Final = os.environ.get("NIXL_KV_TRACE_PICTURE")
 CLOCKS_NS: Final = 20_000_000
 """On a busy machine, time passes between a look at the monotonic clock and one at the other."""
 
@@ -162,7 +166,9 @@ def test_one_trace_leads_through_router_prefill_and_decode(
     router = cluster.route([prefill], [decode])
     for number in (1, 2):  # the first one also meets the peer
         trace = TRACE.format(number)
+        begin = time.time_ns()
         complete(router.url, random_prompt(LENGTH, seed=600 + number), trace)
+        end = time.time_ns()
         spans = collector.wait(
             trace,
             ("prefill", "llm_request"),
@@ -207,6 +213,12 @@ def test_one_trace_leads_through_router_prefill_and_decode(
     late = [(a, b) for a, b in itertools.pairwise(moments) if a > b + CLOCKS_NS]
     assert not late, moments
     assert offer.end >= load.events["check"]
+
+    if PICTURE:
+        bars = [("client, through the router", begin, end, dict[str, int]())]
+        order = sorted(spans.values(), key=lambda one: one.begin)
+        bars += [(" ".join(one.about), one.begin, one.end, one.events) for one in order]
+        Path(PICTURE).write_text(draw(bars), "utf-8")
 
     out = tmp_path / "trace.json"
     at = " ".join(f"--at {HOST}:{engine.side_port}" for engine in engines)
