@@ -2,10 +2,13 @@
 
 import http.server
 import itertools
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -19,12 +22,15 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import look_until
 from support.engines import EVENT_S, PATIENT, started
+from support.trace_picture import draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTH: Final = 500
 TRACE: Final = "0af7651916cd43dd8448eb211c8031{:02x}"
 CLIENT: Final = "b7ad6b7169203331"
+PICTURE: Final = os.environ.get("NIXL_KV_TRACE_PICTURE")
+"""Where to draw the trace, for docs/images."""
 CLOCKS_NS: Final = 20_000_000
 """On a busy machine, time passes between a look at the monotonic clock and one at the other."""
 SPANS: Final = {
@@ -113,7 +119,9 @@ def test_one_trace_leads_through_router_prefill_and_decode(cluster: Cluster) -> 
             router = cluster.route([prefill], [decode])
             for number in (1, 2):  # the first one also meets the peer
                 trace = TRACE.format(number)
+                begin = time.time_ns()
                 complete(router.url, random_prompt(LENGTH, seed=600 + number), trace)
+                end = time.time_ns()
                 spans = collector.of_trace(trace)
     assert {*spans} == SPANS
     assert {span.parent_span_id.hex() for span in spans.values()} == {CLIENT}
@@ -152,3 +160,12 @@ def test_one_trace_leads_through_router_prefill_and_decode(cluster: Cluster) -> 
     late = [(a, b) for a, b in itertools.pairwise(moments) if a > b + CLOCKS_NS]
     assert not late, moments
     assert offer.end_time_unix_nano >= times["check"]
+
+    if PICTURE:
+        bars = [("client, through the router", begin, end, dict[str, int]())]
+        for about, span in sorted(spans.items(), key=lambda one: one[1].start_time_unix_nano):
+            marks = {event.name: event.time_unix_nano for event in span.events}
+            bars.append(
+                (" ".join(about), span.start_time_unix_nano, span.end_time_unix_nano, marks)
+            )
+        Path(PICTURE).write_text(draw(bars), "utf-8")

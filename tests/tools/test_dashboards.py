@@ -49,7 +49,7 @@ needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="needs promethe
 
 def expressions() -> dict[str, str]:
     """Each query of the dashboard, with its variables filled in."""
-    values = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m"}
+    values = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m", "$__range": "1m"}
     found = {}
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
