@@ -99,7 +99,9 @@ def test_story_of_a_request_is_told_by_all_ranks(make_engine: MakeEngine) -> Non
         assert failed["after"] == "FAILED"
         assert failed["cause"].startswith(DENIED)
     prefill.wait_offer("p-1")
-    states = [event["after"] for event in status(prefill, "--request p-1")["ranks"][0]["story"]]
+    story = status(prefill, "--request p-1")["ranks"][0]["story"]
+    # The third ask may be denied before or after the end.
+    states = [event["after"] for event in story if event["after"] != event["before"]]
     assert states == ["PREPARED", "OFFERED", "GRANTED", "OVER"]
 
     shown = nixl_kv("status --at", address(decode), "--request cmpl")
