@@ -5,7 +5,7 @@ scheduling one step later still. If the worker runs in the scheduler's process, 
 GPU, this class asks it before each step. It changes nothing on engines with several workers.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -13,15 +13,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_kv.connector.connector import NixlKVConnector
+from nixl_kv.connector.vllm_config import end_of_loads
 from nixl_kv.errors import get_logger
 
 logger = get_logger(__name__)
 
-# Private to vLLM's scheduler, and the same in 0.31 to 0.33.
-UPDATE = "_update_from_kv_xfer_finished"
-UNKNOWN = (
-    "--scheduler-cls nixl_kv.connector.Scheduler has no effect: this vLLM's scheduler has no %s; "
-    "loads are reported with the output of a step"
+UNKNOWN: Final = (
+    "--scheduler-cls nixl_kv.connector.Scheduler has no effect with this vLLM: its scheduler hears "
+    "of loads with the output of a step only"
 )
 
 
@@ -30,19 +29,18 @@ class Scheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._can_update = hasattr(self, UPDATE)
-        if not self._can_update:
-            logger.warning(UNKNOWN, UPDATE)
+        self._end_loads = end_of_loads(self)
+        if self._end_loads is None:
+            logger.warning(UNKNOWN)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        worker = _worker_here()
-        if worker is not None and self._can_update and isinstance(self.connector, NixlKVConnector):
+        worker = _worker_here() if isinstance(self.connector, NixlKVConnector) else None
+        if worker is not None and self._end_loads is not None:
             landed, metadata = worker.take_landed()
             if metadata is not None:
-                output = KVConnectorOutput(
-                    finished_recving=landed, kv_connector_worker_meta=metadata
+                self._end_loads(
+                    KVConnectorOutput(finished_recving=landed, kv_connector_worker_meta=metadata)
                 )
-                getattr(self, UPDATE)(output)
         return super().schedule(*args, **kwargs)
 
 

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
@@ -56,6 +57,11 @@ else:
 def has_sleep_hooks() -> bool:
     """Whether vLLM reports when the memory of the cache goes away, and when it is back (0.33)."""
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def end_of_loads(scheduler: Any) -> Callable[[KVConnectorOutput], None] | None:
+    """vLLM's private method that tells its scheduler which loads have ended; in 0.31 to 0.33."""
+    return getattr(scheduler, "_update_from_kv_xfer_finished", None)
 
 
 # --- engines that the connector cannot serve

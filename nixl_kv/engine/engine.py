@@ -27,19 +27,12 @@ from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout, Span
-from nixl_kv.ids import (
-    EngineId,
-    FenceToken,
-    Nonce,
-    Rank,
-    endpoint_at,
-    new_fence_token,
-    new_incarnation,
-)
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
@@ -117,74 +110,6 @@ class RankSpec:
     def roles(self) -> str:
         roles = ("prefill", self.is_prefill), ("decode", self.is_decode)
         return " and ".join(name for name, is_one in roles if is_one)
-
-
-class PairSlots:
-    """The fence slots of offers that are still being computed. For the caller's thread alone.
-
-    vLLM may preempt such a request in any step, and reuse its blocks in that step. Only the
-    caller's thread knows that before the step runs. So it writes and clears these slots itself, and
-    waits for no other thread. A slot is free when the transfer thread reports `PairSlotFree`.
-    """
-
-    def __init__(self, page: SlotPage, first: int) -> None:
-        self._page = page
-        self._free = list(range(first, page.count))
-        self._tokens: dict[int, FenceToken] = {}  # of the slots that are not free
-        self._held: dict[Nonce, tuple[int, FenceToken] | None] = {}  # None: freed early
-
-    def __len__(self) -> int:
-        """How many are free."""
-        return len(self._free)
-
-    def apply(self, commands: Iterable[events.Command]) -> list[events.Command]:
-        """Clear the slots of withdrawn offers, and give slots to pairs. Call it before the step."""
-        found: list[events.Command] = []
-        for command in commands:
-            match command:
-                case events.WithdrawOffer():
-                    self.clear(command.nonce)
-                case events.PublishOffer():
-                    self.publish(command.nonce)
-                case events.PrepareOffer() if command.is_pair:
-                    command = self.prepare(command)  # noqa: PLW2901 - with its slot
-            found.append(command)
-        return found
-
-    def prepare(self, offer: events.PrepareOffer) -> events.PrepareOffer:
-        """Give the offer a slot with a token, the same in each step; none if all are in use."""
-        if offer.nonce not in self._held:
-            if not self._free:
-                return offer
-            slot, token = self._free.pop(), new_fence_token()
-            self._page.write(slot, token)
-            self._tokens[slot] = token
-            self._held[offer.nonce] = slot, token
-        held = self._held[offer.nonce]
-        if held is None:
-            return offer
-        return msgspec.structs.replace(offer, slot=held[0], fence_token=held[1])
-
-    def clear(self, nonce: Nonce) -> None:
-        """The blocks may be reused from now on."""
-        held = self._held.pop(nonce, None)
-        if held is not None:
-            self._page.clear(held[0])
-
-    def publish(self, nonce: Nonce) -> None:
-        """The blocks are pinned: from now on the transfer thread clears the slot."""
-        self._held.pop(nonce, None)
-
-    def free(self, report: events.PairSlotFree) -> None:
-        """The report may come twice, and the slot may have another token by then."""
-        for slot in list(self._tokens) if report.slot is None else [report.slot]:
-            if report.slot is None or self._tokens.get(slot) == report.fence_token:
-                del self._tokens[slot]
-                self._page.clear(slot)
-                self._free.append(slot)
-        for nonce, held in self._held.items():
-            if held is not None and self._tokens.get(held[0]) != held[1]:
-                self._held[nonce] = None
 
 
 class TransferEngine:
@@ -423,7 +348,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
     )
     num_slots = spec.num_slots or slots_for(layout)
-    slots = spec.make_slots(num_slots + spec.num_pair_slots)
+    slots = spec.make_slots(num_slots + spec.num_pair_slots * spec.is_prefill)
     serving = None
     if spec.is_prefill:
         serving = Serving(

@@ -276,7 +276,8 @@ class Loop:
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
         parts = self.parts
-        self._results.append(events.PairSlotFree(None))
+        if parts.serving is not None:
+            self._results.append(events.PairSlotFree(None))
         parts.counts.count("thread_restarts")
         parts.slots.clear_all()  # first of all: no grant is valid any longer
         for queue in (self._received, self._writes, self._decoding, self._doubted):

@@ -13,7 +13,7 @@ from msgspec import structs
 from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.prefill import PrefillScheduler
-from nixl_kv.engine.engine import PairSlots
+from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.protocol import decode, events
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.early import EarlyAsks, _Pair

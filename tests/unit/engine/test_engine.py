@@ -26,6 +26,7 @@ from nixl_kv.engine.engine import (
     LONGEST_S,
     MAX_SLOTS,
     MIN_SLOTS,
+    NUM_PAIR_SLOTS,
     PAGE,
     STEP,
     RankSpec,
@@ -93,7 +94,8 @@ def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
     assert (parts.serving is not None, bool(parts.agents.polled)) == (is_prefill, is_decode)
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
-    assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
+    num_slots = MIN_SLOTS + NUM_PAIR_SLOTS * is_prefill
+    assert (described.slots.address, described.slots.count) == (parts.slots.address, num_slots)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
     assert described.incarnation == parts.decode.reader.incarnation
 
@@ -190,7 +192,8 @@ class FakeLoop:
     """Waits in each turn until it is woken; `steps` has all that was done."""
 
     def __init__(self) -> None:
-        self.parts = SimpleNamespace(slots=SlotPage(4), description=None)
+        prefill = SimpleNamespace(num_slots=4)
+        self.parts = SimpleNamespace(slots=SlotPage(4), prefill=prefill, description=None)
         self.steps: list[str] = []
         self.errors: list[BaseException] = []
         self.threads: set[threading.Thread] = set()

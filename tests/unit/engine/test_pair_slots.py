@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.engine.engine import PairSlots
+from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.ids import FenceToken, Nonce
 from nixl_kv.protocol.events import PairSlotFree, PrepareOffer
 from nixl_kv.transport.base import SlotPage
