@@ -82,6 +82,8 @@ def check_engine(
         if "handshake failed" in str(reason):
             mine = "no key" if keys is None else f"the key {keys.fingerprint}"
             fix = f"here is {mine}; {OTHER_KEY}"
+        elif "not among its peers" in str(reason):
+            fix = "add this host's network to its 'peers', or run this on a host that they allow"
         return None, [*checks, error("answer", str(reason), fix)]
     engine = Engine(answer, is_peer)
     key = "without a key" if keys is None else f"with the key {keys.fingerprint}"

@@ -99,6 +99,20 @@ def test_another_key_is_named_with_both_fingerprints_to_compare(
     assert theirs.fingerprint in accepted[f"peer {where}", "key"]["detail"]
 
 
+def test_an_engine_that_excludes_this_host_is_told_from_one_that_hangs(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    write_key_file(tmp_path / "key")
+    keys = read_key_file(tmp_path / "key")
+    allowed = Config.parse({"peers": ["10.0.0.0/24"]}, {}).allowed_hosts
+    engine = make_engine("P", 1, make_control=lambda: ZmqControl(keys, allowed=allowed))
+    where = address(engine)
+    answer = examined(f"--peer {where} --key-file {tmp_path / 'key'}")[f"peer {where}", "answer"]
+    assert answer["verdict"] == "error"
+    assert answer["detail"].endswith("refused: this host is not among its peers")
+    assert "network to its 'peers'" in answer["fix"]
+
+
 def test_a_port_where_nothing_listens_is_told_from_a_firewall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
