@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,10 @@ MAX_PAIRS: Final = 64
 FIREWALL: Final = (
     "let its firewall, security group or NetworkPolicy pass TCP from this host to its port and to "
     "the ports of its ranks (docs/operations.md, Firewall)"
+)
+STOPPED: Final = (
+    "compare the port with the engine's log; if `ps -o stat` of the process shows T, continue it "
+    "with `kill -CONT`, otherwise restart it"
 )
 OTHER_KEY: Final = (
     "compare the fingerprints: every engine logs its own at start; copy one key file to all hosts "
@@ -95,7 +100,7 @@ def _connect(endpoint: Endpoint) -> Check:
     host, port = endpoint_host(endpoint), int(endpoint.rpartition(":")[2])
     name, begin = f"TCP to {host}:{port}", time.monotonic()
     try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+        connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
     except ConnectionRefusedError:
         fix = "check that the engine runs, and compare the port with its log"
         return error(name, "refused: the host answers, but nothing listens at this port", fix)
@@ -106,7 +111,17 @@ def _connect(endpoint: Endpoint) -> Check:
         return error(name, about, FIREWALL)
     except OSError as reason:
         return error(name, f"{reason.strerror}", f"check `ip route get {host}`, and the firewall")
-    return ok(name, f"connected in {(time.monotonic() - begin) * 1000:.1f} ms")
+    took_ms = (time.monotonic() - begin) * 1000
+    with connection, suppress(ConnectionError):
+        try:
+            connection.recv(1)  # a thread of ZMQ greets at once, also while Python is busy
+        except TimeoutError:
+            about = (
+                f"connected in {took_ms:.1f} ms, but nothing came in {CONNECT_TIMEOUT_S:g} s: the "
+                "process is stopped or hangs, or is not an engine"
+            )
+            return error(name, about, STOPPED)
+    return ok(name, f"connected in {took_ms:.1f} ms")
 
 
 def _health(engine: Engine) -> Iterator[Check]:

@@ -130,6 +130,21 @@ def test_a_port_where_nothing_listens_is_told_from_a_firewall(
     assert "Firewall" in dropped["fix"]
 
 
+def test_a_stopped_process_is_told_from_one_with_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel accepts connections to a stopped process, but nothing greets them."""
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        checks = examined(f"--peer {where}")
+    silent = checks[f"peer {where}", f"TCP to {where}"]
+    assert silent["verdict"] == "error"
+    assert "stopped or hangs" in silent["detail"]
+    assert "kill -CONT" in silent["fix"]
+    assert (f"peer {where}", "answer") not in checks
+
+
 def test_a_name_that_does_not_resolve_is_an_error() -> None:
     where = "no.such.host.invalid:5600"
     assert examined(f"--peer {where}")[f"peer {where}", "address"]["verdict"] == "error"
