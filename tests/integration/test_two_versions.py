@@ -3,6 +3,7 @@
 The other one is a copy of this package with another wire version, in a process of its own.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +16,7 @@ from nixl_kv.errors import ForeignVersion
 from nixl_kv.ids import Nonce, endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, Ticket, context_hash
+from support.nixl_kv_command import nixl_kv
 from support.other_version import OTHER_VERSION, copy_package
 from support.records import ENGINE_LIFE, PREFILL, hex32
 from support.scheduled_engine import HOST, TOKENS, EngineProcess, ScheduledEngine, engine_process
@@ -111,3 +113,12 @@ def test_a_tool_says_that_an_engine_or_a_rank_is_of_another_version(
     described = msgspec.structs.replace(described, ranks=(rank,))
     ((_, status),) = client.rank_statuses(described, keys)
     assert str(status) == words
+
+
+def test_doctor_names_both_versions_and_the_upgrade(theirs: Engine, key_file: str) -> None:
+    where = f"{HOST}:{theirs.about()['port']}"
+    report = json.loads(nixl_kv(f"doctor --json --peer {where} --key-file {key_file}").stdout)
+    (answer,) = (check for check in report["checks"] if check["name"] == "answer")
+    words = f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
+    assert (answer["verdict"], words in answer["detail"]) == ("error", True)
+    assert answer["fix"].startswith("finish the upgrade")

@@ -36,6 +36,13 @@ STOPPED: Final = (
     "compare the port with the engine's log; if `ps -o stat` of the process shows T, continue it "
     "with `kill -CONT`, otherwise restart it"
 )
+FIXES: Final = {
+    "not among its peers": "add this host's network to its 'peers', or run this on a host that "
+    "they allow",
+    "speaks wire version": "finish the upgrade; until then decode computes the prompts of the other"
+    " version (docs/operations.md, Upgrading a fleet)",
+}
+"""The fix by words of the reason why an engine does not answer."""
 OTHER_KEY: Final = (
     "compare the fingerprints: every engine logs its own at start; copy one key file to all hosts "
     "(or use --key-file, or --insecure for engines without a key)"
@@ -83,12 +90,10 @@ def check_engine(
     try:
         answer = client.engine_at(where, keys, option=option)
     except ValueError as reason:
-        fix = "check its log; it may be starting, hanging, or of another release"
-        if "handshake failed" in str(reason):
-            mine = "no key" if keys is None else f"the key {keys.fingerprint}"
-            fix = f"here is {mine}; {OTHER_KEY}"
-        elif "not among its peers" in str(reason):
-            fix = "add this host's network to its 'peers', or run this on a host that they allow"
+        mine = "no key" if keys is None else f"the key {keys.fingerprint}"
+        fixes = {**FIXES, "handshake failed": f"here is {mine}; {OTHER_KEY}"}
+        unknown = "check its log; it may be starting, hanging, or of another release"
+        fix = next((fixes[words] for words in fixes if words in str(reason)), unknown)
         return None, [*checks, error("answer", str(reason), fix)]
     engine = Engine(answer, is_peer)
     key = "without a key" if keys is None else f"with the key {keys.fingerprint}"
