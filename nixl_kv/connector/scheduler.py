@@ -339,7 +339,8 @@ class Scheduler:
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
                 self._note("no_ticket")
                 logger.info(
-                    "request %s is computed here: its kv_transfer_params have no ticket",
+                    "request %s is computed here: its kv_transfer_params have no ticket: prefill "
+                    "drains, or the router did not ask it or dropped its answer's",
                     request.request_id,
                 )
         elif _is_foreign(fields):

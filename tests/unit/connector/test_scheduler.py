@@ -283,7 +283,7 @@ def test_only_decode_misses_a_ticket(
         scheduler.on_new_request(new_request())
     expected = {"recomputed_requests": {"no_ticket": 1}, "recomputed_tokens": {"no_ticket": 100}}
     assert counted(scheduler) == (expected if missing else {})
-    assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
+    assert ("have no ticket: prefill drains, or the router" in caplog.text) is bool(missing)
 
 
 P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
