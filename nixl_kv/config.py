@@ -135,7 +135,9 @@ def _host(value: object) -> str:
         else:
             found = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)
             literal = str(found[0][4][0])
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
+        raise ValueError(f"it cannot be resolved: {error.strerror}") from error
+    except UnicodeError as error:
         raise ValueError from error
     address = _unmapped(ipaddress.ip_address(literal))
     if address.is_unspecified or address.is_multicast:

@@ -69,6 +69,10 @@ IN_TREE_PREFILL: Final = (
     'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
+WITHOUT_TICKET: Final = (
+    "its kv_transfer_params have no ticket: prefill drains, or the router did not ask it or "
+    "dropped its answer's"
+)
 # During a migration such requests come for hours: log one line a minute, with a count.
 IN_TREE_LOG_S: Final = 60.0
 
@@ -338,11 +342,8 @@ class Scheduler:
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
-                self._note("no_ticket")
-                logger.info(
-                    "request %s is computed here: its kv_transfer_params have no ticket",
-                    request.request_id,
-                )
+                self._note("no_ticket", WITHOUT_TICKET)
+                logger.info("request %s is computed here: %s", request.request_id, WITHOUT_TICKET)
         elif _is_foreign(fields):
             return
         elif fields.get("do_remote_decode") is True:

@@ -146,9 +146,21 @@ def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
     names: dict[str, str], key: str, value: object, allowed: str
 ) -> None:
     names["anywhere"] = "0.0.0.0"  # noqa: S104 - refused
-    with pytest.raises(ConfigError, match=rf"allowed: {allowed}$") as refusal:
+    why = r"(; it cannot be resolved: .+)?" if key == "host" else ""
+    with pytest.raises(ConfigError, match=rf"allowed: {allowed}{why}$") as refusal:
         Config.parse({key: value}, {})
     assert str(refusal.value).startswith(f"kv_connector_extra_config[{key!r}] is {value!r}; ")
+
+
+def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(ConfigError, match=r"a wildcard; it cannot be resolved: Name or service"):
+        Config.parse({"host": "prefill.svc"}, {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,17 @@ FIREWALL: Final = (
     "let its firewall, security group or NetworkPolicy pass TCP from this host to its port and to "
     "the ports of its ranks (docs/operations.md, Firewall)"
 )
+STOPPED: Final = (
+    "compare the port with the engine's log; if `ps -o stat` of the process shows T, continue it "
+    "with `kill -CONT`, otherwise restart it"
+)
+FIXES: Final = {
+    "not among its peers": "add this host's network to its 'peers', or run this on a host that "
+    "they allow",
+    "speaks wire version": "finish the upgrade; until then decode computes the prompts of the other"
+    " version (docs/operations.md, Upgrading a fleet)",
+}
+"""The fix by words of the reason why an engine does not answer."""
 OTHER_KEY: Final = (
     "compare the fingerprints: every engine logs its own at start; copy one key file to all hosts "
     "(or use --key-file, or --insecure for engines without a key)"
@@ -69,10 +81,10 @@ def check_engine(
     try:
         engine = client.engine_at(where, keys, option=option)
     except ValueError as reason:
-        fix = "check its log; it may be starting, hanging, or of another release"
-        if "handshake failed" in str(reason):
-            mine = "no key" if keys is None else f"the key {keys.fingerprint}"
-            fix = f"here is {mine}; {OTHER_KEY}"
+        mine = "no key" if keys is None else f"the key {keys.fingerprint}"
+        fixes = {**FIXES, "handshake failed": f"here is {mine}; {OTHER_KEY}"}
+        unknown = "check its log; it may be starting, hanging, or of another release"
+        fix = next((fixes[words] for words in fixes if words in str(reason)), unknown)
         return None, [*checks, error("answer", str(reason), fix)]
     key = "without a key" if keys is None else f"with the key {keys.fingerprint}"
     checks += [ok("key", f"it accepts this host {key}"), *_health(engine)]
@@ -91,7 +103,7 @@ def _connect(endpoint: Endpoint) -> Check:
     host, port = endpoint_host(endpoint), int(endpoint.rpartition(":")[2])
     name, begin = f"TCP to {host}:{port}", time.monotonic()
     try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+        connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
     except ConnectionRefusedError:
         fix = "check that the engine runs, and compare the port with its log"
         return error(name, "refused: the host answers, but nothing listens at this port", fix)
@@ -100,7 +112,17 @@ def _connect(endpoint: Endpoint) -> Check:
         return error(name, f"{about}: a firewall drops packets, or the host is off", FIREWALL)
     except OSError as reason:
         return error(name, f"{reason.strerror}", f"check `ip route get {host}`, and the firewall")
-    return ok(name, f"connected in {(time.monotonic() - begin) * 1000:.1f} ms")
+    took_ms = (time.monotonic() - begin) * 1000
+    with connection, suppress(ConnectionError):
+        try:
+            connection.recv(1)  # a thread of ZMQ greets at once, also while Python is busy
+        except TimeoutError:
+            about = (
+                f"connected in {took_ms:.1f} ms, but nothing came in {CONNECT_TIMEOUT_S:g} s: the "
+                "process is stopped or hangs, or is not an engine"
+            )
+            return error(name, about, STOPPED)
+    return ok(name, f"connected in {took_ms:.1f} ms")
 
 
 def _health(engine: EngineAnswer) -> Iterator[Check]:

@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -95,6 +96,20 @@ def test_another_key_is_named_with_both_fingerprints_to_compare(
     assert theirs.fingerprint in accepted[f"peer {where}", "key"]["detail"]
 
 
+def test_an_engine_that_excludes_this_host_is_told_from_one_that_hangs(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    write_key_file(tmp_path / "key")
+    keys = read_key_file(tmp_path / "key")
+    allowed = Config.parse({"peers": ["10.0.0.0/24"]}, {}).allowed_hosts
+    engine = make_engine("P", 1, make_control=lambda: ZmqControl(keys, allowed=allowed))
+    where = address(engine)
+    answer = examined(f"--peer {where} --key-file {tmp_path / 'key'}")[f"peer {where}", "answer"]
+    assert answer["verdict"] == "error"
+    assert answer["detail"].endswith("refused: this host is not among its peers")
+    assert "network to its 'peers'" in answer["fix"]
+
+
 def test_a_port_where_nothing_listens_is_told_from_a_firewall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +125,31 @@ def test_a_port_where_nothing_listens_is_told_from_a_firewall(
     dropped = examined(f"--peer {where}")[f"peer {where}", f"TCP to {where}"]
     assert "a firewall drops packets" in dropped["detail"]
     assert "Firewall" in dropped["fix"]
+
+
+def test_a_stopped_process_is_told_from_one_with_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel accepts connections to a stopped process, but nothing greets them."""
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        checks = examined(f"--peer {where}")
+    silent = checks[f"peer {where}", f"TCP to {where}"]
+    assert silent["verdict"] == "error"
+    assert "stopped or hangs" in silent["detail"]
+    assert "kill -CONT" in silent["fix"]
+    assert (f"peer {where}", "answer") not in checks
+
+
+def test_an_engine_of_another_version_is_to_be_upgraded(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, words = address(make_engine("P", 1)), "it speaks wire version 8; this side speaks 9"
+    monkeypatch.setattr(engines.client, "engine_at", Mock(side_effect=ValueError(words)))
+    answer = examined(f"--peer {where}")[f"peer {where}", "answer"]
+    assert (answer["verdict"], answer["detail"]) == ("error", words)
+    assert answer["fix"].startswith("finish the upgrade")
 
 
 def test_a_drained_engine_and_a_silent_rank_are_named(make_engine: MakeEngine) -> None:
