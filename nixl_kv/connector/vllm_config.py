@@ -60,7 +60,7 @@ def has_sleep_hooks() -> bool:
 
 
 def end_of_loads(scheduler: Any) -> Callable[[KVConnectorOutput], None] | None:
-    """vLLM's private method that tells its scheduler which loads have ended; in 0.31 to 0.33."""
+    """The private method of vLLM 0.31 to 0.33 that tells its scheduler which loads have ended."""
     return getattr(scheduler, "_update_from_kv_xfer_finished", None)
 
 

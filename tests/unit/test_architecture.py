@@ -92,7 +92,7 @@ def num_lines(path: str, name: str) -> int:
     return found.end_lineno - found.lineno + 1
 
 
-def test_ten_files_lead_through_one_load_in_1500_lines() -> None:
+def test_ten_files_lead_through_one_load_in_1600_lines() -> None:
     assert len(READING_PATH) == 10
     names = [(path, name) for path, text in READING_PATH for name in re.findall("`([^`]+)`", text)]
-    assert sum(num_lines(*each) for each in names) <= 1500
+    assert sum(num_lines(*each) for each in names) <= 1600

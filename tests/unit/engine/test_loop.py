@@ -28,6 +28,7 @@ from nixl_kv.protocol.events import (
     LoadEnded,
     OfferEnd,
     OfferEnded,
+    PairSlotFree,
     RevokeOffer,
     SetEngine,
 )
@@ -604,6 +605,7 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     counts_of(world.decode)
     world.decode.background.is_held = True
     world.decode.loop.restart()
+    assert world.decode.engine.pop_results() == [PairSlotFree(None)]
     world.decode.turn()
     assert counts_of(world.decode) == {"thread_restarts": 1}
     for _ in range(3):
