@@ -1,7 +1,7 @@
 """vLLM's own scheduler with this connector, in a configuration that a seed chooses."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import new_incarnation, new_nonce
 from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
@@ -164,6 +165,13 @@ class Engine:
         """Of another engine that has computed this prompt."""
         ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation())
         return self.role._trust.seal(ticket)
+
+    def pair_ticket(self, *, is_own: bool) -> dict[str, Any]:
+        """Of this engine, for a request to prefill; or of another, for one to decode."""
+        address = self.role._prefill.address
+        assert address is not None
+        fields = asdict(address) | ({} if is_own else {"incarnation": new_incarnation()})
+        return self.role._trust.seal(Ticket(**fields, nonce=new_nonce()))
 
     def metadata(self, output: SchedulerOutput) -> Any:
         """What this connector tells its workers in a step."""

@@ -17,7 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from fuzz.scheduler.engine import Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
+from nixl_kv.protocol.ticket import FIELD
 from support.vllm_scheduler import BLOCK, WANT_TICKET, make_request, num_free_blocks
 
 STEP_S: Final = 0.1  # how much time passes for the connector in a step
@@ -78,6 +80,8 @@ class Life:
         self._requests: dict[str, Request] = {}
         self._prepared: dict[str, events.PrepareOffer] = {}  # by nonce
         self._offers: dict[str, _Offer] = {}
+        self._readable: dict[str, events.PrepareOffer] = {}  # of pairs, as of the latest step
+        self._early: list[RequestId] = []  # loads that wait until prefill computes
         self._saves: dict[str, None] = {}
         self._loads: dict[str, events.StartLoad] = {}
         self._waiting: dict[str, int] = {}  # prefills to be offered: by how many overtaken
@@ -137,10 +141,15 @@ class Life:
         self.counts["arrived"] += 1
         name, tokens, kind = f"r{self.counts['arrived']}", self._prompt(), self._rng.random()
         params = None
+        is_early = self._happens(0.5)
         if kind < 0.4:
             params = dict(WANT_TICKET)
+            if is_early:  # as `EarlyAnswer` asks
+                params[FIELD] = self._engine.pair_ticket(is_own=True)[FIELD]
         elif kind < 0.8:
             params = self._engine.ticket(tokens)
+            if is_early:
+                params = self._engine.pair_ticket(is_own=False)
             self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
         longest = self._rng.choice([4, 12, 40])
@@ -236,6 +245,31 @@ class Life:
         self._steps.append(_Step(output, sampled, writes))
         for write in writes:
             self._execute(write)
+        self._read_parts()
+        for request in [each for each in self._early if self._happens(0.3)]:
+            self._early.remove(request)
+            self._engine.role._decode.on_ready([request])
+
+    def _read_parts(self) -> None:
+        """Decode may read what a step has computed, until the step that withdraws it."""
+        self._readable = {nonce: each for nonce, each in self._prepared.items() if each.is_pair}
+        for offer in self._readable.values():
+            request = self._requests[offer.request]
+            if offer.computed is not None and not request.is_finished():
+                self.counts["parts read"] += 1
+                entries = entries_of(offer.tables[0], self._groups[0])
+                tokens, kv = range(offer.computed), self._hashes(request)
+                wrong = self._memory.wrong(0, entries, tokens, kv)
+                self._check(wrong is None, f"decode reads a part of {offer.request}: {wrong}")
+
+    def _pair_blocks(self, other: str) -> set[int]:
+        """The blocks that decode may read, of requests that are still computed."""
+        return {
+            block
+            for offer in self._readable.values()
+            if offer.request != other
+            for block in entries_of(offer.tables[0], self._groups[0]).values()
+        }
 
     def _note_begun(self, output: SchedulerOutput) -> None:
         """Prefills begin in order, unless one cannot."""
@@ -261,8 +295,13 @@ class Life:
         match command:
             case events.PrepareOffer():
                 self._prepared[command.nonce] = command
+                self.counts["parts offered"] += command.computed is not None
             case events.WithdrawOffer():
                 self._prepared.pop(command.nonce, None)
+                self._readable.pop(command.nonce, None)
+                self.counts["pairs preempted"] += not command.is_final
+            case events.PrepareLoad() if command.is_early:
+                self._early.append(command.request)
             case events.PublishOffer():
                 self.counts["offered"] += 1
                 self._check(command.nonce in self._prepared, f"{command} was not prepared")
@@ -280,6 +319,10 @@ class Life:
         self.counts["loads"] += 1
         self._check(command.request not in self._loads, f"{command.request} loads twice")
         targets = self._targets(command)
+        self._check(
+            not targets & self._pair_blocks(command.request),
+            f"{command.request} loads into blocks that decode may read",
+        )
         for step in self._steps:
             for write in step.writes:
                 self._check(
@@ -305,6 +348,10 @@ class Life:
         request, tokens = write.request, write.tokens
         kv = self._hashes(request)
         written = self._written(write)
+        self._check(
+            not written & self._pair_blocks(request.request_id),
+            f"{request.request_id} writes blocks that decode may read",
+        )
         for load in self._loads.values():
             self._check(
                 not written & self._targets(load), f"a step writes what {load.request} loads"
