@@ -123,7 +123,7 @@ class _Exchange:
 
     async def receive(self) -> _Message:
         if self._has_begun:
-            if self._is_answered:  # vLLM watches for a hang-up of the client, who has left
+            if self._is_answered:  # vLLM would abort the request when its client hangs up
                 await asyncio.Event().wait()
             return await self._receive()
         self._has_begun = True

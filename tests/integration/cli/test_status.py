@@ -94,8 +94,9 @@ def test_story_of_a_request_is_told_by_all_ranks(make_engine: MakeEngine) -> Non
         assert states == ["PREPARED", "ASKING", "GRANTED", "READING", "DONE", "LOADED"]
         assert before <= rank["events_since"] <= rank["story"][0]["time"]
     for rank in status(decode, "--request l-2")["ranks"]:
-        (*_, denied, failed) = rank["story"]
-        assert (denied["before"], denied["after"], denied["cause"]) == ("ASKING", "FAILED", "Deny")
+        failed = rank["story"][-1]
+        moves = [(event["before"], event["after"], event["cause"]) for event in rank["story"]]
+        assert ("ASKING", "FAILED", "Deny") in moves
         assert failed["after"] == "FAILED"
         assert failed["cause"].startswith(DENIED)
     prefill.wait_offer("p-1")
