@@ -33,8 +33,8 @@ _App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 
-# What a request may ask for, beside its prompt, so that prefill's own output says nothing that
-# decode's does not: the values that these fields may have. A field may also be absent or null.
+# The allowed values of fields that ask for a part of prefill's own output. Decode's answer has all
+# the rest. A field may also be absent or null.
 ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (1,),
     "best_of": (1,),

@@ -188,7 +188,7 @@ class Load:
     peer: events.PeerKey
     timeout_s: float
     since: float  # when it was prepared, and from then on when it was started
-    entry_size: int  # parts of it end at multiples of so many tokens
+    entry_size: int  # in tokens; each part but the last ends at a multiple of it
     prepared_at: float = field(init=False)
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
@@ -344,7 +344,7 @@ class Load:
         self._record("PREPARED", "STARTED", f"StartLoad: tokens {start.begin} to {start.end - 1}")
 
     def next_part(self, read: RankRead) -> events.StartLoad | None:
-        """What can be read now; None until the load has blocks and prefill has written more."""
+        """The tokens to read now; None until the load has blocks and prefill has written more."""
         if self.start is None or read.grant is None:
             return None
         end, written = self.start.end, read.grant.num_tokens

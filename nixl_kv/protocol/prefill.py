@@ -412,7 +412,7 @@ class PrefillMachine:
         return self._tell(command.nonce, "computing")
 
     def _mark_written(self, offer: Offer, command: events.MarkWritten, now: float) -> Actions:
-        """Grant what is written now, also to readers that have a grant of less."""
+        """Grant the tokens written so far, also to readers that have a grant of fewer."""
         num_tokens = command.num_tokens or offer.prepared.num_tokens
         if num_tokens <= offer.written or command.life != offer.prepared.life:
             return []
