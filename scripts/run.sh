@@ -5,8 +5,8 @@
 set -euo pipefail
 scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [[ -z "${NIXL_KV_PYTHON:-}" ]]; then
-  venv="${NIXL_KV_VENV:-$scripts/../.venv}"
-  "$scripts/install" --quiet --venv "$venv"
+  venv="${NIXL_KV_VENV:-$(dirname "$scripts")/.venv}"
+  "$scripts/install" --quiet --venv "$venv" $([[ "$1" != demo ]] || echo --demo)
   NIXL_KV_PYTHON="$venv/bin/python"
 fi
 export PYTHONPATH="$scripts:$scripts/../tests${PYTHONPATH:+:$PYTHONPATH}"

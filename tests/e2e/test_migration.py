@@ -1,23 +1,30 @@
-"""A fleet moves from vLLM's own NixlConnector engine by engine: pairs of unlike engines under load.
+"""A fleet moves from vLLM's own NixlConnector engine by engine, under load.
 
-Such a pair moves no KV. Decode computes every prompt, and both engines go on.
+A pair of unlike engines moves no KV. Decode computes every prompt, and both engines go on.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from harness.cluster.client import Client, RefusedError
-from harness.cluster.cluster import Cluster
+from harness.cluster.client import Answer, Client, RefusedError
+from harness.cluster.cluster import PAIR_ROLES, Cluster
 from harness.cluster.engines import KV_ROLES, Engine, EngineSpec, Role
-from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from harness.cluster.metrics import LOADED_METRICS, LOADS, PREFIX, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.prompts import random_prompt
+from harness.cluster.router import Router
+from harness.cluster.waiting import wait_or_fail
 from platforms.play import Played
 from platforms.replays import REPLAYS
-from support.engines import EVENT_S, expect_free, started
+from support.asking import STUCK_S, Load, Rotation, judge, kinds
+from support.engines import EVENT_S, PATIENT, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
@@ -28,13 +35,20 @@ LEASE_S = 6
 """An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
 
 
-def in_tree(role: Role) -> EngineSpec:
+MOVED = LOADED_METRICS["in-tree"]["loads"]  # nixl_kv exports it with the same meaning
+BEGUN = "vllm:time_to_first_token_seconds_count"
+RECOMPUTED = f"{PREFIX}recomputed_requests_total"
+BETWEEN = 4  # requests that end while all engines serve
+TALKS = range(40, 81)  # tokens of an answer
+
+
+def in_tree(role: Role, lease_s: int = LEASE_S) -> EngineSpec:
     """An engine as vLLM's guide starts it."""
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": KV_ROLES[role],
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        "kv_connector_extra_config": {"kv_lease_duration": lease_s},
     }
     return EngineSpec(
         f"in-tree-{role}",
@@ -119,3 +133,101 @@ def test_a_platform_that_sets_the_flags_anew_costs_a_request_not_the_engine(
     with Client(in_tree_decode.url) as client:
         assert answers(client, prompts) == answers(single, prompts)
         expect_free(client)
+
+
+def of_role(role: Role, engines: Sequence[Engine]) -> list[Engine]:
+    return [engine for engine in engines if engine.spec.role == role]
+
+
+class Fleet:
+    """Two prefill and two decode engines behind vllm-router, which cannot add an engine.
+
+    So each change takes a new router. The earlier one keeps its requests until they end.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.phases: dict[str, Counter[str]] = {}
+        """By how much decode's counters grew, by the engines that served meanwhile."""
+        self.engines = cluster.start(
+            *(
+                replace(in_tree(role, lease_s=30), name=f"in-tree-{role}-{number}")
+                for role in PAIR_ROLES
+                for number in (1, 2)
+            )
+        )
+        self._cluster = cluster
+        self._rotation = Rotation([self._route(self.engines)])
+        self._before = self._counters()
+
+    def complete(self, prompt: str, num_tokens: int) -> Answer:
+        with self._rotation.next() as client:
+            return client.complete(prompt, num_tokens)
+
+    def migrate(self, engine: Engine) -> None:
+        """As docs/migrate.md says."""
+        self._serve([one for one in self.engines if one is not engine])
+        engine.terminate()
+        wait_or_fail(lambda: not engine.is_running(), STUCK_S, f"{engine.name} does not end")
+        spec = replace(
+            engine.spec,
+            name=engine.name.replace("in-tree", "nixl-kv"),
+            connector="nixl-kv",
+            drop_in=True,
+            connector_config=PATIENT,
+            extra_args=(),
+        )
+        self._serve([*self.engines, *self._cluster.start(spec)])
+
+    def end_phase(self) -> None:
+        served = ", ".join(sorted(engine.name for engine in self.engines))
+        self.phases[served] = self._counters()
+        self.phases[served].subtract(self._before)
+
+    def _serve(self, engines: list[Engine]) -> None:
+        """New requests go to these engines. Returns when the earlier requests have ended."""
+        (earlier,), later = self._rotation.servers, self._route(engines)
+        self.end_phase()
+        self.engines = engines
+        self._rotation.servers = [later]
+        wait_or_fail(partial(self._rotation.is_idle, earlier), STUCK_S, "a request does not end")
+        earlier.stop()
+        self._before = self._counters()
+
+    def _route(self, engines: Sequence[Engine]) -> Router:
+        return self._cluster.route(of_role("prefill", engines), of_role("decode", engines))
+
+    def _counters(self) -> Counter[str]:
+        """Those of all decode engines that serve."""
+        total = Counter[str]()
+        for engine in of_role("decode", self.engines):
+            with Client(engine.url) as client:
+                total.update(client.counters())
+        return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("decode", "prefill"), ("prefill", "decode")], ids="-".join)
+def test_a_fleet_migrates_under_load_and_no_request_fails(
+    tmp_path: Path, order: tuple[Role, Role]
+) -> None:
+    with Cluster(tmp_path / "logs") as cluster:
+        fleet = Fleet(cluster)
+        engines = sorted(fleet.engines, key=lambda engine: order.index(engine.spec.role))
+        with Load(fleet.complete, clients=4, lengths=TALKS) as load:
+            for engine in engines:
+                load.wait(BETWEEN)
+                fleet.migrate(engine)
+            load.wait(2 * BETWEEN)
+            fleet.end_phase()
+        for served, counted in fleet.phases.items():
+            numbers = (f"{counted[name]:g}" for name in (BEGUN, MOVED, RECOMPUTED))
+            print(*numbers, served)
+        with Client(of_role("prefill", fleet.engines)[0].url) as alone:
+            ended = kinds(judge(alone, load.ended, TALKS))
+    print(f"{len(load.ended)} requests: {dict(ended)}")
+    assert ended == {"right": len(load.ended)}
+    assert all(counted[BEGUN] > 0 for counted in fleet.phases.values())
+    moved = [counted[MOVED] > 0 for counted in fleet.phases.values()]
+    assert moved == [True] * 3 + [False] * 3 + [True] * 3, "like engines, unlike ones, like ones"
+    *_, one_unlike, all_alike = fleet.phases.values()
+    assert one_unlike[RECOMPUTED] == all_alike[RECOMPUTED] == 0

@@ -4,12 +4,8 @@ Clients ask as a router does. One engine after the other is taken out of the rot
 `nixl-kv drain`, stopped, and started again: as the same release or as one of another wire version.
 """
 
-import itertools
 import subprocess
-import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,44 +19,12 @@ from harness.cluster.metrics import LOADS
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.processes import nixl_kv_command
 from harness.cluster.waiting import wait_or_fail
-from support.asking import STUCK_S, Load, judge, kinds
+from support.asking import STUCK_S, Load, Rotation, judge, kinds
 from support.other_version import copy_package
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.upgrade]
 
 BETWEEN = 10  # requests that end while all engines serve
-
-
-class Rotation:
-    """The engines of one role that new requests go to, in turns."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = list(engines)
-        self._numbers = itertools.count()
-        self._under_way: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def next(self) -> Iterator[Client]:
-        """The engine whose turn it is, until its answer is here."""
-        with self._lock:
-            engine = self.engines[next(self._numbers) % len(self.engines)]
-            self._under_way[engine.url] += 1
-        try:
-            with Client(engine.url) as client:
-                yield client
-        finally:
-            with self._lock:
-                self._under_way[engine.url] -= 1
-
-    def remove(self, engine: Engine) -> None:
-        """New requests go to the other engines."""
-        with self._lock:
-            self.engines.remove(engine)
-
-    def is_idle(self, engine: Engine) -> bool:
-        with self._lock:
-            return not self._under_way[engine.url]
 
 
 @pytest.mark.parametrize("crosses", [False, True], ids=["one wire version", "two wire versions"])
@@ -93,10 +57,10 @@ def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
                 spec = engine.spec
                 if crosses:
                     spec = replace(spec, name=f"{spec.name}-new", extra_env=env)
-                rotation.engines += cluster.start(spec)
+                rotation.servers += cluster.start(spec)
             load.wait(2 * BETWEEN)
-        loads += sum(map(loads_of, decode.engines))
-        with Client(prefill.engines[0].url) as alone:
+        loads += sum(map(loads_of, decode.servers))
+        with Client(prefill.servers[0].url) as alone:
             ended = kinds(judge(alone, load.ended))
     print(f"{len(load.ended)} requests, {loads:g} loads")
     assert ended == {"right": len(load.ended)}

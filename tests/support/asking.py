@@ -5,10 +5,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import httpx
 from typing_extensions import Self
@@ -23,6 +25,8 @@ LONGEST_ERROR = 200
 STUCK_S = 120.0
 AFTER_AN_ERROR_S = 2.0
 """A client that got an error pauses before its next request."""
+SHORT = range(1, 24)
+"""The lengths of the answers of a load, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,67 @@ def ask(complete: Callable[[], Answer | None]) -> Ended:
     return Ended(time.monotonic() - begin, answer, error)
 
 
-def request_of(seed: int) -> tuple[str, int]:
+def request_of(seed: int, lengths: range = SHORT) -> tuple[str, int]:
     """A prompt and the number of tokens to generate."""
     chooser = random.Random(f"request {seed}")  # noqa: S311 - the same each time
-    return random_prompt(chooser.randrange(20, 600), seed), chooser.randrange(1, 24)
+    return random_prompt(chooser.randrange(20, 600), seed), chooser.choice(lengths)
+
+
+class Server(Protocol):
+    """An engine or a router."""
+
+    url: str
+
+
+_Server = TypeVar("_Server", bound=Server)
+
+
+class Rotation(Generic[_Server]):
+    """The servers that new requests go to, in turns."""
+
+    def __init__(self, servers: Sequence[_Server]) -> None:
+        self.servers = list(servers)
+        self._numbers = itertools.count()
+        self._under_way: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def next(self) -> Iterator[Client]:
+        """The server whose turn it is, until its answer is here."""
+        with self._lock:
+            server = self.servers[next(self._numbers) % len(self.servers)]
+            self._under_way[server.url] += 1
+        try:
+            with Client(server.url) as client:
+                yield client
+        finally:
+            with self._lock:
+                self._under_way[server.url] -= 1
+
+    def remove(self, server: _Server) -> None:
+        """New requests go to the others."""
+        with self._lock:
+            self.servers.remove(server)
+
+    def is_idle(self, server: _Server) -> bool:
+        with self._lock:
+            return not self._under_way[server.url]
 
 
 class Load:
     """Clients in threads. Each makes one request after the other until the block ends."""
 
-    def __init__(self, complete: Callable[[str, int], Answer | None], clients: int) -> None:
+    def __init__(
+        self,
+        complete: Callable[[str, int], Answer | None],
+        clients: int,
+        lengths: range = SHORT,
+    ) -> None:
+        """The answers have these `lengths`."""
         self.ended: dict[int, Ended] = {}
         """By the seed of the request."""
         self._complete = complete
+        self._lengths = lengths
         self._is_over = threading.Event()
         self._pool = ThreadPoolExecutor(clients)
         self._clients = [self._pool.submit(self._run) for _ in range(clients)]
@@ -88,15 +140,19 @@ class Load:
     def _run(self) -> None:
         while not self._is_over.is_set():
             seed = next(_SEEDS)
-            ended = self.ended[seed] = ask(partial(self._complete, *request_of(seed)))
+            ended = self.ended[seed] = ask(
+                partial(self._complete, *request_of(seed, self._lengths))
+            )
             if ended.error:
                 self._is_over.wait(AFTER_AN_ERROR_S)
 
 
-def judge(single: Client, requests: Mapping[int, Ended]) -> list[tuple[Question, Ended]]:
+def judge(
+    single: Client, requests: Mapping[int, Ended], lengths: range = SHORT
+) -> list[tuple[Question, Ended]]:
     """What a single engine answers to each request of a load, beside how it ended."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        questions = pool.map(lambda seed: Question.of(single, *request_of(seed)), requests)
+        questions = pool.map(lambda seed: Question.of(single, *request_of(seed, lengths)), requests)
         return list(zip(questions, requests.values(), strict=True))
 
 

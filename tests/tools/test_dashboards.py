@@ -1,15 +1,7 @@
-"""Alerts, dashboard and pages name metrics that engines export, and a real Prometheus answers.
+"""Alerts, dashboard and pages name metrics that engines export, and a real Prometheus answers."""
 
-The tests of Prometheus need `prometheus` and `promtool`, on PATH or in the folder that
-NIXL_KV_PROMETHEUS names.
-"""
-
-import json
 import operator
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import chain
@@ -18,7 +10,6 @@ from typing import Any, Final
 
 import httpx
 import pytest
-import yaml
 from prometheus_client import REGISTRY, generate_latest, start_http_server
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -26,38 +17,26 @@ from harness.cluster.waiting import look_until, wait_or_fail
 from nixl_kv.connector.stats import FAILURES, METRICS, NO_TICKET, READS
 from nixl_kv.errors import TICKET_REASONS
 from nixl_kv.protocol.events import PHASES
+from support.prometheus import (
+    ALERTS,
+    REPO,
+    RULES,
+    TIMEOUT_S,
+    expressions,
+    needs_prometheus,
+    needs_promtool,
+    promtool,
+    query,
+    scraping,
+)
 from support.vllm_objects import vllm_config
 
-REPO: Final = Path(__file__).resolve().parents[2]
-ALERTS: Final = REPO / "configs/prometheus/alerts.yaml"
-DASHBOARD: Final = json.loads((REPO / "configs/grafana/nixl-kv.json").read_text("utf-8"))
 PAGES: Final = [
     *(REPO / "README.md", REPO / "CHANGELOG.md"),
     *sorted(REPO.glob("docs/**/*.md")),
     *sorted(REPO.glob("configs/prometheus/*.yaml")),
 ]
-RULES: Final = yaml.safe_load(ALERTS.read_text("utf-8"))["groups"][0]["rules"]
-PROGRAMS: Final = os.environ.get("NIXL_KV_PROMETHEUS")
-PROMTOOL: Final = shutil.which("promtool", path=PROGRAMS)
-PROMETHEUS: Final = shutil.which("prometheus", path=PROGRAMS)
 ENDINGS: Final = ("_bucket", "_count", "_sum")
-TIMEOUT_S: Final = 60.0
-
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool")
-needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus")
-
-
-def expressions() -> dict[str, str]:
-    """Each query of the dashboard, with its variables filled in."""
-    values = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m", "$__range": "1m"}
-    found = {}
-    for panel in DASHBOARD["panels"]:
-        for target in panel.get("targets", ()):
-            expression = target["expr"]
-            for name, value in values.items():
-                expression = expression.replace(name, value)
-            found[f"{panel['title']} {target['refId']}"] = expression
-    return found
 
 
 @cache
@@ -158,11 +137,6 @@ def test_the_pages_list_the_values_of_each_label() -> None:
 # --- with Prometheus
 
 
-def promtool(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command = [PROMTOOL, *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, check=False)  # type: ignore[arg-type]
-
-
 @needs_promtool
 def test_the_rules_are_valid() -> None:
     ended = promtool("check", "rules", ALERTS)
@@ -193,65 +167,23 @@ def test_our_metrics_follow_prometheus_conventions(engine: Any) -> None:
 @pytest.fixture(scope="module")
 def prometheus(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A Prometheus that has scraped the engine several times, with a step between two scrapes."""
-    folder = tmp_path_factory.mktemp("prometheus")
     server, thread = start_http_server(0, "127.0.0.1")
-    scrape = {"job_name": "vllm", "scrape_interval": "2s", "metric_relabel_configs": relabelings()}
-    target = {"targets": [f"127.0.0.1:{server.server_port}"]}
-    config = {
-        "rule_files": [str(ALERTS)],
-        "scrape_configs": [scrape | {"static_configs": [target]}],
-    }
-    (folder / "prometheus.yaml").write_text(json.dumps(config), "utf-8")
-    log = (folder / "log").open("wb")
-    process = subprocess.Popen(
-        [
-            *(str(PROMETHEUS), f"--config.file={folder}/prometheus.yaml"),
-            *(f"--storage.tsdb.path={folder}/data", "--web.listen-address=127.0.0.1:0"),
-        ],
-        stderr=log,
-    )
+    target = f"127.0.0.1:{server.server_port}"
     try:
-        url = look_until(lambda: address_in(folder / "log"), bool, TIMEOUT_S)
-        with httpx.Client(base_url=url, trust_env=False) as client:
+        with scraping(tmp_path_factory.mktemp("prometheus"), {"vllm": [target]}) as client:
             for scrapes in (1, 3):
                 engine.kv_connector_prom.observe(a_step(), 0)
                 wait_or_fail(partial(has_scraped, client, scrapes), TIMEOUT_S, "no scrape")
             yield client
     finally:
-        process.terminate()
-        process.wait(TIMEOUT_S)
-        log.close()
         server.shutdown()
         server.server_close()
         thread.join(TIMEOUT_S)
 
 
-def relabelings() -> list[dict[str, Any]]:
-    """Those of the PodMonitor, in the words of a scrape configuration."""
-    monitor = yaml.safe_load((ALERTS.parent / "podmonitor.yaml").read_text("utf-8"))
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
-    return [
-        {names.get(key, key): value for key, value in rule.items()}
-        for rule in endpoint["metricRelabelings"]
-    ]
-
-
-def address_in(log: Path) -> str:
-    found = re.search(r"address=(127\.0\.0\.1:[1-9]\d*)", log.read_text("utf-8"))
-    return f"http://{found[1]}" if found else ""
-
-
 def has_scraped(client: httpx.Client, least: int) -> bool:
     (count,) = query(client, "sum_over_time(up[1m])") or [0.0]
     return count >= least
-
-
-def query(client: httpx.Client, expression: str) -> list[float]:
-    """The values of an instant vector."""
-    answer = client.get("/api/v1/query", params={"query": expression}).json()
-    assert answer["status"] == "success", f"{expression}: {answer}"
-    return [float(one["value"][1]) for one in answer["data"]["result"]]
 
 
 @needs_prometheus
