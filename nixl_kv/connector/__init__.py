@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
     from nixl_kv.connector.early_answer import EarlyAnswer
-    from nixl_kv.connector.fast_scheduler import Scheduler
+    from nixl_kv.connector.fast_scheduler import FastScheduler as Scheduler
 
     NixlConnector = NixlPullConnector = NixlPushConnector = NixlKVConnector
 
@@ -28,9 +28,9 @@ def __getattr__(name: str) -> Any:
 
         return EarlyAnswer
     if name == "Scheduler":
-        from nixl_kv.connector.fast_scheduler import Scheduler  # noqa: PLC0415 - see above
+        from nixl_kv.connector.fast_scheduler import FastScheduler  # noqa: PLC0415 - see above
 
-        return Scheduler
+        return FastScheduler
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it

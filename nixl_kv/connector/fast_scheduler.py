@@ -24,7 +24,7 @@ UNKNOWN: Final = (
 )
 
 
-class Scheduler(AsyncScheduler):
+class FastScheduler(AsyncScheduler):
     """See the module's docstring."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,8 +45,8 @@ class Scheduler(AsyncScheduler):
 
 
 def _worker_here() -> NixlKVConnector | None:
-    """The worker's half of the connector, if the only worker runs in this process."""
+    """The worker's half of the connector, if a worker runs in this process."""
     if not kv_transfer_state.has_kv_transfer_group():
         return None
     group = kv_transfer_state.get_kv_transfer_group()
-    return group if isinstance(group, NixlKVConnector) and group.is_only_rank else None
+    return group if isinstance(group, NixlKVConnector) else None

@@ -247,16 +247,13 @@ class Worker:
                     transferred.finished_sending.add(result.request)
         return transferred
 
-    @property
-    def is_only_rank(self) -> bool:
-        return bool(self._vllm_config.parallel_config.world_size == 1)
-
     def take_landed(self) -> tuple[set[str], WorkerMetadata | None]:
         """The loads that have ended well, for a scheduler on this thread that hears of them now.
 
-        They are in no later report of this worker. None: nothing is new.
+        They are in no later report of this worker. None: nothing is new, or other ranks must
+        report as well.
         """
-        if self._engine is None:
+        if self._engine is None or self._vllm_config.parallel_config.world_size > 1:
             return set(), None
         landed: list[events.Result] = []
         for result in self._pop_results(self._engine):
