@@ -167,7 +167,7 @@ def late_while_it_waits_for_its_turn(patch: pytest.MonkeyPatch) -> None:
 # --- bytes
 
 
-@breaks("wrong bytes", in_="gentle busy")
+@breaks("wrong bytes", "granted before it is written", in_="gentle busy")
 def blocks_from_before_a_preemption_offered(patch: pytest.MonkeyPatch) -> None:
     prepare = PrefillScheduler._prepare
 
