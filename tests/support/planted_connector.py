@@ -1,7 +1,8 @@
 """Our connector, except that it plants faults into the bytes that decode has read (CPU only).
 
 The file that `NIXL_KV_PLANT` names holds a fault of `support.planting.FAULTS`, or `FAULT@NAME` for
-layers with NAME in their names, or nothing; each load looks there. Loads come one at a time.
+layers with NAME in their names, or nothing; each load looks there. Loads come one at a time. The
+fault `exception` ends what the transfer thread does.
 """
 
 import os
@@ -39,6 +40,10 @@ class NixlKVConnector(SoundConnector):
         fault, _, where = Path(os.environ["NIXL_KV_PLANT"]).read_text("utf-8").partition("@")
         step = connector_metadata
         for command in step.commands if isinstance(step, StepMetadata) else ():
-            if fault and self._planter is not None and isinstance(command, StartLoad):
+            if not isinstance(command, StartLoad):
+                continue
+            if fault == "exception" and self._engine is not None:
+                self._engine.submit([None])  # type: ignore[list-item]
+            elif fault and self._planter is not None:
                 self._planter.expect(command, fault, where)
         super().bind_connector_metadata(step)
