@@ -87,6 +87,7 @@ class Shape:
             lease_s=1.0,
             hold_s=2.0,
             request_timeout_s=4.0,
+            wait_for_prefill_s=8.0,
             offer_share=self.share,
             verify=self.verify,
             path="staged" if self.staged and "staged" in HOST_PATHS else "direct",
