@@ -638,7 +638,8 @@ class PrefillMachine:
     def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
-        if offer is None or offer.binding is None or not offer.can_be_granted:
+        # A pair's last step may still be written when it is pinned: earlier parts stay granted.
+        if offer is None or offer.binding is None or not offer.written:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
         num_tokens = offer.written
         if request.end > num_tokens:
