@@ -475,7 +475,7 @@ class PrefillMachine:
             case messages.Heartbeat() as heartbeat:
                 return self._on_heartbeat(heartbeat, event.route, now)
             case messages.Release() as release:
-                return self._on_release(release)
+                return self._on_release(release, now)
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
         offer, rank = self.offers.get(ask.nonce), ask.reader.rank
@@ -702,13 +702,14 @@ class PrefillMachine:
         )
         return [*actions, events.Reply(route, answer)]
 
-    def _on_release(self, release: messages.Release) -> Actions:
+    def _on_release(self, release: messages.Release, now: float) -> Actions:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
         offer = self.offers.get(release.nonce)
         if release.incarnation != self._incarnation:
             return []
         if offer is None or (offer.binding is None and not offer.is_pinned):
-            self.early.release(release)
+            if release.nonce not in self._ended:
+                self.early.release(release, now)
             return []
         if offer.binding is None:
             return self._end(offer, release, OfferEnd.NOT_NEEDED)

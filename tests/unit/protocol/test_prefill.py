@@ -881,6 +881,12 @@ PAIRS: dict[str, Script] = {
         (prepare_pair(None),),
         (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ),
+    "a release that is earlier than the request": [
+        (90.0, RELEASE),
+        (91.0, EXPECT),
+        (92.0, prepare_pair(None)),
+        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
+    ],
     "an early ask for another life": [
         (
             90.0,
