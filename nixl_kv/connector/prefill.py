@@ -150,12 +150,14 @@ class PrefillScheduler:
             self._commands.append(events.WithdrawOffer(pair.nonce))
 
     def _is_own(self, pair: Ticket) -> bool:
-        # Its epoch may be older: then decode engines that were reset refuse it.
+        # Its epoch may be older: then decode engines that were reset refuse it. An older label would
+        # pass there, although this engine computes with other weights.
         address = self.address
         return (
             pair.is_pair
             and address is not None
             and (pair.engine, pair.incarnation) == (address.engine, address.incarnation)
+            and pair.weights == address.weights
         )
 
     def may_begin(self, request: RequestId, num_tokens: int) -> bool:
@@ -247,8 +249,10 @@ class PrefillScheduler:
             # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,
             # which has none, so that one is offered.
             is_mixed = self._blocks.has_blocks(request)
-            self._withdraw(offer, is_final=is_mixed)
-            if is_mixed:
+            # Decode may hold a part from before, and the pair ticket has the former label.
+            is_over = is_mixed or bool(offer.pair)
+            self._withdraw(offer, is_final=is_over)
+            if is_over:
                 logger.info("request %s is not offered: the cache was reset meanwhile", request)
                 del self._awaited[request]
                 self._release(offer)

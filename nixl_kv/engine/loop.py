@@ -152,6 +152,11 @@ class Outstanding:
                     self._results.append(events.OfferEnded(command.nonce, command.request, end))
                     return False
                 self._published[command.nonce] = command.request
+            case events.WithdrawOffer() if not command.is_final:
+                # The pair is computed again. Its readers have ended, and none will ask again.
+                if self._prepared.get(command.nonce) is not None:
+                    return False
+                self._prepared.pop(command.nonce, None)
             case events.WithdrawOffer():
                 return self._prepared.pop(command.nonce, None) is None
             case events.RevokeOffer():

@@ -149,7 +149,7 @@ class DecodeMachine:
         if known is not None and not (known.is_cancelled and known.start is None):
             # Later commands name only the request, so this rank loads neither of the two.
             known.fail(SAME_ID)
-            return []
+            return [events.LoadReady(command.request)] if command.is_early else []
         load = Load(
             reader=self.reader,
             request=command.request,

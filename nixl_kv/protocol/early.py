@@ -101,9 +101,12 @@ class EarlyAsks:
         self._set_due(ask.nonce, pair)
         return pair.state
 
-    def release(self, release: messages.Release) -> None:
-        """A reader gives up: decode does not need the offer."""
+    def release(self, release: messages.Release, now: float) -> None:
+        """Decode does not need the offer, of which this rank may not have heard."""
         pair = self._pairs.get(release.nonce)
+        if pair is None and len(self._pairs) < MAX_ASKS:
+            pair = self._pairs[release.nonce] = _Pair(known_by=now + UNKNOWN_S)
+            self._set_due(release.nonce, pair)
         if pair is not None:
             pair.is_declined = True
             self._drop(release.nonce, pair, _key(release))
@@ -155,7 +158,8 @@ class EarlyAsks:
         self._of_reader[key[1]] -= 1
         if not self._of_reader[key[1]]:
             del self._of_reader[key[1]]
-        if pair.expected is None and not pair.asks:
+        is_kept = pair.is_declined and len(self._pairs) <= MAX_ASKS
+        if pair.expected is None and not pair.asks and not is_kept:
             del self._pairs[nonce]
             self.due.set(nonce, math.inf)
         else:

@@ -373,6 +373,8 @@ class Load:
         if read.state is State.FAILED:
             return [self.release(read)]
         if read.state is State.ASKING:
+            if read.num_lost:
+                read.digest = None  # of bytes that prefill has computed again
             read.grant, read.granted_at = grant, self.numbers.last
             read.fence_token = grant.fence_token
             self._move(read, State.GRANTED, grant, now)

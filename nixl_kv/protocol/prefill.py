@@ -475,7 +475,7 @@ class PrefillMachine:
             case messages.Heartbeat() as heartbeat:
                 return self._on_heartbeat(heartbeat, event.route, now)
             case messages.Release() as release:
-                return self._on_release(release)
+                return self._on_release(release, now)
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
         offer, rank = self.offers.get(ask.nonce), ask.reader.rank
@@ -638,7 +638,8 @@ class PrefillMachine:
     def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
-        if offer is None or offer.binding is None or not offer.can_be_granted:
+        # A pair's last step may still be written when it is pinned: earlier parts stay granted.
+        if offer is None or offer.binding is None or not offer.written:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
         num_tokens = offer.written
         if request.end > num_tokens:
@@ -701,13 +702,14 @@ class PrefillMachine:
         )
         return [*actions, events.Reply(route, answer)]
 
-    def _on_release(self, release: messages.Release) -> Actions:
+    def _on_release(self, release: messages.Release, now: float) -> Actions:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
         offer = self.offers.get(release.nonce)
         if release.incarnation != self._incarnation:
             return []
         if offer is None or (offer.binding is None and not offer.is_pinned):
-            self.early.release(release)
+            if release.nonce not in self._ended:
+                self.early.release(release, now)
             return []
         if offer.binding is None:
             return self._end(offer, release, OfferEnd.NOT_NEEDED)

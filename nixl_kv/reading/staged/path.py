@@ -162,8 +162,19 @@ class StagedPath(ReadPath):
     def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
         self.staging = staging
         self.slots = deque(range(staging.ring.num_slots))  # free ones
+        self._next_chunk = 0
         self._layout = layout
         self._is_forced = is_forced
+
+    def number_chunks(self, count: int) -> range:
+        """Numbers that no earlier read uses: a load may have several, of parts of a prompt.
+
+        Otherwise prefill might answer with a former part's chunk, after a lost message.
+        """
+        if self._next_chunk + count > messages.MAX_CHUNKS:
+            self._next_chunk = 0
+        first, self._next_chunk = self._next_chunk, self._next_chunk + count
+        return range(first, first + count)
 
     def prepare(
         self, description: messages.RankDescription, share: Share, plan: Plan
@@ -248,14 +259,15 @@ class StagedOp(ReadOp):
         self._lists = rank.lists(read.source, path.staging.memory)
         self._slots = HeldSlots(path.slots)
         self._most_asked = most_slots(rank.ring.num_slots)
+        cut = self._cut()
+        if len(cut) > messages.MAX_CHUNKS:
+            raise ValueError(f"it has {len(cut)} chunks; allowed: at most {messages.MAX_CHUNKS}")
         self._waiting = deque(
             _Chunk(number, crop, tokens, entries)
-            for number, (crop, tokens, entries) in enumerate(self._cut())
-        )
-        if len(self._waiting) > messages.MAX_CHUNKS:
-            raise ValueError(
-                f"it has {len(self._waiting)} chunks; allowed: at most {messages.MAX_CHUNKS}"
+            for number, (crop, tokens, entries) in zip(
+                path.number_chunks(len(cut)), cut, strict=True
             )
+        )
         self._active: dict[int, _Chunk] = {}  # from the request to the end of the copy
         self._direct: list[DirectOp] = []  # for chunks that prefill cannot pack
         self._is_stopped = False

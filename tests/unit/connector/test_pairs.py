@@ -113,11 +113,23 @@ def test_a_cache_reset_withdraws_what_is_half_computed(prefill: Prefill) -> None
     assert prefill.finish() == (None, [])
 
 
+def test_a_cache_reset_ends_the_pair_of_a_preempted_request(prefill: Prefill) -> None:
+    """Decode may have read a part that was computed with the former weights."""
+    prefill.arrive()
+    prefill.compute()
+    prefill.preempt()
+    prefill.manager.tables["p1"] = ((),)
+    prefill.scheduler.reset_cache()
+    assert prefill.step()[-1] == WithdrawOffer(PAIR.nonce)
+    assert prefill.finish() == (None, [])
+
+
 @pytest.mark.parametrize(
     "pair",
     [
         pytest.param(replace(PAIR, incarnation=hex32(9)), id="of a former incarnation"),
         pytest.param(replace(PAIR, engine="other"), id="of another engine"),
+        pytest.param(replace(PAIR, weights="old"), id="of other weights"),
         pytest.param(replace(PAIR, num_tokens=20, context=CONTEXT), id="a finished prefill's"),
     ],
 )

@@ -1064,3 +1064,22 @@ def test_the_machine_checks_its_loads() -> None:
     machine.loads[0].reads[Rank(0)].state = State.READING
     with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
         check_decode(machine)
+
+
+def test_an_early_load_with_the_id_of_another_is_ready_to_fail() -> None:
+    """The request would wait for ever, because the other load is not early."""
+    machine = decode_machine()
+    machine.handle(prepare_load(), 100.0)
+    second = prepare_load(is_early=True, claim=RIVAL)
+    assert LoadReady(D1) in machine.handle(second, 101.0)
+
+
+def test_a_digest_from_before_a_preemption_is_forgotten() -> None:
+    machine = decode_machine()
+    play(machine, after(EARLY, (110.0, answered(PART), READY)))
+    (load,) = machine.loads
+    (read,) = load.reads.values()
+    read.digest = digest_reply()
+    machine.handle(PENDING["queued"], 111.0)
+    machine.handle(answered(WHOLE), 112.0)
+    assert read.digest is None

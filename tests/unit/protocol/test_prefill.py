@@ -860,6 +860,12 @@ PAIRS: dict[str, Script] = {
             replied(deny()),
         ),
     ),
+    "a chunk of a part is packed although the rest is pinned and not yet written": after(
+        PARTS,
+        (prepare_pair(None),),
+        (publish_offer(),),
+        (asked(pack_request(end=6)), pack(pack_request(end=6))),
+    ),
     "without a slot it waits for the pin": after(
         AWAITED,
         (92.0, prepare_offer(is_pair=True, is_written=False, computed=4), COMPUTING),
@@ -875,6 +881,12 @@ PAIRS: dict[str, Script] = {
         (prepare_pair(None),),
         (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ),
+    "a release that is earlier than the request": [
+        (90.0, RELEASE),
+        (91.0, EXPECT),
+        (92.0, prepare_pair(None)),
+        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
+    ],
     "an early ask for another life": [
         (
             90.0,
