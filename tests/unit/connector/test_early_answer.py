@@ -52,6 +52,7 @@ class Engine:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.has_hung_up = False
+        self.is_broken = False
 
     async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
         if not self.is_allowed:
@@ -69,6 +70,8 @@ class Engine:
         )
         self.has_hung_up = watch.done()
         watch.cancel()
+        if self.is_broken:
+            raise RuntimeError("the engine is dead")
         params = None if self.ticket is None else self.ticket.params(None)
         await _respond(send, self.status, {"kv_transfer_params": params, "choices": ["computed"]})
 
@@ -93,6 +96,7 @@ class Client:
             kv_transfer_config=SimpleNamespace(**transfer),
             parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
         )
+        self.more_scope: dict[str, Any] = {}
         self.app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
 
     async def ask(
@@ -121,7 +125,7 @@ class Client:
             if len(sent) == 2:
                 on_answer()
 
-        scope = {"type": "http", "method": "POST", "path": path, "app": self.app}
+        scope = {"type": "http", "method": "POST", "path": path, "app": self.app} | self.more_scope
         await self.early(scope, receive, send)
         start, body_message = sent
         return start["status"], json.loads(body_message["body"])
@@ -199,6 +203,33 @@ def test_without_the_right_api_key_nothing_is_answered_early() -> None:
     run(steps)
 
 
+def test_a_path_with_the_root_path_before_it_is_answered_early() -> None:
+    async def steps(client: Client) -> None:
+        client.more_scope = {"root_path": "/prefill"}
+        await client.ask(path=f"/prefill{COMPLETIONS}")
+        pair_of((await client.ask(path=f"/prefill{COMPLETIONS}"))[1])
+        pair_of((await client.ask())[1])
+
+    run(steps)
+
+
+def test_a_request_that_breaks_after_its_answer_leaves_the_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def steps(client: Client) -> None:
+        client.engine.is_broken = True
+        with pytest.raises(RuntimeError):  # not answered early
+            await client.ask()
+        client.engine.is_broken = False
+        await client.ask()
+        client.engine.is_broken = True
+        pair_of((await client.ask())[1])
+
+    run(steps)
+    assert "a request that was answered early has failed" in caplog.text
+    assert "the engine is dead" in caplog.text
+
+
 @pytest.mark.parametrize("change", ["a failure", "no ticket"])
 def test_it_forgets_the_address_of_an_engine_that_offers_nothing(change: str) -> None:
     async def steps(client: Client) -> None:
@@ -231,6 +262,7 @@ def test_it_forgets_the_address_of_an_engine_that_offers_nothing(change: str) ->
         pytest.param({"return_token_ids": True}, id="its token ids"),
         pytest.param({"min_tokens": 2}, id="at least two tokens"),
         pytest.param({"prompt": ["a", "b"]}, id="several prompts"),
+        pytest.param({"prompt_embeds": ["AA=="]}, id="a prompt of embeddings beside the text"),
         pytest.param({"prompt": [[1, 2], [3]]}, id="several prompts of token ids"),
         pytest.param({"prompt": ""}, id="an empty prompt"),
         pytest.param({"prompt": None}, id="no prompt"),
