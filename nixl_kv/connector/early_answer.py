@@ -85,6 +85,8 @@ class EarlyAnswer:
                 raise
             # Raised, it would end the connection, which may carry another request by now.
             logger.exception("a request that was answered early has failed")
+        if exchange.is_answered and exchange.status != HTTP_OK:
+            await _withdraw(scope["app"].state.engine_client, exchange.params)
 
     def _configure(self, vllm_config: Any) -> None:
         config, roles = own_config(vllm_config)
@@ -127,7 +129,8 @@ class _Exchange:
         self._has_begun = False  # the request was read
         self._asks_for_offer = False
         self.is_answered = False
-        self._status = 0
+        self.status = 0
+        self.params: dict[str, Any] = {}  # of a request that was answered early
         self._answer = bytearray()
 
     async def receive(self) -> _Message:
@@ -159,7 +162,7 @@ class _Exchange:
         pair = self._early.pair(request)
         if pair is None:
             return body
-        request["kv_transfer_params"] = params | {FIELD: pair[FIELD]}
+        request["kv_transfer_params"] = self.params = params | {FIELD: pair[FIELD]}
         answer = msgspec.json.encode(_answer(self._path, request, pair))
         self.is_answered = True
         headers = [(b"content-type", b"application/json")]
@@ -174,17 +177,17 @@ class _Exchange:
         if not self._asks_for_offer:
             return
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
         elif message["type"] == "http.response.body":
             self._answer += message.get("body", b"")
             if not message.get("more_body", False):
                 self._end()
 
     def _end(self) -> None:
-        if self._status != HTTP_OK:
+        if self.status != HTTP_OK:
             if self.is_answered:
                 logger.warning(
-                    "a request that was answered early has failed with HTTP %d", self._status
+                    "a request that was answered early has failed with HTTP %d", self.status
                 )
             return
         try:
@@ -196,6 +199,14 @@ class _Exchange:
 
 
 HTTP_OK: Final = 200
+
+
+async def _withdraw(engine_client: Any, params: dict[str, Any]) -> None:
+    """Tell the engine that a request has failed: it may never have come there, and decode waits."""
+    try:
+        await engine_client.notify_kv_transfer_request_rejected(f"early-{uuid.uuid4().hex}", params)
+    except Exception:  # decode then waits until its ask expires
+        logger.warning("the engine was not told of a failed request", exc_info=True)
 
 
 def may_answer_early(request: Mapping[str, Any]) -> bool:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nixl_kv.connector.early_answer import CHAT, COMPLETIONS, EarlyAnswer, may_answer_early
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import Nonce
+from nixl_kv.ids import Incarnation, Nonce
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from support.records import CONTEXT, ENGINE_LIFE, PREFILL, hex32
 
@@ -97,7 +98,12 @@ class Client:
             parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
         )
         self.more_scope: dict[str, Any] = {}
-        self.app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
+        self.withdrawn: list[Any] = []  # `kv_transfer_params` of failed requests
+        state = SimpleNamespace(vllm_config=config, engine_client=self)
+        self.app = SimpleNamespace(state=state)
+
+    async def notify_kv_transfer_request_rejected(self, _request_id: str, params: Any) -> None:
+        self.withdrawn.append(params)
 
     async def ask(
         self,
@@ -225,9 +231,38 @@ def test_a_request_that_breaks_after_its_answer_leaves_the_connection_alone(
         client.engine.is_broken = True
         pair_of((await client.ask())[1])
 
+        assert len(client.withdrawn) == 1
+
     run(steps)
     assert "a request that was answered early has failed" in caplog.text
     assert "the engine is dead" in caplog.text
+
+
+def test_the_address_of_a_new_incarnation_comes_with_the_next_answer() -> None:
+    async def steps(client: Client) -> None:
+        await client.ask()
+        life = Incarnation(hex32(77))
+        client.engine.ticket = replace(TICKET, incarnation=life)
+        assert pair_of((await client.ask())[1]).incarnation == ENGINE_LIFE
+        assert pair_of((await client.ask())[1]).incarnation == life
+
+    run(steps)
+
+
+def test_the_engine_hears_of_a_refused_request_that_was_answered_early() -> None:
+    """Decode waits for it. Prefill alone may refuse it, by a shorter --max-model-len or a pause."""
+
+    async def steps(client: Client) -> None:
+        client.engine.status = 400
+        await client.ask()  # not answered early
+        client.engine.status = 200
+        await client.ask()
+        client.engine.status = 400
+        _, answer = await client.ask()
+        (params,) = client.withdrawn
+        assert params == WANTED | {FIELD: answer["kv_transfer_params"][FIELD]}
+
+    run(steps)
 
 
 @pytest.mark.parametrize("change", ["a failure", "no ticket"])
