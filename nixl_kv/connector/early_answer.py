@@ -45,6 +45,7 @@ ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "use_beam_search": (False,),
+    "prompt_embeds": (),  # further prompts
     "max_tokens": (1,),
     "max_completion_tokens": (1,),
     "min_tokens": (0, 1),
@@ -66,7 +67,9 @@ class EarlyAnswer:
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         is_ours = scope["type"] == "http" and scope["method"] == "POST"
-        if not is_ours or scope["path"] not in (COMPLETIONS, CHAT):
+        # With --root-path, a proxy may leave the prefix in the path.
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if is_ours else ""
+        if path not in (COMPLETIONS, CHAT):
             await self._app(scope, receive, send)
             return
         if self._trust is None:
@@ -74,8 +77,16 @@ class EarlyAnswer:
         if self._is_off:
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(self, scope["path"], receive, send)
-        await self._app(scope, exchange.receive, exchange.send)
+        exchange = _Exchange(self, path, receive, send)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception:
+            if not exchange.is_answered:
+                raise
+            # Raised, it would end the connection, which may carry another request by now.
+            logger.exception("a request that was answered early has failed")
+        if exchange.is_answered and exchange.status != HTTP_OK:
+            await _withdraw(scope["app"].state.engine_client, exchange.params)
 
     def _configure(self, vllm_config: Any) -> None:
         config, roles = own_config(vllm_config)
@@ -117,13 +128,14 @@ class _Exchange:
         self._send = send
         self._has_begun = False  # the request was read
         self._asks_for_offer = False
-        self._is_answered = False
-        self._status = 0
+        self.is_answered = False
+        self.status = 0
+        self.params: dict[str, Any] = {}  # of a request that was answered early
         self._answer = bytearray()
 
     async def receive(self) -> _Message:
         if self._has_begun:
-            if self._is_answered:  # vLLM would abort the request when its client hangs up
+            if self.is_answered:  # vLLM would abort the request when its client hangs up
                 await asyncio.Event().wait()
             return await self._receive()
         self._has_begun = True
@@ -150,9 +162,9 @@ class _Exchange:
         pair = self._early.pair(request)
         if pair is None:
             return body
-        request["kv_transfer_params"] = params | {FIELD: pair[FIELD]}
+        request["kv_transfer_params"] = self.params = params | {FIELD: pair[FIELD]}
         answer = msgspec.json.encode(_answer(self._path, request, pair))
-        self._is_answered = True
+        self.is_answered = True
         headers = [(b"content-type", b"application/json")]
         headers.append((b"content-length", str(len(answer)).encode("ascii")))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -160,22 +172,22 @@ class _Exchange:
         return msgspec.json.encode(request)
 
     async def send(self, message: _Message) -> None:
-        if not self._is_answered:
+        if not self.is_answered:
             await self._send(message)
         if not self._asks_for_offer:
             return
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
         elif message["type"] == "http.response.body":
             self._answer += message.get("body", b"")
             if not message.get("more_body", False):
                 self._end()
 
     def _end(self) -> None:
-        if self._status != HTTP_OK:
-            if self._is_answered:
+        if self.status != HTTP_OK:
+            if self.is_answered:
                 logger.warning(
-                    "a request that was answered early has failed with HTTP %d", self._status
+                    "a request that was answered early has failed with HTTP %d", self.status
                 )
             return
         try:
@@ -187,6 +199,14 @@ class _Exchange:
 
 
 HTTP_OK: Final = 200
+
+
+async def _withdraw(engine_client: Any, params: dict[str, Any]) -> None:
+    """Tell the engine that a request has failed: it may never have come there, and decode waits."""
+    try:
+        await engine_client.notify_kv_transfer_request_rejected(f"early-{uuid.uuid4().hex}", params)
+    except Exception:  # decode then waits until its ask expires
+        logger.warning("the engine was not told of a failed request", exc_info=True)
 
 
 def may_answer_early(request: Mapping[str, Any]) -> bool:

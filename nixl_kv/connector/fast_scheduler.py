@@ -43,6 +43,20 @@ class FastScheduler(AsyncScheduler):
                 )
         return super().schedule(*args, **kwargs)
 
+    # An engine without asynchronous scheduling needs vLLM's other class. With this one, it would
+    # schedule a token before the one before is sampled (pipeline stages, drafts).
+
+    def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
+        if self.scheduler_config.async_scheduling:
+            super()._update_after_schedule(*args, **kwargs)
+        else:
+            super(AsyncScheduler, self)._update_after_schedule(*args, **kwargs)
+
+    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler_config.async_scheduling:
+            return super()._update_request_with_output(*args, **kwargs)
+        return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
+
 
 def _worker_here() -> NixlKVConnector | None:
     """The worker's half of the connector, if a worker runs in this process."""

@@ -393,6 +393,8 @@ class Scheduler:
         pair = self._pair_of(request)
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine is draining"
+        elif request.abort_immediately:  # `EarlyAnswer` tells it of a pair ticket's request
+            reason = "vLLM refused it, or it failed"
         elif request.resumable:
             reason = "it is resumable: more input may follow"
         elif self._has_state:

@@ -74,6 +74,7 @@ class StepMetadata(KVConnectorMetadata):
     # Each worker reports these loads as failed. All had reported them as good, but the scheduler
     # held that back because its cache was reset.
     failed: list[RequestId] = field(default_factory=list)
+    is_cleared: bool = False  # the worker has cleared the slots of preempted requests
 
 
 @dataclass
@@ -196,6 +197,18 @@ class Worker:
         except TransportError as error:  # the end of the process frees the memory in any case
             logger.error("shutdown: %s", error)  # noqa: TRY400 - a traceback adds nothing
 
+    # Before each step. The V1 runner calls this before it zeroes new blocks or copies into them,
+    # and `bind_connector_metadata` after that. The V2 runner calls both after that.
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Clear the slots of preempted requests: this step may reuse their blocks."""
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._clear_slots(kv_connector_metadata)
+
+    def _clear_slots(self, step: StepMetadata) -> None:
+        if self._engine is not None and not step.is_cleared:
+            step.is_cleared = True  # a step may withdraw an offer and prepare it again
+            step.commands = self._engine.pair_slots.apply(step.commands)
+
     # Before the forward of each step. vLLM 0.32 calls `start_load_kv` after it.
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(connector_metadata, StepMetadata):
@@ -207,13 +220,14 @@ class Worker:
         if self._engine is None:
             self._answer_without_engine(step.commands)
             return
+        # Before anything else writes into the blocks.
+        self._clear_slots(step)
+        commands = step.commands
         starting = [one for one in step.commands if isinstance(one, events.StartLoad)]
         if starting:
             self._loading.update(load.request for load in starting)
             self._wait_until = self._clock() + LOAD_WAIT_S
             self._stale_tails.clear(starting)
-        # vLLM may reuse blocks of preempted requests in this step: clear their slots before it.
-        commands = self._engine.pair_slots.apply(step.commands)
         self._engine.submit([*self._unwritten.pop(), *commands])
         self._unwritten.add(commands)
 

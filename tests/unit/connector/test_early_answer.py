@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nixl_kv.connector.early_answer import CHAT, COMPLETIONS, EarlyAnswer, may_answer_early
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import Nonce
+from nixl_kv.ids import Incarnation, Nonce
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from support.records import CONTEXT, ENGINE_LIFE, PREFILL, hex32
 
@@ -52,6 +53,7 @@ class Engine:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.has_hung_up = False
+        self.is_broken = False
 
     async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
         if not self.is_allowed:
@@ -69,6 +71,8 @@ class Engine:
         )
         self.has_hung_up = watch.done()
         watch.cancel()
+        if self.is_broken:
+            raise RuntimeError("the engine is dead")
         params = None if self.ticket is None else self.ticket.params(None)
         await _respond(send, self.status, {"kv_transfer_params": params, "choices": ["computed"]})
 
@@ -93,7 +97,13 @@ class Client:
             kv_transfer_config=SimpleNamespace(**transfer),
             parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
         )
-        self.app = SimpleNamespace(state=SimpleNamespace(vllm_config=config))
+        self.more_scope: dict[str, Any] = {}
+        self.withdrawn: list[Any] = []  # `kv_transfer_params` of failed requests
+        state = SimpleNamespace(vllm_config=config, engine_client=self)
+        self.app = SimpleNamespace(state=state)
+
+    async def notify_kv_transfer_request_rejected(self, _request_id: str, params: Any) -> None:
+        self.withdrawn.append(params)
 
     async def ask(
         self,
@@ -121,7 +131,7 @@ class Client:
             if len(sent) == 2:
                 on_answer()
 
-        scope = {"type": "http", "method": "POST", "path": path, "app": self.app}
+        scope = {"type": "http", "method": "POST", "path": path, "app": self.app} | self.more_scope
         await self.early(scope, receive, send)
         start, body_message = sent
         return start["status"], json.loads(body_message["body"])
@@ -199,6 +209,62 @@ def test_without_the_right_api_key_nothing_is_answered_early() -> None:
     run(steps)
 
 
+def test_a_path_with_the_root_path_before_it_is_answered_early() -> None:
+    async def steps(client: Client) -> None:
+        client.more_scope = {"root_path": "/prefill"}
+        await client.ask(path=f"/prefill{COMPLETIONS}")
+        pair_of((await client.ask(path=f"/prefill{COMPLETIONS}"))[1])
+        pair_of((await client.ask())[1])
+
+    run(steps)
+
+
+def test_a_request_that_breaks_after_its_answer_leaves_the_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def steps(client: Client) -> None:
+        client.engine.is_broken = True
+        with pytest.raises(RuntimeError):  # not answered early
+            await client.ask()
+        client.engine.is_broken = False
+        await client.ask()
+        client.engine.is_broken = True
+        pair_of((await client.ask())[1])
+
+        assert len(client.withdrawn) == 1
+
+    run(steps)
+    assert "a request that was answered early has failed" in caplog.text
+    assert "the engine is dead" in caplog.text
+
+
+def test_the_address_of_a_new_incarnation_comes_with_the_next_answer() -> None:
+    async def steps(client: Client) -> None:
+        await client.ask()
+        life = Incarnation(hex32(77))
+        client.engine.ticket = replace(TICKET, incarnation=life)
+        assert pair_of((await client.ask())[1]).incarnation == ENGINE_LIFE
+        assert pair_of((await client.ask())[1]).incarnation == life
+
+    run(steps)
+
+
+def test_the_engine_hears_of_a_refused_request_that_was_answered_early() -> None:
+    """Decode waits for it. Prefill alone may refuse it, by a shorter --max-model-len or a pause."""
+
+    async def steps(client: Client) -> None:
+        client.engine.status = 400
+        await client.ask()  # not answered early
+        client.engine.status = 200
+        await client.ask()
+        client.engine.status = 400
+        _, answer = await client.ask()
+        (params,) = client.withdrawn
+        assert params == WANTED | {FIELD: answer["kv_transfer_params"][FIELD]}
+
+    run(steps)
+
+
 @pytest.mark.parametrize("change", ["a failure", "no ticket"])
 def test_it_forgets_the_address_of_an_engine_that_offers_nothing(change: str) -> None:
     async def steps(client: Client) -> None:
@@ -231,6 +297,7 @@ def test_it_forgets_the_address_of_an_engine_that_offers_nothing(change: str) ->
         pytest.param({"return_token_ids": True}, id="its token ids"),
         pytest.param({"min_tokens": 2}, id="at least two tokens"),
         pytest.param({"prompt": ["a", "b"]}, id="several prompts"),
+        pytest.param({"prompt_embeds": ["AA=="]}, id="a prompt of embeddings beside the text"),
         pytest.param({"prompt": [[1, 2], [3]]}, id="several prompts of token ids"),
         pytest.param({"prompt": ""}, id="an empty prompt"),
         pytest.param({"prompt": None}, id="no prompt"),

@@ -25,6 +25,7 @@ from nixl_kv.protocol.events import (
     PrepareLoad,
     PublishOffer,
     SetEngine,
+    WithdrawOffer,
 )
 from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
@@ -390,6 +391,16 @@ def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
     assert f"is not offered: {words}" in caplog.text
     assert request.num_prompt_tokens == NUM_TOKENS
     assert compute(scheduler, request) == [], "no offer"
+
+
+def test_a_failed_request_that_was_answered_early_ends_its_pair_ticket(make: Make) -> None:
+    """vLLM puts another prompt in its place; decode waits for this ticket's offer."""
+    scheduler = make()
+    pair = replace(offer(scheduler), nonce=new_nonce(), num_tokens=0, context="")
+    commands(scheduler)
+    params = TO_OFFER | {FIELD: pair.params(None)[FIELD]}
+    scheduler.on_new_request(new_request(params, num_tokens=1, abort_immediately=True))
+    assert commands(scheduler) == [WithdrawOffer(pair.nonce)]
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:

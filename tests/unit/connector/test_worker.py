@@ -140,6 +140,22 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
 
+def test_slots_of_preempted_requests_are_cleared_first_and_once(worker: Worker) -> None:
+    """The V1 runner zeroes new blocks between the two hooks."""
+    worker.register_kv_caches(kv_caches())
+    engine, order = worker._engine, []
+    assert engine is not None
+    engine.pair_slots.apply = lambda commands: order.append("slots") or [*commands]  # type: ignore[method-assign, func-returns-value]
+    worker._stale_tails.clear = lambda _: order.append("tails")  # type: ignore[method-assign]
+    step = StepMetadata([start_load()])
+    worker.handle_preemptions(step)
+    assert order == ["slots"]
+    worker.bind_connector_metadata(step)
+    assert order == ["slots", "tails"]
+    worker.bind_connector_metadata(StepMetadata([start_load()]))  # without the other hook
+    assert order[2:] == ["slots", "tails"]
+
+
 def test_a_copy_is_for_prefill_alone_and_reports_each_offer_as_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
