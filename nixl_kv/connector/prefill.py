@@ -16,7 +16,7 @@ No vLLM here: the simulator runs this file alone.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -68,6 +68,8 @@ class _Offer:
     pins: Pins = field(default_factory=dict)
     pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
     life: int = 0  # how often it was preempted
+    local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
+    in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
     context: str = ""
     tables: tuple[Table, ...] = ()
@@ -78,13 +80,16 @@ class _Offer:
 class PrefillScheduler:
     """Makes offers from the blocks of vLLM's cache manager. Scheduler thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts about the engine
         self,
         blocks: RequestBlocks,
         offer_share: float,  # of the cache's blocks, 0 to 1
         seal: Callable[[Ticket], dict[str, Any]],  # makes `kv_transfer_params`, with the MAC
         *,
         writes_late: bool = False,  # see `UnwrittenOffers` in `worker.py`
+        # Whether decode may read a prompt of a pair before all of it is computed. vLLM must not
+        # write into new blocks before it calls the workers' hooks: not zeroes, nor copies.
+        in_parts: bool = False,
         is_decoding: Callable[[], bool] = lambda: False,  # whether this engine decodes at present
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,6 +97,7 @@ class PrefillScheduler:
         self._blocks = blocks
         self._seal = seal
         self._writes_late = writes_late
+        self._in_parts = in_parts and blocks.are_kept
         self._is_decoding = is_decoding
         self._clock = clock
         self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
@@ -150,19 +156,27 @@ class PrefillScheduler:
             self._commands.append(events.WithdrawOffer(pair.nonce))
 
     def _is_own(self, pair: Ticket) -> bool:
-        # Its epoch may be older: then decode engines that were reset refuse it. An older label would
-        # pass there, although this engine computes with other weights.
+        # Its epoch may be older: then decode engines that were reset refuse it. An older label
+        # would pass there, although this engine computes with other weights.
         address = self.address
         return (
             pair.is_pair
             and address is not None
             and (pair.engine, pair.incarnation) == (address.engine, address.incarnation)
             and pair.weights == address.weights
+            # Without a key, a client could name another request's offer.
+            and all(offer.nonce != pair.nonce for offer in self._known())
         )
 
-    def may_begin(self, request: RequestId, num_tokens: int) -> bool:
+    def _known(self) -> Iterator[_Offer]:
+        yield from self._awaited.values()
+        yield from self._offers.values()
+
+    def may_begin(self, request: RequestId, num_tokens: int, local: int = 0) -> bool:
         """Whether a waiting request, of any kind, may have blocks now if vLLM finds enough."""
         offer = self._awaited.get(request)
+        if offer is not None:
+            offer.local, offer.in_parts = local, self._in_parts
         if offer is not None and self._is_decoding():
             # vLLM asks about its waiting requests in order, in each step. Once a prompt has to
             # wait, all later prompts of this step wait too. So short prompts cannot overtake a long
@@ -188,9 +202,11 @@ class PrefillScheduler:
             if offer is None:
                 continue
             self._blocks.pin(request, offer.num_tokens, offer.pins)
+            offer.in_parts &= positions.start <= offer.local
+            offer.local = max(offer.local, positions.stop)
             if offer.num_tokens - 1 in positions:
                 self._prepare(offer)
-            elif offer.pair and self._blocks.are_kept and positions.stop < offer.num_tokens:
+            elif offer.pair and offer.in_parts and positions.stop < offer.num_tokens:
                 self._prepare(offer, computed=positions.stop)
         self._is_full = False
         needed = self._pop_needed()
@@ -275,6 +291,7 @@ class PrefillScheduler:
                 offer.tables,
                 is_written=not (self._writes_late or offer.pair),
                 is_pair=bool(offer.pair),
+                in_parts=bool(offer.pair) and offer.in_parts,
                 life=offer.life,
                 computed=computed,
             )

@@ -40,6 +40,7 @@ from nixl_kv.connector.vllm_config import (
     transfer_config,
     why_not_offered,
     why_not_shortened,
+    zeroes_blocks,
 )
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
@@ -116,6 +117,7 @@ class Scheduler:
             partial(self._trust.seal, for_in_tree=self._config.in_tree_decode),
             # The model runner returns a step's output before the draft model writes its KV.
             writes_late=vllm_config.speculative_config is not None,
+            in_parts=len(groups) == 1 and not zeroes_blocks(kv_cache_config),
             is_decoding=lambda: self._decode.is_in_use,
         )
         self._epoch = 0
@@ -154,7 +156,7 @@ class Scheduler:
     ) -> tuple[int | None, bool]:
         self._follow_label()
         request_id = RequestId(request.request_id)
-        if not self._prefill.may_begin(request_id, request.num_tokens):
+        if not self._prefill.may_begin(request_id, request.num_tokens, num_computed_tokens):
             return None, False  # this request waits, while later ones may run
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 

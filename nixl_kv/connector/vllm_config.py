@@ -59,6 +59,11 @@ def has_sleep_hooks() -> bool:
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
+def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM zeroes new blocks, which it does before it calls the workers' hooks."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
+
+
 def end_of_loads(scheduler: Any) -> Callable[[KVConnectorOutput], None] | None:
     """The private method of vLLM 0.31 to 0.33 that tells its scheduler which loads have ended."""
     return getattr(scheduler, "_update_from_kv_xfer_finished", None)

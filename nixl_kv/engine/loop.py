@@ -132,7 +132,7 @@ class Outstanding:
     def __len__(self) -> int:
         return len(self._loads) + len(self._prepared) + len(self._published)
 
-    def admit(self, command: events.Command) -> bool:
+    def admit(self, command: events.Command) -> bool:  # noqa: C901 - a case per command
         """Record a command, and return whether the machines may have it.
 
         The blocks of an offer that has ended may belong to another request by now.

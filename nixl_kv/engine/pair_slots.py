@@ -36,7 +36,7 @@ class PairSlots:
                     self.clear(command.nonce)
                 case events.PublishOffer():
                     self.publish(command.nonce)
-                case events.PrepareOffer() if command.is_pair:
+                case events.PrepareOffer() if command.in_parts:
                     command = self.prepare(command)  # noqa: PLW2901 - with its slot
             found.append(command)
         return found

@@ -102,6 +102,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     tables: tuple[Table, ...]  # one per cache group
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
     is_pair: bool = False
+    in_parts: bool = False  # of a pair: it may have a slot, and be granted before `PublishOffer`
     life: int = 0  # counts the preemptions of the request
     computed: int | None = None  # tokens in memory after the step; None: all
     slot: int | None = None  # of `PairSlots`

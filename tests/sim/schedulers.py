@@ -308,6 +308,7 @@ class EngineScheduler:
             RequestBlocks(pagings, seats[0].cache.num_blocks, blocks),
             config.offer_share,
             trust.seal,
+            in_parts=True,
             is_decoding=lambda: decode.is_in_use,
             clock=clock,
         )

@@ -29,7 +29,7 @@ def free(offer: PrepareOffer) -> PairSlotFree:
 
 
 def offer(nonce: Nonce = NONCE) -> PrepareOffer:
-    return prepare_offer(nonce=nonce, is_pair=True)
+    return prepare_offer(nonce=nonce, is_pair=True, in_parts=True)
 
 
 def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
