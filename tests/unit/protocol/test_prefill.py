@@ -956,7 +956,9 @@ def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
     machine.handle(asked(release(nonce=Nonce(hex32(0)), reader=reader(engine="a"))), 90.0)
     assert is_remembered(20 * MAX_ASKS, "c")
     machine.handle(Tick(), 90.0 + REPEATED_S)
-    assert (machine.early.num_asks, machine.next_due) == (0, None)
+    assert (machine.early.num_asks, machine.next_due) == (0, 90.0 + UNKNOWN_S)
+    machine.handle(Tick(), 90.0 + UNKNOWN_S)  # the released pair is forgotten last
+    assert machine.next_due is None
     check_prefill(machine)
 
 
