@@ -83,10 +83,10 @@ def readers_counted_not_named(patch: pytest.MonkeyPatch) -> None:
     """So a release that comes twice ends a second reader."""
     on_release = PrefillMachine._on_release
 
-    def count(machine: PrefillMachine, release: Any) -> list[events.Action]:
+    def count(machine: PrefillMachine, release: Any, now: float) -> list[events.Action]:
         offer = machine.offers.get(release.nonce)
         if offer is None or offer.binding is None:
-            return on_release(machine, release)
+            return on_release(machine, release, now)
         offer.binding.ended.add(offer.binding.readers[0])
         return machine.settle(offer, release, events.OfferEnd.READ)
 
