@@ -146,7 +146,7 @@ def test_slots_of_preempted_requests_are_cleared_first_and_once(worker: Worker) 
     engine, order = worker._engine, []
     assert engine is not None
     engine.pair_slots.apply = lambda commands: order.append("slots") or [*commands]  # type: ignore[method-assign, func-returns-value]
-    worker._stale_tails.clear = lambda loads: order.append("tails")  # type: ignore[method-assign]
+    worker._stale_tails.clear = lambda _: order.append("tails")  # type: ignore[assignment, method-assign]
     step = StepMetadata([start_load()])
     worker.handle_preemptions(step)
     assert order == ["slots"]
