@@ -803,6 +803,12 @@ PAIRS: dict[str, Script] = {
     ),
     "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
     "what is written is granted, and more of it when more is": PARTS,
+    "nothing is granted before the first part is written": after(
+        AWAITED,
+        (92.0, prepare_pair(4), COMPUTING),
+        (92.5, EARLY, COMPUTING),
+        (93.0, mark_pair(4), granted_pair(4)),
+    ),
     "all of it is granted when all is written, and pinned later": after(
         PARTS,
         (94.0, prepare_pair(None)),
