@@ -32,6 +32,7 @@ _App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+HTTP_OK: Final = 200
 
 # The allowed values of fields that ask for a part of prefill's own output. Decode's answer has all
 # the rest. A field may also be absent or null.
@@ -167,7 +168,7 @@ class _Exchange:
         self.is_answered = True
         headers = [(b"content-type", b"application/json")]
         headers.append((b"content-length", str(len(answer)).encode("ascii")))
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.start", "status": HTTP_OK, "headers": headers})
         await self._send({"type": "http.response.body", "body": answer, "more_body": False})
         return msgspec.json.encode(request)
 
@@ -196,9 +197,6 @@ class _Exchange:
             return
         if isinstance(answer, dict):
             self._early.learn(answer.get("kv_transfer_params"))
-
-
-HTTP_OK: Final = 200
 
 
 async def _withdraw(engine_client: Any, params: dict[str, Any]) -> None:

@@ -143,19 +143,18 @@ class TransferEngine:
                 be digested.
         """
         self._thread.start()
-        self.loop = self._started.result()
-        parts = self.loop.parts
-        self.pair_slots = PairSlots(parts.slots, parts.prefill.num_slots)
-        return parts.description
+        return self._take(self._started.result()).parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
         """Start without a thread: a simulation runs the turns of the loop."""
         if results is not None:
             self._results = results
-        self.loop = self._build_loop()
-        parts = self.loop.parts
+        return self._take(self._build_loop())
+
+    def _take(self, loop: Loop) -> Loop:
+        self.loop, parts = loop, loop.parts
         self.pair_slots = PairSlots(parts.slots, parts.prefill.num_slots)
-        return self.loop
+        return loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
         """Hand over commands, in order. The thread executes them even if no result is popped."""

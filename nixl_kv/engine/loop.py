@@ -515,7 +515,7 @@ class Loop:
             for action in actions:
                 follow_up.extend(self._execute(action))
 
-    def _execute(self, action: events.Action) -> Sequence[_Event]:
+    def _execute(self, action: events.Action) -> Sequence[_Event]:  # noqa: C901 - a case per action
         parts = self.parts
         event: _Event | None = None
         match action:
@@ -529,12 +529,11 @@ class Loop:
                 parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
-            case (
-                events.PairSlotFree()
-                | events.LoadReady()
-                | events.LoadEnded()
-                | events.OfferEnded()
-            ):
+            case events.PairSlotFree():
+                self._results.append(action)
+            case events.LoadReady():
+                self.outstanding.announce(action)
+            case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
             case events.PackChunk():
                 self._pack(action)
@@ -591,17 +590,7 @@ class Loop:
         if parts.counts:
             self._results.append(parts.counts.pop())
 
-    def _report(
-        self,
-        report: events.PairSlotFree | events.LoadReady | events.LoadEnded | events.OfferEnded,
-    ) -> None:
-        match report:
-            case events.PairSlotFree():
-                self._results.append(report)
-                return
-            case events.LoadReady():
-                self.outstanding.announce(report)
-                return
+    def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
         # An idle rank makes no further turn, so the caller gets a load's counts with its end.
         self._publish_counts()
         if not self.outstanding.settle(report):

@@ -8,7 +8,7 @@ decode repeats an unanswered ask, and one that is not repeated expires.
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank
 from nixl_kv.protocol import events, messages
@@ -26,11 +26,10 @@ MAX_ASKS_OF_READER: Final = 4096
 _Reader: TypeAlias = tuple[EngineId, Rank]
 
 
-@dataclass
-class _Ask:
-    asked: events.Asked
-    message: messages.Ask
-    expires_at: float
+class RoutedAsk(NamedTuple):
+    route: bytes
+    ask: messages.Ask
+    expires_at: float = math.inf
 
 
 @dataclass
@@ -41,7 +40,9 @@ class _Pair:
     state: PrefillState = "unknown"
     known_by: float = math.inf  # an unknown request is forgotten then
     is_declined: bool = False  # decode does not need the offer
-    asks: dict[tuple[Claim, _Reader], _Ask] = field(default_factory=dict)  # in order of arrival
+    asks: dict[tuple[Claim, _Reader], RoutedAsk] = field(
+        default_factory=dict
+    )  # in order of arrival
 
 
 class EarlyAsks:
@@ -67,26 +68,25 @@ class EarlyAsks:
         pair = self._pairs.get(nonce)
         return None if pair is None else pair.expected
 
-    def expect(self, event: events.ExpectOffer) -> list[events.Asked]:
+    def expect(self, event: events.ExpectOffer) -> list[RoutedAsk]:
         """The request has arrived. Returns the asks for another prompt, to be denied."""
         pair = self._pairs.setdefault(event.nonce, _Pair())
         pair.expected, pair.state, pair.known_by = event, "queued", math.inf
         self._set_due(event.nonce, pair)
-        others = [key for key, ask in pair.asks.items() if ask.message.context != event.context]
-        asked = [pair.asks[key].asked for key in others]
+        others = {k: each for k, each in pair.asks.items() if each.ask.context != event.context}
         for key in others:
             self._drop(event.nonce, pair, key)
-        return asked
+        return list(others.values())
 
-    def set_state(self, nonce: Nonce, state: PrefillState) -> list[events.Asked]:
+    def set_state(self, nonce: Nonce, state: PrefillState) -> list[RoutedAsk]:
         """Note the state of a request; returns the asks whose readers have to be told."""
         pair = self._pairs.get(nonce)
         if pair is None or pair.state == state:
             return []
         pair.state = state
-        return [ask.asked for ask in pair.asks.values()]
+        return list(pair.asks.values())
 
-    def add(self, asked: events.Asked, ask: messages.Ask, now: float) -> PrefillState | None:
+    def add(self, ask: messages.Ask, route: bytes, now: float) -> PrefillState | None:
         """Remember an ask. Returns the state of its request, or None if there are too many."""
         pair, key = self._pairs.get(ask.nonce), _key(ask)
         if pair is None or key not in pair.asks:
@@ -97,7 +97,7 @@ class EarlyAsks:
             self._of_reader[key[1]] = of_reader + 1
         if pair is None:
             pair = self._pairs[ask.nonce] = _Pair(known_by=now + UNKNOWN_S)
-        pair.asks[key] = _Ask(asked, ask, now + REPEATED_S)
+        pair.asks[key] = RoutedAsk(route, ask, now + REPEATED_S)
         self._set_due(ask.nonce, pair)
         return pair.state
 
@@ -115,26 +115,26 @@ class EarlyAsks:
         pair = self._pairs.get(nonce)
         return pair is not None and pair.is_declined
 
-    def pop(self, nonce: Nonce) -> list[events.Asked]:
+    def pop(self, nonce: Nonce) -> list[RoutedAsk]:
         """The offer can be granted: its asks, in order of arrival."""
         pair = self._pairs.get(nonce)
         if pair is None:
             return []
-        asked = [ask.asked for ask in pair.asks.values()]
-        for key in list(pair.asks):
+        asks = dict(pair.asks)
+        for key in asks:
             self._drop(nonce, pair, key)
-        return asked
+        return list(asks.values())
 
-    def forget(self, nonce: Nonce) -> list[events.Asked]:
+    def forget(self, nonce: Nonce) -> list[RoutedAsk]:
         """The request has ended: the asks that are left must be denied."""
-        asked = self.pop(nonce)
+        asks = self.pop(nonce)
         self._pairs.pop(nonce, None)
         self.due.set(nonce, math.inf)
-        return asked
+        return asks
 
-    def pop_due(self, now: float) -> list[events.Asked]:
+    def pop_due(self, now: float) -> list[RoutedAsk]:
         """Forget expired asks; returns those of requests that stayed unknown, to be denied."""
-        denied: list[events.Asked] = []
+        denied: list[RoutedAsk] = []
         for nonce in self.due.pop_due(now):
             pair = self._pairs[nonce]
             if pair.known_by <= now:

@@ -74,7 +74,11 @@ TRANSITIONS: Final[Table[State]] = {
     State.READING: {
         # To GRANTED or ASKING: a part has landed, and prefill still computes the rest.
         events.ReadDone: (
-            *(State.GRANTED, State.ASKING, State.DONE, State.VERIFYING, State.FAILED),
+            State.GRANTED,
+            State.ASKING,
+            State.DONE,
+            State.VERIFYING,
+            State.FAILED,
         ),
         events.ReadFailed: _FAILED,
         Cancelled: (State.DRAINING,),

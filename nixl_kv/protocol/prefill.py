@@ -30,7 +30,7 @@ from nixl_kv.ids import (
     short,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.early import EarlyAsks
+from nixl_kv.protocol.early import EarlyAsks, RoutedAsk
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
@@ -191,14 +191,12 @@ class Offer:
         return lease if self.state is State.READING else min(lease, self.binding.held_until)
 
     @property
-    def asks(self) -> list[events.Asked]:
+    def asks(self) -> list[RoutedAsk]:
         """The asks of the readers that it is granted to."""
         held = self.binding
         if held is None:
             return []
-        return [
-            events.Asked(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked
-        ]
+        return [RoutedAsk(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked]
 
     def note(self, peer: str, cause: str) -> None:
         state = self.state.name
@@ -419,12 +417,7 @@ class PrefillMachine:
         offer.written = num_tokens
         binding, actions = offer.binding, self._grant_early(offer, now)
         if binding is not None and not offer.is_pinned:
-            asked = [
-                (rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked
-            ]
-            actions += [
-                self._grant(offer, binding, binding.routes[rank], ask) for rank, ask in asked
-            ]
+            actions += [self._grant(offer, binding, each.route, each.ask) for each in offer.asks]
         early, offer.early = offer.early, {}
         return actions + [a for asked in early.values() for a in self._on_message(asked, now)]
 
@@ -443,7 +436,7 @@ class PrefillMachine:
 
     def _withdraw(self, command: events.WithdrawOffer, offer: Offer | None, now: float) -> Actions:
         actions: Actions = []
-        asks: list[events.Asked] = []
+        asks: list[RoutedAsk] = []
         if offer is not None:
             if offer.binding is not None and offer.is_pinned:
                 raise LocalProtocolError(
@@ -456,8 +449,7 @@ class PrefillMachine:
             self._remove(offer)
         if not command.is_final:  # a preempted request of a pair: vLLM computes it again
             told = self._tell(command.nonce, "queued")
-            again = [action for asked in asks for action in self._on_message(asked, now)]
-            return actions + told + again
+            return actions + told + self._ask_again(asks, now)
         self._note_end(command.nonce, WITHDRAWN)
         asks += self.early.forget(command.nonce)
         return actions + self._deny_all(asks, WITHDRAWN)
@@ -483,7 +475,7 @@ class PrefillMachine:
         if reason:
             return self._deny(ask, route, reason)
         if offer is None or not offer.can_be_bound:
-            state = self.early.add(events.Asked(route, ask), ask, now)
+            state = self.early.add(ask, route, now)
             if state is None:
                 return self._deny(ask, route, "too many early asks wait")
             return [self._reply(route, messages.Pending, ask, state=state)]
@@ -535,23 +527,17 @@ class PrefillMachine:
         """Grant a pair's offer to the first claim that has asked, as soon as that is possible."""
         if not offer.can_be_granted:
             return []
-        asks = self.early.pop(offer.nonce)
-        return [action for asked in asks for action in self._on_message(asked, now)]
+        return self._ask_again(self.early.pop(offer.nonce), now)
+
+    def _ask_again(self, asks: Iterable[RoutedAsk], now: float) -> Actions:
+        return [action for each in asks for action in self._on_ask(each.ask, each.route, now)]
 
     def _tell(self, nonce: Nonce, state: messages.PrefillState) -> Actions:
-        actions: Actions = []
-        for asked in self.early.set_state(nonce, state):
-            if isinstance(asked.message, messages.Ask):
-                pending = self._reply(asked.route, messages.Pending, asked.message, state=state)
-                actions.append(pending)
-        return actions
+        asks = self.early.set_state(nonce, state)
+        return [self._reply(each.route, messages.Pending, each.ask, state=state) for each in asks]
 
-    def _deny_all(self, asks: Iterable[events.Asked], reason: str) -> Actions:
-        actions: Actions = []
-        for asked in asks:
-            if isinstance(asked.message, messages.Ask):
-                actions += self._deny(asked.message, asked.route, reason)
-        return actions
+    def _deny_all(self, asks: Iterable[RoutedAsk], reason: str) -> Actions:
+        return [action for each in asks for action in self._deny(each.ask, each.route, reason)]
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""

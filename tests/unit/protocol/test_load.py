@@ -759,6 +759,17 @@ FIRST, REST = (replace(START, begin=begin, end=end) for begin, end in ((0, 4), (
 READ_FIRST = StartRead(PEER, Rank(0), PART, FIRST)
 READ_REST = StartRead(PEER, Rank(0), WHOLE, REST)
 IN_PARTS: Script = after(EARLY, (110.0, answered(PART), READY), (START, READ_FIRST))
+VERIFIED_PART: Script = after(
+    EARLY,
+    (answered(PART), READY),
+    (
+        110.0,
+        START_VERIFIED,
+        Send(RANK_0, digest_request()),
+        StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
+    ),
+    (read_done(),),
+)
 AGAIN = Send(RANK_0, ask(is_early=True, number=2))
 SUM = replace(
     read_done(),
@@ -864,15 +875,7 @@ PARTS: dict[str, Script] = {
     "prefill dies between two parts": after(IN_PARTS, (read_done(),), (lost(), UNREACHABLE)),
     "a part fails": after(IN_PARTS, (read_failed(), GIVEN_UP, BROKEN)),
     "only the last part digests ahead": after(
-        EARLY,
-        (answered(PART), READY),
-        (
-            110.0,
-            START_VERIFIED,
-            Send(RANK_0, digest_request()),
-            StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
-        ),
-        (read_done(),),
+        VERIFIED_PART,
         (
             answered(WHOLE),
             StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
@@ -883,15 +886,7 @@ PARTS: dict[str, Script] = {
         (digest_compared(), RELEASED, replace(GOOD_SUM, verified=True)),
     ),
     "to be verified, all is read again after a preemption": after(
-        EARLY,
-        (answered(PART), READY),
-        (
-            110.0,
-            START_VERIFIED,
-            Send(RANK_0, digest_request()),
-            StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
-        ),
-        (read_done(),),
+        VERIFIED_PART,
         (
             answered(replace(WHOLE, num_tokens=6)),
             StartRead(
