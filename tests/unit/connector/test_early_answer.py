@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from nixl_kv.connector.early_answer import CHAT, COMPLETIONS, EarlyAnswer, may_answer_early
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import Incarnation, Nonce
+from nixl_kv.ids import Incarnation
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
-from support.records import CONTEXT, ENGINE_LIFE, PREFILL, hex32
+from support.records import ENGINE_LIFE, hex32, ticket
 
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
 REQUEST: dict[str, Any] = {
@@ -29,17 +29,7 @@ CHAT_REQUEST: dict[str, Any] = {
     "max_completion_tokens": 1,
     "kv_transfer_params": WANTED,
 }
-TICKET = Ticket(
-    host="10.0.0.1",
-    port=5600,
-    nonce=Nonce(hex32(1)),
-    engine=PREFILL,
-    incarnation=ENGINE_LIFE,
-    num_tokens=8,
-    context=CONTEXT,
-    epoch=3,
-    weights="step 7",
-)
+TICKET = ticket(epoch=3, weights="step 7")
 
 
 class Engine:

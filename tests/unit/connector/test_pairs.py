@@ -9,7 +9,7 @@ from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import TicketRefused
-from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -22,19 +22,12 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 from support.cache_manager import CacheManager
-from support.records import D1, ENGINE_LIFE, P1, P2, PREFILL, hex32
+from support.records import D1, ENGINE_LIFE, P1, P2, PREFILL, hex32, ticket
 
 TOKEN_IDS = list(range(100, 120))
 NUM_TOKENS = len(TOKEN_IDS)
 TABLE = [11, 12, 13, 14, 15]
-PAIR = Ticket(
-    host="10.0.0.1",
-    port=5600,
-    nonce=Nonce(hex32(7)),
-    engine=PREFILL,
-    incarnation=ENGINE_LIFE,
-    epoch=2,
-)
+PAIR = ticket(nonce=hex32(7), num_tokens=0, context="", epoch=2)
 CONTEXT = context_hash(PAIR.nonce, TOKEN_IDS, [])
 EXPECTED = ExpectOffer(PAIR.nonce, P1, CONTEXT)
 
