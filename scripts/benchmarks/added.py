@@ -12,8 +12,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Final
 
 from benchmarks import engines
 from benchmarks.floor import prompt
@@ -23,12 +21,6 @@ from harness.cluster.client import Client, Prompt
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
-
-EARLY: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
-FAST: Final = (
-    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
-    *("--distributed-executor-backend", "uni"),  # as on a GPU
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +35,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """A row for each length. Both decode engines have the same GPUs, and are asked in turns."""
     with engines.new_cluster() as cluster, ExitStack() as stack:
         prefill, decode = engines.pair_of("nixl-kv", options)
-        prefill = replace(prefill, extra_args=(*EARLY, *prefill.extra_args))
-        fast = replace(decode, name="fast", extra_args=(*FAST, *decode.extra_args))
+        prefill = engines.with_options(prefill, *engines.EARLY)
+        fast = engines.with_options(decode, *engines.FAST, name="fast")
         first, *others = cluster.start(prefill, decode, fast)
         slow, quick = (
             stack.enter_context(Pair(first, one, cluster.route([first], [one]))) for one in others

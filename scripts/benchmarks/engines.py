@@ -19,6 +19,12 @@ START_TIMEOUT_S: Final = 900.0
 DECODE_GRAPHS: Final = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')
 """vLLM compiles nothing, and decode's steps are CUDA graphs: a start takes seconds."""
 
+EARLY: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
+FAST: Final = (
+    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
+    *("--distributed-executor-backend", "uni"),  # as on a GPU
+)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The engines."""
@@ -52,10 +58,21 @@ def pair_of(
     ]
 
 
-def plain_engine(options: argparse.Namespace) -> EngineSpec:
-    """One engine without a connector, with decode's shape and GPUs."""
+def with_early_answer(prefill: EngineSpec, decode: EngineSpec) -> list[EngineSpec]:
+    """The same engines with the early answer, and with our scheduler class."""
+    return [with_options(prefill, *EARLY), with_options(decode, *FAST)]
+
+
+def with_options(spec: EngineSpec, *extra: str, name: str | None = None) -> EngineSpec:
+    """The same engine with further options of `vllm serve`."""
+    return replace(spec, name=name or spec.name, extra_args=(*extra, *spec.extra_args))
+
+
+def plain_engine(options: argparse.Namespace, *, prefill: bool = False) -> EngineSpec:
+    """One engine without a connector, with decode's shape and GPUs, or prefill's."""
     fields = engine_fields(options, caching=False)
-    fields |= {"tensor_parallel": options.tp[1], "extra_env": visible(options.decode_gpus)}
+    gpus = options.prefill_gpus if prefill else options.decode_gpus
+    fields |= {"tensor_parallel": options.tp[not prefill], "extra_env": visible(gpus)}
     return EngineSpec("plain", model_of(options), **fields)
 
 
