@@ -22,7 +22,7 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import look_until
 from support.engines import EVENT_S, PATIENT, started
-from support.trace_picture import draw
+from support.trace_picture import draw, rows_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -168,4 +168,4 @@ def test_one_trace_leads_through_router_prefill_and_decode(cluster: Cluster) -> 
             bars.append(
                 (" ".join(about), span.start_time_unix_nano, span.end_time_unix_nano, marks)
             )
-        Path(PICTURE).write_text(draw(bars), "utf-8")
+        Path(PICTURE).write_text(draw(list(rows_of(bars))), "utf-8")
