@@ -29,7 +29,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
 from nixl_kv.protocol.ticket import SealedTicket
-from sim.cache import NULL_BLOCK
+from sim.cache import BLOCK_TOKENS, NULL_BLOCK
 from sim.engine import Engine
 from sim.planes import Read
 from sim.rank import RankLife
@@ -130,7 +130,9 @@ class Invariants:
     # --- prefill
 
     def _add_grant(self, engine: Engine, rank: RankLife, grant: Grant) -> None:
-        ids = [block for table in grant.tables for block in table.block_ids.tolist()]
+        # The step in progress may write the blocks behind the granted tokens, for this request.
+        end = None if grant.num_tokens is None else -(-grant.num_tokens // BLOCK_TOKENS)
+        ids = [block for table in grant.tables for block in table.block_ids[:end].tolist()]
         blocks = frozenset(ids) - {ABSENT}
         # vLLM may have freed a pair's blocks since its last step, which its next step will tell.
         owner = self._world.pairs.get(grant.nonce) or _owner(

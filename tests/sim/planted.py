@@ -243,7 +243,7 @@ def _expect_any(early: EarlyAsks, event: events.ExpectOffer) -> list[events.Aske
     return []
 
 
-@breaks("needless failure", "granted in two ways", in_="early")
+@breaks("needless failure", "granted in two ways", "not over", in_="early")
 def pair_slot_given_twice(patch: pytest.MonkeyPatch) -> None:
     def free(slots: PairSlots, report: events.PairSlotFree) -> None:
         if report.slot is not None:

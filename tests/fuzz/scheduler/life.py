@@ -273,9 +273,10 @@ class Life:
 
     def _note_begun(self, output: SchedulerOutput) -> None:
         """Prefills begin in order, unless one cannot."""
-        for name in list(self._waiting):
-            if name not in self._vllm.requests or self._requests[name].is_finished():
-                del self._waiting[name]
+        # After a reset, a request with a pair ticket is not offered, and need not wait any longer.
+        awaited = self._engine.role._prefill.awaited
+        for name in self._waiting.keys() - awaited:
+            del self._waiting[name]
         for name in output.num_scheduled_tokens:
             if name not in self._waiting:
                 continue
