@@ -8,7 +8,6 @@ update_state_after_alloc and build_connector_meta in the scheduler, then bind_co
 get_transfer_results in each worker, then update_connector_output in the scheduler.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from nixl_kv.connector.plugin import check_address
+from nixl_kv.connector.plugin import check_address, log_like_vllm
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import (
@@ -44,7 +43,7 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Opens nothing yet. A ConfigError names what the connector cannot serve."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        _log_like_vllm()
+        log_like_vllm()
         self._half: type[Scheduler | Worker]  # the other half has no state
         if role is KVConnectorRole.SCHEDULER:
             self._half = Scheduler
@@ -107,12 +106,3 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Decode reads from the cache itself."""
-
-
-def _log_like_vllm() -> None:
-    """Use vLLM's handlers and level, which vLLM gives only to loggers under its own name."""
-    logger, vllm_logger = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
-    if not logger.handlers:
-        logger.handlers = list(vllm_logger.handlers)
-        logger.setLevel(vllm_logger.level)
-        logger.propagate = vllm_logger.propagate

@@ -8,6 +8,7 @@ end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
 import errno
 import functools
 import itertools
+import logging
 import os
 import sys
 import time
@@ -43,6 +44,15 @@ def register() -> None:
             check_before_weights(sys.modules[EXECUTORS].Executor)
     except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
+
+
+def log_like_vllm() -> None:
+    """Use vLLM's handlers and level, which vLLM gives only to loggers under its own name."""
+    ours, vllms = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(vllms.handlers)
+        ours.setLevel(vllms.level)
+        ours.propagate = vllms.propagate
 
 
 def port_of(config: Config, vllm_config: Any) -> int:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from harness.local.memory import Fabric
-from nixl_kv.connector import connector as module
+from nixl_kv.connector import plugin
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.scheduler import Scheduler
@@ -206,14 +206,14 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives its handlers and level only to loggers under its own name."""
     ours, vllms = (logging.getLogger(f"{__name__}.{name}") for name in ("ours", "vllms"))
     lookup = SimpleNamespace(getLogger={"nixl_kv": ours, "vllm": vllms}.__getitem__)
-    monkeypatch.setattr(module, "logging", lookup)
+    monkeypatch.setattr(plugin, "logging", lookup)
     handler = logging.NullHandler()
     vllms.handlers, vllms.propagate = [handler], False
     vllms.setLevel(logging.ERROR)
-    module._log_like_vllm()
+    plugin.log_like_vllm()
     assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.ERROR, False)
     vllms.addHandler(logging.NullHandler())
-    module._log_like_vllm()
+    plugin.log_like_vllm()
     assert ours.handlers == [handler], "a logger that has handlers keeps them"
 
 
