@@ -214,6 +214,8 @@ class Scheduler:
             self._follow_ranks(metadata)
             self._counts.add(metadata.reports)
             self._decode.on_ready(metadata.reports.ready)
+            if self._directory is not None:
+                self._directory.tell_released(metadata.reports.released)
         self._follow_label()
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)

@@ -27,7 +27,7 @@ import nixl_kv
 from nixl_kv.config import Config
 from nixl_kv.connector.plugin import own_config
 from nixl_kv.errors import TICKET_REASONS, get_logger
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events, peers
 from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transport import descriptors
@@ -400,9 +400,10 @@ class RankReports:
     loads: dict[RequestId, LoadReport] = field(default_factory=dict)
     offers: dict[RequestId, OfferReport] = field(default_factory=dict)
     ready: set[RequestId] = field(default_factory=set)  # early loads; see `events.LoadReady`
+    released: set[Nonce] = field(default_factory=set)  # see `events.PairReleased`
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.offers or self.ready)
+        return bool(self.loads or self.offers or self.ready or self.released)
 
     def add(self, results: Iterable[events.Result]) -> None:
         for result in results:
@@ -413,6 +414,8 @@ class RankReports:
                     self.offers[result.request] = OfferReport.of(result)
                 case events.LoadReady():
                     self.ready.add(result.request)
+                case events.PairReleased():
+                    self.released.add(result.nonce)
 
     def join(self, other: "RankReports") -> None:
         for request, load in other.loads.items():
@@ -422,6 +425,7 @@ class RankReports:
             known = self.offers.get(request)
             self.offers[request] = offer if known is None else known.join(offer)
         self.ready |= other.ready
+        self.released |= other.released
 
 
 _ORDER: Final = list(events.OfferEnd)
@@ -439,7 +443,7 @@ class RequestCounts:
         self._refused: set[RequestId] = set()  # requests that fail without a load
 
     def add(self, reports: RankReports) -> None:
-        self._reports.join(reports)
+        self._reports.join(RankReports(reports.loads, reports.offers))
 
     def count_loads(
         self, ended: Iterable[RequestId], held_back: Iterable[RequestId]

@@ -2,7 +2,8 @@
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
 weights; the scheduler reads both in its next step. The status that it answers to tools is an open
-record, like a rank's (`engine/status.py`). Draining takes an engine out of service, so only
+record, like a rank's (`engine/status.py`). API servers hear of offers that decode has released
+(`engine/watch.py`). Draining takes an engine out of service, so only
 a sender that has proved the key may order it, or, without a key, a process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
@@ -10,7 +11,8 @@ No error ends the thread: without its directory, no decode engine could meet thi
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -26,7 +28,7 @@ from nixl_kv.errors import (
     run_guarded,
 )
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
 
@@ -40,6 +42,7 @@ NO_KEY: Final = (
 )
 
 FAILED: Final = "the directory failed at a question; it goes on"
+UNWATCHED: Final = b""  # no route
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
@@ -90,6 +93,9 @@ class DirectoryServer:
         self.weights = weights
         self._has_key = has_key
         self.history = History()  # of the scheduler; ranks keep their own
+        self._released: deque[Nonce] = deque()  # by decode; not told yet
+        # The route to who watches each offer, oldest first; UNWATCHED if it was released before.
+        self._watched: dict[Nonce, bytes] = {}
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
@@ -102,6 +108,12 @@ class DirectoryServer:
     def publish(self, description: messages.Description) -> None:
         """Serve this description from now on. It is encoded once, not per question."""
         self._published = description, messages.encode(description)
+
+    def tell_released(self, nonces: Iterable[Nonce]) -> None:
+        """Decode has released these offers of pairs. Any thread may call this."""
+        self._released.extend(nonces)
+        if self._released:
+            self._control.wake()
 
     def stop(self) -> None:
         """End the thread and close the socket. May be called again."""
@@ -118,6 +130,8 @@ class DirectoryServer:
         for item in self._control.poll(timeout_s):
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
+        if self._released:
+            run_guarded(self._tell_watchers, FAILED)
 
     def _main(self) -> None:
         while not self._is_stopping:
@@ -125,11 +139,13 @@ class DirectoryServer:
 
     def _serve(self, item: FromPeer) -> None:
         try:
-            self._control.reply(item.route, self._answer(item))
+            answer = self._answer(item)
+            if answer is not None:
+                self._control.reply(item.route, answer)
         except (RemoteProtocolError, TransportError) as error:
             self._log.warning("request for a description dropped: %s", error)
 
-    def _answer(self, item: FromPeer) -> bytes:
+    def _answer(self, item: FromPeer) -> bytes | None:
         try:
             message = messages.decode_to_engine(item.payload)
         except ForeignVersion as error:
@@ -140,6 +156,8 @@ class DirectoryServer:
                 return messages.encode(self._drain(message, item.stranger))
             case messages.SetWeights():
                 return messages.encode(self._set_weights(message))
+            case messages.WatchOffer():
+                return self._watch(Nonce(message.nonce), item.route)
             case messages.StatusRequest():
                 return messages.encode(self._status())
             case messages.Describe():
@@ -193,6 +211,33 @@ class DirectoryServer:
             self.weights = message.weights
             logger.warning("a tool set the label of this engine's weights to %r", self.weights)
         return answer
+
+    def _watch(self, nonce: Nonce, route: bytes) -> bytes | None:
+        """Remember who watches an offer; answer at once if decode has released it already."""
+        if self._watched.get(nonce) == UNWATCHED:
+            return self._about_released([nonce])
+        self._remember(nonce, route)
+        return None
+
+    def _remember(self, nonce: Nonce, route: bytes) -> None:
+        self._watched.setdefault(nonce, route)
+        if len(self._watched) > messages.MAX_WATCHED:
+            del self._watched[next(iter(self._watched))]
+
+    def _tell_watchers(self) -> None:
+        # One message for each watcher: its queue is short, and decode may release many at once.
+        told: dict[bytes, list[Nonce]] = {}
+        while self._released:
+            nonce = self._released.popleft()
+            told.setdefault(self._watched.pop(nonce, UNWATCHED), []).append(nonce)
+        for nonce in told.pop(UNWATCHED, ()):
+            self._remember(nonce, UNWATCHED)
+        for route, nonces in told.items():
+            self._control.reply(route, self._about_released(nonces))
+
+    def _about_released(self, nonces: Sequence[Nonce]) -> bytes:
+        released = messages.OffersReleased(incarnation=self._life, nonces=tuple(nonces))
+        return messages.encode(released)
 
     def _describe(self, message: messages.Describe) -> bytes:
         if self._published is None:

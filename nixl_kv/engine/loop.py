@@ -529,7 +529,7 @@ class Loop:
                 parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
-            case events.PairSlotFree():
+            case events.PairSlotFree() | events.PairReleased():
                 self._results.append(action)
             case events.LoadReady():
                 self.outstanding.announce(action)

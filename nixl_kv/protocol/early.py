@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from nixl_kv.ids import Claim, EngineId, Nonce, Rank
+from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.messages import PrefillState
@@ -40,6 +40,9 @@ class _Pair:
     state: PrefillState = "unknown"
     known_by: float = math.inf  # an unknown request is forgotten then
     is_declined: bool = False  # decode does not need the offer
+    # A reader has given up. One that releases `complete` may read another rank's copy.
+    is_given_up: bool = False
+    is_reported: bool = False  # that no reader is left
     asks: dict[tuple[Claim, _Reader], RoutedAsk] = field(
         default_factory=dict
     )  # in order of arrival
@@ -109,11 +112,21 @@ class EarlyAsks:
             self._set_due(release.nonce, pair)
         if pair is not None:
             pair.is_declined = True
+            pair.is_given_up |= not release.complete
             self._drop(release.nonce, pair, _key(release))
 
     def is_declined(self, nonce: Nonce) -> bool:
         pair = self._pairs.get(nonce)
         return pair is not None and pair.is_declined
+
+    def pop_given_up(self, nonce: Nonce) -> RequestId | None:
+        """The request whose offer no reader needs any longer, if it has arrived; given once."""
+        pair = self._pairs.get(nonce)
+        if pair is None or pair.expected is None or pair.asks:
+            return None
+        is_new = pair.is_given_up and not pair.is_reported
+        pair.is_reported |= is_new
+        return pair.expected.request if is_new else None
 
     def pop(self, nonce: Nonce) -> list[RoutedAsk]:
         """The offer can be granted: its asks, in order of arrival."""

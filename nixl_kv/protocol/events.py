@@ -516,6 +516,13 @@ class PairSlotFree(msgspec.Struct, frozen=True):
     fence_token: FenceToken = NO_TOKEN
 
 
+class PairReleased(msgspec.Struct, frozen=True):
+    """No reader needs the offer of this pair any longer, and its ticket has not left."""
+
+    nonce: Nonce
+    request: RequestId
+
+
 class NewLife(msgspec.Struct, frozen=True):
     """This rank began another incarnation; its former description is void."""
 
@@ -570,8 +577,17 @@ Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReacha
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
 LocalAction: TypeAlias = (
-    PackChunk | WriteSlot | ClearSlot | PairSlotFree | LoadReady | LoadEnded | OfferEnded
+    PackChunk
+    | WriteSlot
+    | ClearSlot
+    | PairSlotFree
+    | PairReleased
+    | LoadReady
+    | LoadEnded
+    | OfferEnded
 )
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
-Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | PairSlotFree | NewLife | Counts
+Result: TypeAlias = (
+    LoadReady | LoadEnded | OfferEnded | PairSlotFree | PairReleased | NewLife | Counts
+)

@@ -4,6 +4,7 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
                                        StatusRequest  -> Status
+              from its API servers:    WatchOffer     -> OffersReleased, if decode releases it
 To a rank of a prefill engine:         Ask            -> Grant | Deny | Pending, then one of them
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
@@ -42,6 +43,7 @@ MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
 MAX_REASON = 300  # characters of the error about a message that cannot be decoded
 MAX_LISTED = 1000  # entries of each kind in a `Status`
+MAX_WATCHED = 8192  # offers that API servers watch at a time
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 _Incarnation = Annotated[Incarnation, HEX32]
@@ -120,6 +122,16 @@ class SetWeights(_Message, frozen=True, kw_only=True):
 class WeightsSet(_Message, frozen=True, kw_only=True):
     former: _Label
     refusal: _Text = ""  # why the label stays
+
+
+class WatchOffer(_Message, frozen=True, kw_only=True):
+    """`EarlyAnswer`: tell me if decode releases this pair's offer before it is computed."""
+
+    nonce: _Nonce
+
+
+class OffersReleased(_Message, frozen=True, kw_only=True):
+    nonces: Annotated[tuple[_Nonce, ...], Meta(min_length=1, max_length=MAX_WATCHED)]
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -336,11 +348,11 @@ class Status(_Message, frozen=True, kw_only=True):
     lists: dict[str, Annotated[list[dict[str, Any]], _LISTED]]
 
 
-ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest
+ToEngine: TypeAlias = Describe | Drain | SetWeights | WatchOffer | StatusRequest
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal
-ToTool: TypeAlias = Status | Draining | WeightsSet | VersionRefusal
+ToTool: TypeAlias = Status | Draining | WeightsSet | OffersReleased | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 

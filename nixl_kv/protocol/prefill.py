@@ -379,7 +379,8 @@ class PrefillMachine:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
         if isinstance(command, events.ExpectOffer):
-            return self._deny_all(self.early.expect(command), OTHER_PROMPT)
+            denials = self._deny_all(self.early.expect(command), OTHER_PROMPT)
+            return denials + self._report_given_up(command.nonce)
         if isinstance(command, events.PrepareOffer):
             return self._prepare(command)
         offer = self.offers.get(command.nonce)
@@ -696,7 +697,7 @@ class PrefillMachine:
         if offer is None or (offer.binding is None and not offer.is_pinned):
             if release.nonce not in self._ended:
                 self.early.release(release, now)
-            return []
+            return self._report_given_up(release.nonce)
         if offer.binding is None:
             return self._end(offer, release, OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
@@ -705,6 +706,10 @@ class PrefillMachine:
         is_recalled = offer.state is State.RECALLED
         given_up = OfferEnd.REVOKED if is_recalled else OfferEnd.ABORTED
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
+
+    def _report_given_up(self, nonce: Nonce) -> Actions:
+        request = self.early.pop_given_up(nonce)
+        return [] if request is None else [events.PairReleased(nonce, request)]
 
     def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> Actions:
         """End or recall the offer if it is late; otherwise set its next deadline."""
@@ -772,7 +777,9 @@ class PrefillMachine:
         actions += self._deny_all(self.early.forget(offer.nonce), ENDED[end])
         reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
         ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        return [*actions, ended]
+        if offer.is_pinned or end is OfferEnd.READ:
+            return [*actions, ended]
+        return [*actions, ended, events.PairReleased(offer.nonce, offer.request)]
 
     def _unbind(self, offer: Offer, *, is_cleared: bool = False) -> Actions:
         """Clear the fence slot, unless that is done, and free it and the slots of the ring."""

@@ -50,6 +50,7 @@ class Engine:
         self._pieces: list[Piece] = []
         self._ended = Aggregator(len(seats))
         self._failed: set[RequestId] = set()
+        self._released: set[RequestId] = set()
         self._start_life()
 
     def __repr__(self) -> str:
@@ -182,11 +183,18 @@ class Engine:
         ended, failed = rank.pop_ended()
         self.scheduler.decode.connector.on_ready(rank.ready)
         rank.ready.clear()
+        self._released |= rank.released
+        rank.released.clear()
         self._failed |= failed
         self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
 
     def _end(self) -> None:
         self.scheduler.on_ends(self._ended.pop_complete(), self._failed)
         self.scheduler.update()
+        released, self._released = self._released, set()
+        for request in self.scheduler.living():
+            # `EarlyAnswer` aborts it, unless its watch is lost.
+            if request.request_id in released and not request.request_id.endswith("0"):
+                self.scheduler.abort(request)
         if self.is_going_to_sleep and not self.scheduler.requests:
             self._fall_asleep()

@@ -14,7 +14,7 @@ from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.pair_slots import PairSlots
-from nixl_kv.protocol import decode, events
+from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.early import EarlyAsks, _Pair
 from nixl_kv.protocol.load import Load, State
@@ -241,6 +241,16 @@ def _expect_any(early: EarlyAsks, event: events.ExpectOffer) -> list[events.Aske
     pair = early._pairs.setdefault(event.nonce, _Pair())
     pair.expected, pair.state, pair.known_by = event, "queued", FOREVER
     return []
+
+
+@breaks("needless failure", in_="early")
+def pair_given_up_by_who_reads_another_copy(patch: pytest.MonkeyPatch) -> None:
+    release = EarlyAsks.release
+
+    def give_up(early: EarlyAsks, message: messages.Release, now: float) -> None:
+        release(early, structs.replace(message, complete=False), now)
+
+    patch.setattr(EarlyAsks, "release", give_up)
 
 
 @breaks("needless failure", "granted in two ways", "not over", in_="early")

@@ -86,6 +86,7 @@ class RankLife:
         self.has_turned = False  # since its machines were checked
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.ready: set[RequestId] = set()  # early loads that were reported as ready
+        self.released: set[RequestId] = set()  # pairs whose offers decode needs no longer
         self._unwritten: list[events.Command] = []
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
@@ -227,6 +228,9 @@ class RankLife:
                 continue
             if isinstance(result, events.LoadReady):
                 self.ready.add(result.request)
+                continue
+            if isinstance(result, events.PairReleased):
+                self.released.add(result.request)
                 continue
             is_offer = isinstance(result, events.OfferEnded)
             if not (self.seat.is_prefill if is_offer else self.seat.is_decode):

@@ -24,7 +24,7 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
-        (b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights"),
+        (b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights", b"\xaaWatchOffer"),
         messages.decode_to_engine,
     ),
     **dict.fromkeys(
@@ -34,7 +34,10 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
         ),
         messages.decode_to_rank,
     ),
-    **dict.fromkeys((b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet"), messages.decode_to_tool),
+    **dict.fromkeys(
+        (b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet", b"\xaeOffersReleased"),
+        messages.decode_to_tool,
+    ),
 }
 
 

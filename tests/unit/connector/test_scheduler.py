@@ -22,12 +22,21 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
+    PairReleased,
     PrepareLoad,
     PublishOffer,
     SetEngine,
     WithdrawOffer,
 )
-from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
+from nixl_kv.protocol.messages import (
+    Describe,
+    Description,
+    OffersReleased,
+    WatchOffer,
+    decode_answer,
+    decode_to_tool,
+    encode,
+)
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
@@ -582,3 +591,22 @@ def test_on_load_failure_is_set_where_vllm_looks(
     said = [line for line in caplog.messages if "on_load_failure" in line]
     line = f"a request whose KV load fails {OUTCOMES[expected]} (on_load_failure)"
     assert said == ([] if role == "kv_producer" else [line])
+
+
+def test_an_api_server_hears_which_offers_decode_has_released(make: Make) -> None:
+    """All ranks report it, in one step or in several."""
+    scheduler, nonce = make(), new_nonce()
+    address = scheduler._prefill.address
+    assert address is not None
+    one, other = (WorkerMetadata({}) for _ in range(2))
+    for rank in (one, other):
+        rank.reports.add([PairReleased(nonce, RequestId("p1"))])
+    asker = ZmqControl()
+    question = WatchOffer(incarnation=address.incarnation, nonce=nonce)
+    asker.send(endpoint_at(address.host, address.port), encode(question))
+    report(scheduler, kv_connector_worker_meta=one.aggregate(other))
+    (item,) = asker.poll(30.0)
+    asker.close()
+    assert isinstance(item, FromEndpoint)
+    answer = decode_to_tool(item.payload)
+    assert answer == OffersReleased(incarnation=address.incarnation, nonces=(nonce,))

@@ -32,8 +32,10 @@ from nixl_kv.protocol.events import (
     Failure,
     FailureKind,
     LoadEnded,
+    LoadReady,
     OfferEnd,
     OfferEnded,
+    PairReleased,
     Result,
 )
 from support.records import D1, D2, NONCE, P1, PEER, read_done
@@ -165,6 +167,14 @@ def test_a_request_that_fails_for_its_ticket_is_no_load() -> None:
     counts.add(reports)
     counts.count_loads([D1], [])
     assert stats.data["loads"] == {"cancelled|": 1}, "a later request has the same id"
+
+
+def test_what_the_scheduler_reads_at_once_is_not_kept() -> None:
+    counts, reports = RequestCounts(Stats(), CONFIG.entry_of, recomputes=False), RankReports()
+    reports.add([LoadReady(D1), PairReleased(NONCE, P1)])
+    assert (reports.ready, reports.released, bool(reports)) == ({D1}, {NONCE}, True)
+    counts.add(reports)
+    assert not counts._reports
 
 
 # --- the events of a rank

@@ -18,6 +18,7 @@ from nixl_kv.ids import (
     ANY_INCARNATION,
     EngineId,
     Incarnation,
+    Nonce,
     endpoint_at,
     engine_incarnation,
     new_incarnation,
@@ -27,22 +28,25 @@ from nixl_kv.protocol.messages import (
     Describe,
     Drain,
     Draining,
+    OffersReleased,
     Refusal,
     SetWeights,
     Status,
     StatusRequest,
     ToTool,
     VersionRefusal,
+    WatchOffer,
     WeightsSet,
     decode_answer,
     decode_to_tool,
     encode,
 )
 from nixl_kv.transport.base import FromEndpoint, FromPeer
-from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
+from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description, hex32
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
+NONCES = [Nonce(hex32(number)) for number in range(4)]
 
 
 class Directory:
@@ -236,6 +240,96 @@ def test_a_label_that_is_none_changes_nothing(
     assert labelled.tell(wire) == []
     assert labelled.server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
+
+
+# Offers that decode releases
+
+
+class Watcher:
+    """An API server that watches offers at a directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._control = MemoryControl(directory.network)
+
+    def watch(self, *nonces: Nonce) -> None:
+        for nonce in nonces:
+            question = WatchOffer(incarnation=ENGINE_LIFE, nonce=nonce)
+            endpoint = endpoint_at(HOST, self._directory.server.port)
+            self._control.send(endpoint, encode(question))
+
+    def told(self) -> list[Nonce]:
+        """The released offers of one message at most."""
+        self._directory.server.turn(0)
+        answers = [m for m in self._control.poll(0) if isinstance(m, FromEndpoint)]
+        messages = [decode_to_tool(answer.payload) for answer in answers]
+        assert len(messages) <= 1
+        return [
+            nonce for each in messages if isinstance(each, OffersReleased) for nonce in each.nonces
+        ]
+
+
+@pytest.fixture
+def watcher(directory: Directory) -> Watcher:
+    return Watcher(directory)
+
+
+def test_a_watcher_learns_once_which_of_its_offers_decode_has_released(
+    directory: Directory, watcher: Watcher
+) -> None:
+    other = Watcher(directory)
+    watcher.watch(*NONCES[:3])
+    other.watch(NONCES[3])
+    assert watcher.told() == []
+    directory.server.tell_released([NONCES[0], NONCES[3], NONCES[2]])
+    assert watcher.told() == [NONCES[0], NONCES[2]]
+    assert other.told() == [NONCES[3]]
+    directory.server.tell_released([NONCES[0]])  # another rank's report
+    assert watcher.told() == []
+
+
+def test_a_release_may_be_quicker_than_the_question(directory: Directory, watcher: Watcher) -> None:
+    directory.server.tell_released(NONCES[:1])
+    assert watcher.told() == []
+    watcher.watch(NONCES[0])
+    assert watcher.told() == NONCES[:1]
+
+
+def test_nobody_can_watch_in_the_place_of_another(directory: Directory, watcher: Watcher) -> None:
+    stranger = Watcher(directory)
+    watcher.watch(NONCES[0])
+    stranger.watch(NONCES[0])
+    assert stranger.told() == []
+    directory.server.tell_released(NONCES[:1])
+    assert (watcher.told(), stranger.told()) == (NONCES[:1], [])
+
+
+def test_the_thread_tells_without_being_asked(directory: Directory) -> None:
+    directory.server.start()
+    question = encode(WatchOffer(incarnation=ENGINE_LIFE, nonce=NONCES[0]))
+    directory.replies(question, encode(describe()), wait_s=TIMEOUT_S)  # it has read the question
+    directory.server.tell_released(NONCES[:1])
+    (payload,) = directory.replies(wait_s=TIMEOUT_S)
+    assert decode_to_tool(payload) == OffersReleased(
+        incarnation=ENGINE_LIFE, nonces=tuple(NONCES[:1])
+    )
+
+
+def test_the_offers_that_are_remembered_are_bounded(
+    directory: Directory, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest are forgotten, whether they are watched or were released before."""
+    monkeypatch.setattr("nixl_kv.protocol.messages.MAX_WATCHED", 2)
+    watcher.watch(NONCES[0])
+    assert watcher.told() == []
+    directory.server.tell_released(NONCES[1:4])
+    assert watcher.told() == []
+    watcher.watch(NONCES[2])
+    assert watcher.told() == [NONCES[2]]
+    watcher.watch(NONCES[1])
+    assert watcher.told() == []
+    directory.server.tell_released(NONCES[:2])
+    assert watcher.told() == [NONCES[1]]
 
 
 # What is of another version

@@ -22,12 +22,14 @@ from nixl_kv.protocol.messages import (
     Draining,
     KVSlice,
     Message,
+    OffersReleased,
     RankDescription,
     SetWeights,
     Slots,
     Status,
     StatusRequest,
     VersionRefusal,
+    WatchOffer,
     WeightsSet,
     encode,
 )
@@ -183,6 +185,14 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         WeightsSet(incarnation=ENGINE_LIFE, former="step 7", refusal="no"),
         ["WeightsSet", 9, ENGINE_LIFE, "step 7", "no"],
     ),
+    "watch offer": (
+        WatchOffer(incarnation=ENGINE_LIFE, nonce=NONCE),
+        ["WatchOffer", 9, ENGINE_LIFE, NONCE],
+    ),
+    "offers released": (
+        OffersReleased(incarnation=ENGINE_LIFE, nonces=(NONCE,)),
+        ["OffersReleased", 9, ENGINE_LIFE, [NONCE]],
+    ),
     "status": (status(), ["Status", 9, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
     "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 9]),
 }
@@ -215,7 +225,9 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe", "Drain", "SetWeights", "StatusRequest"},
+    messages.decode_to_engine: {
+        *["Describe", "Drain", "SetWeights", "WatchOffer", "StatusRequest"],
+    },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
     },
@@ -231,7 +243,9 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "Recall",
         "VersionRefusal",
     },
-    messages.decode_to_tool: {"Status", "Draining", "WeightsSet", "VersionRefusal"},
+    messages.decode_to_tool: {
+        *["Status", "Draining", "WeightsSet", "OffersReleased", "VersionRefusal"],
+    },
 }
 
 

@@ -24,6 +24,7 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     PackChunk,
+    PairReleased,
     PairSlotFree,
     PrepareOffer,
     ReclaimBlocks,
@@ -698,6 +699,7 @@ PARTS: Script = after(
     (93.0, mark_pair(6), granted_pair(6)),
 )
 NO_REQUEST = "its request did not arrive"
+GIVEN_UP = PairReleased(NONCE, P1)
 PAIRS: dict[str, Script] = {
     "an early ask is granted when the offer is pinned": after(
         COMPUTED, (93.0, publish_offer(), WRITTEN, GRANT), READ
@@ -791,15 +793,40 @@ PAIRS: dict[str, Script] = {
     ],
     "decode gives up while the request is queued": after(
         AWAITED,
+        (RELEASE_INCOMPLETE, GIVEN_UP),
         (RELEASE_INCOMPLETE,),
         (prepare_offer(is_pair=True),),
         (publish_offer(), NOT_NEEDED),
     ),
     "decode gives up before the request arrives": after(
+        ASKED_EARLY, (RELEASE_INCOMPLETE,), (91.0, EXPECT, GIVEN_UP), (RELEASE_SECOND,)
+    ),
+    "decode gives up, and the request never arrives": after(
         ASKED_EARLY, (RELEASE_INCOMPLETE,), (100.0, Tick())
     ),
     "decode gives up while it is computed": after(
-        COMPUTED, (RELEASE_INCOMPLETE,), (publish_offer(), NOT_NEEDED)
+        COMPUTED, (RELEASE_INCOMPLETE, GIVEN_UP), (publish_offer(), NOT_NEEDED)
+    ),
+    "one of two readers gives up, and then the other": after(
+        [(90.0, EXPECT)],
+        (asked(ask(is_early=True, readers=BOTH)), QUEUED),
+        (
+            asked(ask(is_early=True, reader=SECOND, readers=BOTH)),
+            replied(pending("queued", reader=SECOND)),
+        ),
+        (RELEASE_INCOMPLETE,),
+        (asked(release(complete=False, reader=SECOND)), GIVEN_UP),
+    ),
+    "one of two claims gives up": after(
+        AWAITED,
+        (EARLY_RIVAL, replied(pending("queued", **OTHER_CLAIM))),
+        (asked(release(complete=False, **OTHER_CLAIM)),),
+    ),
+    "decode reads another rank's copy": after(
+        [(90.0, EXPECT)],
+        (RELEASE,),
+        (prepare_offer(is_pair=True),),
+        (publish_offer(), NOT_NEEDED),
     ),
     "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
     "what is written is granted, and more of it when more is": PARTS,
@@ -846,10 +873,13 @@ PAIRS: dict[str, Script] = {
         (WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
     ),
     "a reader that gives up between two parts": after(
-        PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED))
+        PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED), GIVEN_UP)
     ),
     "a reader that dies between two parts": after(
-        PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED))
+        PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED), GIVEN_UP)
+    ),
+    "a reader that is done before the pin": after(
+        PARTS, (94.0, prepare_pair(None)), (MARK, granted_pair(None)), (RELEASE, *PAIR_READ)
     ),
     "what is computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "a digest waits for all of its tokens": after(
@@ -883,7 +913,7 @@ PAIRS: dict[str, Script] = {
     "decode gives up before the pin, with a slot": after(
         [(91.0, EXPECT)],
         (prepare_pair(4),),
-        (RELEASE_INCOMPLETE,),
+        (RELEASE_INCOMPLETE, GIVEN_UP),
         (prepare_pair(None),),
         (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ),
