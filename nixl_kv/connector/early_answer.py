@@ -2,7 +2,8 @@
 
 A router that starts one leg after the other waits for prefill's answer. This middleware sends the
 answer, with a pair ticket, when vLLM begins to read the request, and computes the request behind
-it. So decode tokenizes, asks and allocates blocks meanwhile.
+it. So decode tokenizes, asks and allocates blocks meanwhile. If decode releases the offer before it
+is computed, the middleware pretends that the client has hung up, and vLLM aborts the request.
 
 It learns the engine's address from the tickets in the engine's own answers, so the first request
 after a start, a drain or a new incarnation is answered as usual. All other requests pass unchanged.
@@ -12,14 +13,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from nixl_kv.connector.plugin import own_config
+from nixl_kv.connector.plugin import log_like_vllm, own_config
 from nixl_kv.engine.trust import Trust
+from nixl_kv.engine.watch import OfferWatch
 from nixl_kv.errors import ConfigError, TicketRefused, get_logger
-from nixl_kv.ids import new_nonce
+from nixl_kv.ids import new_nonce, short
 from nixl_kv.protocol.ticket import FIELD, Ticket
 
 logger = get_logger(__name__)
@@ -33,6 +36,7 @@ _App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 HTTP_OK: Final = 200
+REQUEST_ID: Final = b"x-request-id"
 
 # The allowed values of fields that ask for a part of prefill's own output. Decode's answer has all
 # the rest. A field may also be absent or null.
@@ -60,11 +64,14 @@ class EarlyAnswer:
     """An ASGI middleware for vLLM's API server on a prefill engine."""
 
     def __init__(self, app: _App) -> None:
+        log_like_vllm()
         self._app = app
         self._trust: Trust | None = None
         self._for_in_tree = True
         self._is_off = False
         self._latest: Ticket | None = None  # from the engine's last answer
+        self._watch: OfferWatch | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio's own references are weak
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         is_ours = scope["type"] == "http" and scope["method"] == "POST"
@@ -78,16 +85,36 @@ class EarlyAnswer:
         if self._is_off:
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(self, path, receive, send)
+        # A task of its own computes the request: this call ends with the answer, as servers and
+        # outer middlewares expect. An error after it would end the connection, which may carry
+        # another request by then.
+        exchange = _Exchange(self, scope, path, receive, send)
+        task = asyncio.create_task(self._compute(scope, exchange))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_end, exchange))
+        try:
+            await asyncio.wait((task, exchange.answered), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not exchange.is_answered:
+                task.cancel()  # unless it has ended
+        if not exchange.is_answered:
+            task.result()
+
+    async def _compute(self, scope: _Scope, exchange: "_Exchange") -> None:
         try:
             await self._app(scope, exchange.receive, exchange.send)
-        except Exception:
-            if not exchange.is_answered:
-                raise
-            # Raised, it would end the connection, which may carry another request by now.
-            logger.exception("a request that was answered early has failed")
-        if exchange.is_answered and exchange.status != HTTP_OK:
-            await _withdraw(scope["app"].state.engine_client, exchange.params)
+        finally:
+            if exchange.pair is not None and self._watch is not None:
+                self._watch.discard(exchange.pair.nonce)
+            if exchange.is_answered and exchange.status != HTTP_OK:
+                # The request may never have come to the engine, and decode waits for it.
+                client, name = scope["app"].state.engine_client, f"early-{uuid.uuid4().hex}"
+                await client.notify_kv_transfer_request_rejected(name, exchange.params)
+
+    def _on_end(self, exchange: "_Exchange", task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if exchange.is_answered and not task.cancelled() and task.exception() is not None:
+            logger.error("%s has failed", exchange, exc_info=task.exception())
 
     def _configure(self, vllm_config: Any) -> None:
         config, roles = own_config(vllm_config)
@@ -96,18 +123,28 @@ class EarlyAnswer:
                 "--middleware nixl_kv.connector.EarlyAnswer: kv_role is 'kv_consumer'; allowed: "
                 "'kv_producer' or 'kv_both', because only prefill answers early"
             )
-        self._trust, self._for_in_tree = Trust.of(config), config.in_tree_decode
+        trust = Trust.of(config)
         size = vllm_config.parallel_config.data_parallel_size
         if size > 1:
             self._is_off = True
             logger.warning(DATA_PARALLEL, size)
+        else:
+            self._watch = OfferWatch(trust.control())
+            self._watch.start()
+        self._trust, self._for_in_tree = trust, config.in_tree_decode
 
-    def pair(self, request: Any) -> dict[str, Any] | None:
-        """The `kv_transfer_params` of an early answer; None if the request must pass unchanged."""
+    def pair(self, request: Any) -> tuple[Ticket, dict[str, Any]] | None:
+        """A pair ticket and its `kv_transfer_params`; None if the request must pass unchanged."""
         if self._latest is None or self._trust is None or not may_answer_early(request):
             return None
-        latest = msgspec.structs.replace(self._latest, nonce=new_nonce(), num_tokens=0, context="")
-        return self._trust.seal(latest, for_in_tree=self._for_in_tree)
+        pair = msgspec.structs.replace(self._latest, nonce=new_nonce(), num_tokens=0, context="")
+        return pair, self._trust.seal(pair, for_in_tree=self._for_in_tree)
+
+    def watch(self, pair: Ticket, released: asyncio.Event) -> None:
+        """Set `released` if decode releases the offer of a pair."""
+        if self._watch is not None:
+            loop = asyncio.get_running_loop()
+            self._watch.add(pair, partial(loop.call_soon_threadsafe, released.set))
 
     def learn(self, params: Any) -> None:
         """Take the engine's address from the `kv_transfer_params` of its answer."""
@@ -122,23 +159,41 @@ class EarlyAnswer:
 class _Exchange:
     """One request. vLLM calls `receive` only after it has accepted the request's API key."""
 
-    def __init__(self, early: EarlyAnswer, path: str, receive: _Receive, send: _Send) -> None:
+    def __init__(
+        self, early: EarlyAnswer, scope: _Scope, path: str, receive: _Receive, send: _Send
+    ) -> None:
         self._early = early
         self._path = path
+        headers = scope.get("headers", ())
+        given = next((value for name, value in headers if name == REQUEST_ID), None)
+        self._request_id = uuid.uuid4().hex if given is None else given.decode("latin-1")
+        args = getattr(scope["app"].state, "args", None)
+        self._shows_id = getattr(args, "enable_request_id_headers", False)
         self._receive = receive
         self._send = send
         self._has_begun = False  # the request was read
         self._asks_for_offer = False
-        self.is_answered = False
-        self.status = 0
-        self.params: dict[str, Any] = {}  # of a request that was answered early
         self._answer = bytearray()
+        self.status = 0
+        # Of a request that is answered early:
+        self.is_answered = False
+        self.answered = asyncio.get_running_loop().create_future()
+        self.pair: Ticket | None = None
+        self.params: dict[str, Any] = {}
+        self._released = asyncio.Event()
+
+    def __str__(self) -> str:
+        offer = "" if self.pair is None else f" (offer {short(self.pair.nonce)})"
+        return f"request {self._request_id}{offer}, which was answered early,"
 
     async def receive(self) -> _Message:
         if self._has_begun:
-            if self.is_answered:  # vLLM would abort the request when its client hangs up
-                await asyncio.Event().wait()
-            return await self._receive()
+            if not self.is_answered:
+                return await self._receive()
+            # vLLM aborts a request whose client hangs up, which now depends on decode alone.
+            await self._released.wait()
+            logger.info("%s is aborted: decode has released its offer", self)
+            return {"type": "http.disconnect"}
         self._has_begun = True
         body = bytearray()
         while True:
@@ -163,13 +218,18 @@ class _Exchange:
         pair = self._early.pair(request)
         if pair is None:
             return body
-        request["kv_transfer_params"] = self.params = params | {FIELD: pair[FIELD]}
-        answer = msgspec.json.encode(_answer(self._path, request, pair))
+        self.pair, sealed = pair
+        request["kv_transfer_params"] = self.params = params | {FIELD: sealed[FIELD]}
+        answer = msgspec.json.encode(_answer(self._path, self._request_id, request, sealed))
         self.is_answered = True
         headers = [(b"content-type", b"application/json")]
         headers.append((b"content-length", str(len(answer)).encode("ascii")))
+        if self._shows_id:  # as vLLM's own answers do
+            headers.append((REQUEST_ID, self._request_id.encode("latin-1")))
         await self._send({"type": "http.response.start", "status": HTTP_OK, "headers": headers})
         await self._send({"type": "http.response.body", "body": answer, "more_body": False})
+        self.answered.set_result(None)
+        self._early.watch(self.pair, self._released)
         return msgspec.json.encode(request)
 
     async def send(self, message: _Message) -> None:
@@ -187,9 +247,7 @@ class _Exchange:
     def _end(self) -> None:
         if self.status != HTTP_OK:
             if self.is_answered:
-                logger.warning(
-                    "a request that was answered early has failed with HTTP %d", self.status
-                )
+                logger.warning("%s has failed with HTTP %d", self, self.status)
             return
         try:
             answer = msgspec.json.decode(bytes(self._answer))
@@ -197,14 +255,6 @@ class _Exchange:
             return
         if isinstance(answer, dict):
             self._early.learn(answer.get("kv_transfer_params"))
-
-
-async def _withdraw(engine_client: Any, params: dict[str, Any]) -> None:
-    """Tell the engine that a request has failed: it may never have come there, and decode waits."""
-    try:
-        await engine_client.notify_kv_transfer_request_rejected(f"early-{uuid.uuid4().hex}", params)
-    except Exception:  # decode then waits until its ask expires
-        logger.warning("the engine was not told of a failed request", exc_info=True)
 
 
 def may_answer_early(request: Mapping[str, Any]) -> bool:
@@ -227,7 +277,9 @@ def may_answer_early(request: Mapping[str, Any]) -> bool:
     return bool(prompt) and (isinstance(prompt, str) or is_tokens)
 
 
-def _answer(path: str, request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(
+    path: str, request_id: str, request: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Any]:
     """The response to a request for one token, without the token."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     if path == CHAT:
@@ -237,7 +289,7 @@ def _answer(path: str, request: Mapping[str, Any], params: Mapping[str, Any]) ->
         kind, prefix = "text_completion", "cmpl"
         choice["text"] = ""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": request.get("model"),

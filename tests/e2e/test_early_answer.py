@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,21 +15,28 @@ from harness.cluster.metrics import (
     LOADS,
     OFFERS,
     OFFERS_READ,
+    PROBE,
+    PROMPT_TOKENS,
+    QUEUED,
     TICKETS_REFUSED,
     CountersSince,
 )
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
+from harness.cluster.waiting import wait_until
 from nixl_kv.protocol.ticket import FIELD, SealedTicket
-from support.engines import EVENT_S, connected, started
+from support.engines import EVENT_S, connected, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
 CHUNK = 128
 """Tokens that prefill computes in one step."""
+SEATS = 2
+"""Requests that prefill computes at a time; others are queued."""
 EARLY = (
     *("--middleware", "nixl_kv.connector.EarlyAnswer"),
     *("--max-num-batched-tokens", str(CHUNK)),
+    *("--max-num-seqs", str(SEATS)),
 )
 FAST = (
     *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
@@ -102,6 +110,45 @@ def test_a_pair_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Clien
     assert "another prompt" in pair.prefill.log_text()
     assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
     assert since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)[LOADS] == 0
+
+
+@contextmanager
+def no_free_seats(engine: Client) -> Iterator[None]:
+    """Other answers occupy an engine until the end of the block."""
+    prompts = [random_prompt(20, seed=7550 + n) for n in range(SEATS)]
+    with engine.streaming(prompts, 1500) as choices:
+        begun: set[int] = set()
+        while len(begun) < SEATS:
+            begun.add(next(choices)["index"])
+        yield
+
+
+@pytest.mark.parametrize("reason", ["its client hangs up", "decode has it in its cache"])
+def test_prefill_aborts_a_queued_request_that_decode_does_not_need(pair: Pair, reason: str) -> None:
+    prompt = random_prompt(3 * 128 + 1, seed=7560 + len(reason))  # whole blocks, and one token
+    if reason == "decode has it in its cache":
+        pair.to_decode.complete(prompt, 1)
+    decode = CountersSince(pair.to_decode)
+    with no_free_seats(pair.to_prefill):
+        prefill = CountersSince(pair.to_prefill)
+        ticket = early_ticket(pair, prompt)
+        with pair.to_decode.streaming(
+            prompt, 4, kv_transfer_params=ticket, logprobs=None
+        ) as answer:
+            if reason == "decode has it in its cache":
+                assert len(list(answer)) >= 4
+            else:
+                assert decode.wait(lambda now: now[QUEUED] == 1, EVENT_S, step=True)[QUEUED] == 1
+        nonce = SealedTicket.parse({FIELD: ticket[FIELD]}).open().nonce
+        line = f"(offer {nonce[:8]}), which was answered early, is aborted: decode has released"
+        assert wait_until(lambda: line in pair.prefill.log_text(), EVENT_S)
+        assert prefill.wait(lambda now: now[QUEUED] == 0, EVENT_S)[QUEUED] == 0
+    pair.to_prefill.complete(PROBE, 1)
+    changed = prefill.wait_for(PROMPT_TOKENS, timeout_s=EVENT_S)
+    assert changed[PROMPT_TOKENS] == 1, "none of its prompt was computed, only the probe"
+    assert changed[OFFERS] == 0
+    for engine in (pair.to_prefill, pair.to_decode):
+        expect_free(engine)
 
 
 def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client) -> None:

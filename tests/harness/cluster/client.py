@@ -140,9 +140,17 @@ class Client:
 
     def abandon(self, prompt: Prompt, max_tokens: int, **extra: object) -> None:
         """Send a request and hang up when its first token has come."""
+        with self.streaming(prompt, max_tokens, **extra) as choices:
+            next(choices, None)
+
+    @contextlib.contextmanager
+    def streaming(
+        self, prompt: Prompt, max_tokens: int, **extra: object
+    ) -> Iterator[Iterator[Choice]]:
+        """Send a request, and hang up at the end of the block, whatever has come by then."""
         body = self._body(max_tokens, _prompt(prompt) | extra)
         with self._choices(COMPLETIONS, body) as choices:
-            next(choices, None)
+            yield choices
 
     def counters(self) -> Counters:
         """All samples of /metrics by `name` and by `name{label=value}`, without buckets.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from nixl_kv.connector import early_answer
 from nixl_kv.connector.early_answer import CHAT, COMPLETIONS, EarlyAnswer, may_answer_early
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import Incarnation
+from nixl_kv.ids import Incarnation, Nonce
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from support.records import ENGINE_LIFE, hex32, ticket
 
@@ -32,6 +34,29 @@ CHAT_REQUEST: dict[str, Any] = {
 TICKET = ticket(epoch=3, weights="step 7")
 
 
+class Watch:
+    """An `OfferWatch`; a test says which offers decode releases."""
+
+    def __init__(self, control: Any) -> None:
+        control.close()
+        self.watched: dict[Nonce, Callable[[], object]] = {}
+
+    def start(self) -> None:
+        pass
+
+    def add(self, pair: Ticket, on_released: Callable[[], object]) -> None:
+        self.watched[pair.nonce] = on_released
+
+    def discard(self, nonce: Nonce) -> None:
+        self.watched.pop(nonce, None)
+
+
+@pytest.fixture(autouse=True)
+def replaced_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_answer, "OfferWatch", Watch)
+    monkeypatch.setattr(early_answer, "log_like_vllm", lambda: None)  # else caplog is empty
+
+
 class Engine:
     """VLLM's API server, as far as the middleware sees it: it reads a request, then answers."""
 
@@ -39,6 +64,7 @@ class Engine:
         self.ticket: Ticket | None = TICKET
         self.status = 200
         self.seen: list[Any] = []  # the requests' bodies
+        self.has_read = asyncio.Event()
         self.is_allowed = True  # to read the request: its API key is right
         self.may_end = asyncio.Event()
         self.may_end.set()
@@ -55,12 +81,16 @@ class Engine:
             body += message["body"]
             more = message.get("more_body", False)
         self.seen.append(json.loads(body))
+        self.has_read.set()
         watch = asyncio.create_task(receive())
         await asyncio.wait(
             [watch, asyncio.create_task(self.may_end.wait())], return_when=asyncio.FIRST_COMPLETED
         )
         self.has_hung_up = watch.done()
         watch.cancel()
+        if self.has_hung_up:  # as vLLM's `with_cancellation`: the engine aborts the request
+            await _respond(send, 200, None)
+            return
         if self.is_broken:
             raise RuntimeError("the engine is dead")
         params = None if self.ticket is None else self.ticket.params(None)
@@ -89,8 +119,10 @@ class Client:
         )
         self.more_scope: dict[str, Any] = {}
         self.withdrawn: list[Any] = []  # `kv_transfer_params` of failed requests
-        state = SimpleNamespace(vllm_config=config, engine_client=self)
+        self.args = SimpleNamespace(enable_request_id_headers=False)
+        state = SimpleNamespace(vllm_config=config, engine_client=self, args=self.args)
         self.app = SimpleNamespace(state=state)
+        self.headers: dict[bytes, bytes] = {}  # of the latest answer
 
     async def notify_kv_transfer_request_rejected(self, _request_id: str, params: Any) -> None:
         self.withdrawn.append(params)
@@ -99,10 +131,9 @@ class Client:
         self,
         request: Any = REQUEST,
         path: str = COMPLETIONS,
-        on_answer: Callable[[], None] = lambda: None,
         hang_up: bool = False,  # noqa: FBT001, FBT002 - a test's own option
     ) -> Any:
-        """The status and body of the answer, when vLLM has ended the request."""
+        """The status and body of the answer, when vLLM has ended the request if it may."""
         body = json.dumps(request).encode()
         half = len(body) // 2
         coming = [(body[:half], True), (body[half:], False)]
@@ -118,13 +149,24 @@ class Client:
 
         async def send(message: Any) -> None:
             sent.append(message)
-            if len(sent) == 2:
-                on_answer()
 
         scope = {"type": "http", "method": "POST", "path": path, "app": self.app} | self.more_scope
         await self.early(scope, receive, send)
         start, body_message = sent
+        self.headers = dict(start["headers"])
+        if self.engine.may_end.is_set():
+            await self.end()
         return start["status"], json.loads(body_message["body"])
+
+    async def end(self) -> None:
+        """Wait for what was answered early."""
+        if self.early._tasks:
+            await asyncio.wait(self.early._tasks)
+
+    @property
+    def watched(self) -> dict[Nonce, Callable[[], object]]:
+        assert isinstance(self.early._watch, Watch)
+        return self.early._watch.watched
 
 
 def run(steps: Callable[[Client], Awaitable[None]], **options: Any) -> None:
@@ -149,9 +191,10 @@ def test_it_answers_before_prefill_computes(request_body: Any, path: str) -> Non
         _, first = await client.ask(request_body, path)
         assert first["choices"] == ["computed"], "the address is not known before the first answer"
         engine.may_end.clear()
-        # vLLM ends the request only after the client has got its answer.
-        status, answer = await client.ask(request_body, path, on_answer=engine.may_end.set)
+        status, answer = await client.ask(request_body, path)
         assert status == 200
+        engine.may_end.set()
+        await client.end()
         pair = pair_of(answer)
         assert (pair.engine, pair.incarnation, pair.host, pair.port, pair.epoch, pair.weights) == (
             *(TICKET.engine, TICKET.incarnation, TICKET.host, TICKET.port),
@@ -175,8 +218,85 @@ def test_a_client_that_hangs_up_after_its_answer_aborts_nothing() -> None:
     async def steps(client: Client) -> None:
         await client.ask()
         client.engine.may_end.clear()
-        await client.ask(on_answer=client.engine.may_end.set, hang_up=True)
+        await client.ask(hang_up=True)
+        client.engine.may_end.set()
+        await client.end()
         assert not client.engine.has_hung_up
+
+    run(steps)
+
+
+def test_a_request_whose_offer_decode_has_released_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    life = Incarnation(hex32(77))
+
+    async def steps(client: Client) -> None:
+        await client.ask()
+        client.engine.may_end.clear()
+        client.more_scope = {"headers": [(b"x-request-id", b"first")]}
+        first = pair_of((await client.ask())[1]).nonce
+        client.more_scope = {"headers": [(b"x-request-id", b"second")]}
+        second = pair_of((await client.ask())[1]).nonce
+        assert client.watched.keys() == {first, second}
+        client.watched[second]()
+        while second in client.watched:
+            await asyncio.wait(client.early._tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert client.engine.has_hung_up
+        client.engine.ticket = replace(TICKET, incarnation=life)
+        client.engine.may_end.set()
+        await client.end()
+        assert not client.engine.has_hung_up, "the other request ends as usual"
+        assert (client.watched, client.withdrawn) == ({}, [])
+        assert pair_of((await client.ask())[1]).incarnation == life
+        assert (
+            f"request second (offer {second[:8]}), which was answered early, is aborted: "
+            "decode has released its offer"
+        ) in caplog.text
+        assert "request first" not in caplog.text
+
+    run(steps)
+
+
+def test_what_vllm_answers_to_an_aborted_request_says_nothing_about_the_engine() -> None:
+    async def steps(client: Client) -> None:
+        await client.ask()
+        client.engine.may_end.clear()
+        nonce = pair_of((await client.ask())[1]).nonce
+        client.watched[nonce]()
+        await client.end()
+        assert client.engine.has_hung_up
+        pair_of((await client.ask())[1])
+
+    run(steps)
+
+
+def test_a_call_that_is_cancelled_before_its_answer_ends_the_request() -> None:
+    async def steps(client: Client) -> None:
+        client.engine.may_end.clear()
+        call = asyncio.create_task(client.ask())
+        await client.engine.has_read.wait()
+        call.cancel()
+        await client.end()
+        assert not client.early._tasks
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(steps)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("given", [None, "router-7"])
+def test_its_answer_has_the_id_that_the_request_has(given: str | None, *, is_shown: bool) -> None:
+    async def steps(client: Client) -> None:
+        client.args.enable_request_id_headers = is_shown
+        if given is not None:
+            client.more_scope = {"headers": [(b"x-request-id", given.encode()), (b"x", b"y")]}
+        await client.ask()
+        _, answer = await client.ask()
+        kind, shown = answer["id"].split("-", 1)
+        assert kind == "cmpl"
+        assert given in (None, shown)
+        assert client.headers.get(b"x-request-id") == (shown.encode() if is_shown else None)
 
     run(steps)
 
@@ -219,13 +339,28 @@ def test_a_request_that_breaks_after_its_answer_leaves_the_connection_alone(
         client.engine.is_broken = False
         await client.ask()
         client.engine.is_broken = True
-        pair_of((await client.ask())[1])
-
+        client.more_scope = {"headers": [(b"x-request-id", b"router-7")]}
+        nonce = pair_of((await client.ask())[1]).nonce
+        name = f"request router-7 (offer {nonce[:8]}), which was answered early, has failed"
+        assert name in caplog.text
+        assert "the engine is dead" in caplog.text
         assert len(client.withdrawn) == 1
 
     run(steps)
-    assert "a request that was answered early has failed" in caplog.text
-    assert "the engine is dead" in caplog.text
+
+
+def test_an_engine_that_cannot_be_told_of_a_failure_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def steps(client: Client) -> None:
+        await client.ask()
+        client.engine.status = 500
+        client.notify_kv_transfer_request_rejected = None  # type: ignore[assignment,method-assign]
+        pair_of((await client.ask())[1])
+
+    run(steps)
+    assert "which was answered early, has failed with HTTP 500" in caplog.text
+    assert "TypeError: 'NoneType' object is not callable" in caplog.text
 
 
 def test_the_address_of_a_new_incarnation_comes_with_the_next_answer() -> None:
