@@ -94,7 +94,7 @@ class DirectoryServer:
         self._has_key = has_key
         self.history = History()  # of the scheduler; ranks keep their own
         self._released: deque[Nonce] = deque()  # by decode; not told yet
-        # The route to who watches each offer, oldest first; UNWATCHED if it was released before.
+        # The route to each offer's watcher, oldest first; UNWATCHED if decode was quicker.
         self._watched: dict[Nonce, bytes] = {}
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
@@ -157,7 +157,8 @@ class DirectoryServer:
             case messages.SetWeights():
                 return messages.encode(self._set_weights(message))
             case messages.WatchOffer():
-                return self._watch(Nonce(message.nonce), item.route)
+                self._watch(Nonce(message.nonce), item.route)
+                return None
             case messages.StatusRequest():
                 return messages.encode(self._status())
             case messages.Describe():
@@ -212,15 +213,10 @@ class DirectoryServer:
             logger.warning("a tool set the label of this engine's weights to %r", self.weights)
         return answer
 
-    def _watch(self, nonce: Nonce, route: bytes) -> bytes | None:
-        """Remember who watches an offer; answer at once if decode has released it already."""
-        if self._watched.get(nonce) == UNWATCHED:
-            return self._about_released([nonce])
-        self._remember(nonce, route)
-        return None
-
-    def _remember(self, nonce: Nonce, route: bytes) -> None:
-        self._watched.setdefault(nonce, route)
+    def _watch(self, nonce: Nonce, route: bytes) -> None:
+        if self._watched.pop(nonce, route) == UNWATCHED != route:
+            self._released.append(nonce)
+        self._watched[nonce] = route
         if len(self._watched) > messages.MAX_WATCHED:
             del self._watched[next(iter(self._watched))]
 
@@ -231,13 +227,10 @@ class DirectoryServer:
             nonce = self._released.popleft()
             told.setdefault(self._watched.pop(nonce, UNWATCHED), []).append(nonce)
         for nonce in told.pop(UNWATCHED, ()):
-            self._remember(nonce, UNWATCHED)
+            self._watch(nonce, UNWATCHED)
         for route, nonces in told.items():
-            self._control.reply(route, self._about_released(nonces))
-
-    def _about_released(self, nonces: Sequence[Nonce]) -> bytes:
-        released = messages.OffersReleased(incarnation=self._life, nonces=tuple(nonces))
-        return messages.encode(released)
+            released = messages.OffersReleased(incarnation=self._life, nonces=tuple(nonces))
+            self._control.reply(route, messages.encode(released))
 
     def _describe(self, message: messages.Describe) -> bytes:
         if self._published is None:

@@ -576,18 +576,10 @@ DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | Stop
 Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
+PairReport: TypeAlias = PairSlotFree | PairReleased
 LocalAction: TypeAlias = (
-    PackChunk
-    | WriteSlot
-    | ClearSlot
-    | PairSlotFree
-    | PairReleased
-    | LoadReady
-    | LoadEnded
-    | OfferEnded
+    PackChunk | WriteSlot | ClearSlot | PairReport | LoadReady | LoadEnded | OfferEnded
 )
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
-Result: TypeAlias = (
-    LoadReady | LoadEnded | OfferEnded | PairSlotFree | PairReleased | NewLife | Counts
-)
+Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | PairReport | NewLife | Counts

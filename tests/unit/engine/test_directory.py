@@ -295,15 +295,6 @@ def test_a_release_may_be_quicker_than_the_question(directory: Directory, watche
     assert watcher.told() == NONCES[:1]
 
 
-def test_nobody_can_watch_in_the_place_of_another(directory: Directory, watcher: Watcher) -> None:
-    stranger = Watcher(directory)
-    watcher.watch(NONCES[0])
-    stranger.watch(NONCES[0])
-    assert stranger.told() == []
-    directory.server.tell_released(NONCES[:1])
-    assert (watcher.told(), stranger.told()) == (NONCES[:1], [])
-
-
 def test_the_thread_tells_without_being_asked(directory: Directory) -> None:
     directory.server.start()
     question = encode(WatchOffer(incarnation=ENGINE_LIFE, nonce=NONCES[0]))
