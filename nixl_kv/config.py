@@ -243,6 +243,9 @@ class Config:
     request_timeout_s: Annotated[float, SECONDS] = 30.0
     # How long decode waits until prefill begins to compute a request that it was asked for early.
     wait_for_prefill_s: Annotated[float, SECONDS] = 3600.0
+    # Where routers that start both legs themselves put the id of the pair: into `remote_decoder`
+    # and `remote_prefiller` ('kv_request_id'), or into X-Request-Id ('request_id').
+    pair_ids: Annotated[str, _choice(Literal["off", "kv_request_id", "request_id"])] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"
@@ -349,6 +352,12 @@ class Config:
             raise ConfigError(
                 f"{config.host_name} is {config.host!r}; allowed: without key_file and "
                 f"{KEY_VARIABLE}, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}"
+            )
+        if config.pair_ids != OFF and config.allowed_hosts.are_all:
+            raise ConfigError(
+                f"pair_ids is {config.pair_ids!r}, and peers allows every host; allowed: with "
+                "pair_ids, only the networks of the other engines in peers, because a client may "
+                "send a host"
             )
         return config
 

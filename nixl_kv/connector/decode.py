@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
-from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
+from nixl_kv.ids import ANY_INCARNATION, Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
@@ -33,6 +33,10 @@ REMEMBER_S: Final = 600.0
 # How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.
 MAX_ENGINES: Final = 1 << 14
 
+PAIR_AFTER_RESET: Final = (
+    "this engine's cache was reset, and an id does not tell whether prefill's was; label the "
+    "weights of both engines (weights, or `nixl-kv set-weights`)"
+)
 OTHER_PROMPT: Final = (
     "check that prefill and decode have the same chat template, tokenizer and LoRA adapters, and "
     "that the router sends both the same text, cache_salt and media"
@@ -48,8 +52,10 @@ class Prompt:
     token_ids: Sequence[int] | None  # None for prompt embeddings
     extras: tuple[bytes, ...] = ()  # see `context_hash`
 
-    def context(self, nonce: Nonce) -> str:
-        return context_hash(nonce, self.token_ids, self.extras)
+    def context(self, nonce: Nonce, weights: str = "") -> str:
+        """Hash the prompt, and the label of the weights if no ticket carries it."""
+        label = (b"weights" + weights.encode(),) if weights else ()
+        return context_hash(nonce, self.token_ids, (*self.extras, *label))
 
 
 @dataclass
@@ -89,6 +95,7 @@ class DecodeScheduler:
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
         self._outdated: dict[Incarnation, int] = {}  # the latest of each engine before it
+        self._was_reset = False  # and so engines may exist that were not
         self._commands: list[events.Command] = []
 
     @property
@@ -100,16 +107,26 @@ class DecodeScheduler:
     def num_open(self) -> int:
         return len(self._loads)
 
-    def on_new_request(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
+    def on_new_request(
+        self,
+        prompt: Prompt,
+        params: object,
+        *,
+        is_rejected: bool = False,
+        pair: Ticket | None = None,  # from `Trust.open_pair`, if the router sends an id
+    ) -> None:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
 
         Raises:
             TicketRefused: if the ticket is not valid; this engine computes the request.
         """
-        sealed = self._check_trust(params)  # before anything connects to the ticket's host
-        ticket, is_early = sealed.open(), False
-        if ticket.is_pair:  # prefill compares the hash of this prompt with its own
-            context, is_early = prompt.context(ticket.nonce), True
+        # Checked before anything connects to its host.
+        ticket, label = pair or self._check_trust(params).open(), ""
+        is_early = ticket.is_pair
+        if pair is not None:  # prefill's label is in its hash
+            ticket, label = replace(ticket, weights=self.weights), self.weights
+        if is_early:  # prefill compares the hash of this prompt with its own
+            context = prompt.context(ticket.nonce, label)
             ticket = replace(ticket, num_tokens=prompt.num_tokens, context=context)
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early)
         self._forget_used()
@@ -125,7 +142,7 @@ class DecodeScheduler:
             self._give_back(prepare)
             return
         is_longer = ticket.num_tokens > prompt.num_tokens
-        if is_longer or prompt.context(ticket.nonce) != ticket.context:
+        if not is_early and (is_longer or prompt.context(ticket.nonce) != ticket.context):
             raise TicketRefused(
                 f"kv_transfer_params: the ticket is for another prompt: {ticket.num_tokens} tokens "
                 f"there, {prompt.num_tokens} here; {OTHER_PROMPT}",
@@ -221,6 +238,7 @@ class DecodeScheduler:
         A started load ends as failed, even if the workers have just reported it as good. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
+        self._was_reset = True
         self._outdated |= self._epochs
         self._epochs.clear()
         while len(self._outdated) > MAX_ENGINES:
@@ -235,6 +253,7 @@ class DecodeScheduler:
     def accept_outdated(self) -> None:
         """Accept tickets from before the reset: the engine woke up with the same weights."""
         self._outdated.clear()
+        self._was_reset = False
 
     def request_finished(self, request: RequestId) -> None:
         if request in self._loads:
@@ -257,6 +276,8 @@ class DecodeScheduler:
         """Why this prompt's KV may come from other weights, or ''."""
         if ticket.weights != self.weights:
             return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
+        if ticket.incarnation == ANY_INCARNATION:
+            return PAIR_AFTER_RESET if self._was_reset and not self.weights else ""
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):
             return (
                 f"epoch is {ticket.epoch}, from before this engine's cache was reset; reset the "

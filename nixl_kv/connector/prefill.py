@@ -142,7 +142,7 @@ class PrefillScheduler:
         A `pair` ticket of this engine is out already. One that was used before is ignored.
         """
         offer = self._awaited[request] = _Offer(request, num_tokens, make_context)
-        if pair is not None and self._is_own(pair) and pair.nonce not in self._pairs:
+        if pair is not None and self.is_new(pair):
             offer.pair = pair.nonce
             self._pairs[pair.nonce] = None
             if len(self._pairs) > MAX_PAIRS:
@@ -152,10 +152,11 @@ class PrefillScheduler:
 
     def decline(self, pair: Ticket) -> None:
         """A request with a pair ticket of this engine will not be offered."""
-        if self._is_own(pair) and pair.nonce not in self._pairs:
+        if self.is_new(pair):
             self._commands.append(events.WithdrawOffer(pair.nonce))
 
-    def _is_own(self, pair: Ticket) -> bool:
+    def is_new(self, pair: Ticket) -> bool:
+        """Whether a pair ticket is of this engine, and no request has had it before."""
         # Its epoch may be older: then decode engines that were reset refuse it. An older label
         # would pass there, although this engine computes with other weights.
         address = self.address
@@ -164,6 +165,7 @@ class PrefillScheduler:
             and address is not None
             and (pair.engine, pair.incarnation) == (address.engine, address.incarnation)
             and pair.weights == address.weights
+            and pair.nonce not in self._pairs
             # Without a key, a client could name another request's offer.
             and all(offer.nonce != pair.nonce for offer in self._known())
         )

@@ -8,7 +8,7 @@ client's input may cause an exception beyond `on_new_request`.
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportError, get_logger
 from nixl_kv.ids import RequestId
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, pair
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import FIELD, Ticket
 
@@ -80,8 +80,9 @@ IN_TREE_LOG_S: Final = 60.0
 # Prefixes of the `kv_transfer_params` that a prefill engine or a router writes for decode.
 OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 
-# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
-FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
+# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier),
+# unless `pair_ids` claims the first two.
+FOREIGN_FIELDS: Final = frozenset({pair.DECODER, pair.PREFILLER, "remote_kv_source"})
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
@@ -348,14 +349,16 @@ class Scheduler:
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
                 self._note("no_ticket", WITHOUT_TICKET)
                 logger.info("request %s is computed here: %s", request.request_id, WITHOUT_TICKET)
-        elif _is_foreign(fields):
+        elif _is_foreign(fields, self._config.pair_ids):
             return
-        elif fields.get("do_remote_decode") is True:
+        elif pair.is_prefill_leg(fields, self._config.pair_ids):
             if not self._is_prefill:
+                is_flag = fields.get("do_remote_decode") is True
+                form = "do_remote_decode is true" if is_flag else f"{pair.DECODER} is set"
                 raise TicketRefused(
-                    "kv_transfer_params: do_remote_decode is true, but this engine is a "
-                    "kv_consumer, which decodes; send such requests to a prefill engine "
-                    "(kv_producer or kv_both), and check the router's lists of engines",
+                    f"kv_transfer_params: {form}, but this engine is a kv_consumer, which decodes; "
+                    "send such requests to a prefill engine (kv_producer or kv_both), and check "
+                    "the router's lists of engines",
                     "role",
                 )
             self._begin_offer(request)
@@ -371,8 +374,12 @@ class Scheduler:
             outcome = self._refuse(request, "other_connector", f"engine {engine} at {host}")
             self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, engine, host)
         else:
+            found = pair.on_decode(fields, self._config.pair_ids, request.request_id)
             self._decode.on_new_request(
-                prompt_of(request), params, is_rejected=request.abort_immediately
+                prompt_of(request),
+                params,
+                is_rejected=request.abort_immediately,
+                pair=None if found is None else self._trust.open_pair(*found),
             )
             self._traces.begin_load(request)
 
@@ -394,19 +401,26 @@ class Scheduler:
 
     def _begin_offer(self, request: Request) -> None:
         arrived, reason = copy(request), ""  # `shorten` changes the request
-        pair = self._pair_of(request)
+        fields = request.kv_transfer_params or {}
+        ticket = self._pair_of(request)
+        # Without a ticket, decode cannot compare labels: the hash does.
+        label = "" if FIELD in fields or ticket is None else ticket.weights
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine is draining"
         elif request.abort_immediately:  # `EarlyAnswer` tells it of a pair ticket's request
             reason = "vLLM refused it, or it failed"
         elif request.resumable:
             reason = "it is resumable: more input may follow"
+        elif pair.has_no_ticket(fields, self._config.pair_ids) and not (
+            ticket and self._prefill.is_new(ticket)
+        ):
+            reason = "its kv_request_id is not valid, or was used before"
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
             logger.info("request %s is not offered: %s", request.request_id, reason)
-            if pair is not None:
-                self._prefill.decline(pair)
+            if ticket is not None:
+                self._prefill.decline(ticket)
             return
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
@@ -415,17 +429,21 @@ class Scheduler:
         self._prefill.on_new_request(
             RequestId(request.request_id),
             request.num_prompt_tokens,
-            lambda nonce: prompt_of(arrived).context(nonce),
-            pair,
+            lambda nonce: prompt_of(arrived).context(nonce, label),
+            ticket,
         )
 
     def _pair_of(self, request: Request) -> Ticket | None:
-        """The pair ticket that `EarlyAnswer` has put into a request; None for any other text."""
+        """The pair ticket of a request: from `EarlyAnswer`, or for the router's id."""
         fields = request.kv_transfer_params or {}
-        if FIELD not in fields:
-            return None
         try:
-            return self._trust.open_own({FIELD: fields[FIELD]})
+            if FIELD in fields:
+                return self._trust.open_own({FIELD: fields[FIELD]})
+            name = pair.on_prefill(fields, self._config.pair_ids, request.request_id)
+            if name is None or self._prefill.address is None:
+                return None
+            nonce = self._trust.pair_nonce(name)
+            return Ticket(**asdict(self._prefill.address), nonce=nonce)
         except TicketRefused as error:
             logger.info("request %s: no pair ticket: %s", request.request_id, error)
             return None
@@ -438,12 +456,13 @@ def _own(ids: set[str] | None) -> set[RequestId]:
     return {RequestId(each) for each in ids or ()}
 
 
-def _is_foreign(fields: Mapping[str, Any]) -> bool:
+def _is_foreign(fields: Mapping[str, Any], pair_ids: str) -> bool:
     """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
 
     Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
     """
-    candidates = fields.keys() - FOREIGN_FIELDS
+    ours = {pair.DECODER, pair.PREFILLER} if pair_ids == pair.BY_FIELD else set()
+    candidates = fields.keys() - (FOREIGN_FIELDS - ours)
     return bool(fields) and not any(str(name).startswith(OUR_PREFIXES) for name in candidates)
 
 

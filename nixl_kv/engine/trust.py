@@ -5,7 +5,9 @@ from typing import Any
 
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
 from nixl_kv.errors import TicketRefused
+from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Nonce
 from nixl_kv.keys import Keys, make_user_key, parse_key, read_key_file
+from nixl_kv.protocol.pair import PairAddress, nonce_of
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -53,14 +55,34 @@ class Trust:
         """
         ticket = SealedTicket.parse(params)
         ticket.check_mac(self._ticket_key)
-        host = ticket.head().host
+        self._check_host(ticket.head().host, f"{FIELD}: host")
+        return ticket
+
+    def pair_nonce(self, name: str) -> Nonce:
+        return nonce_of(name, self._ticket_key)
+
+    def open_pair(self, name: str, address: PairAddress) -> Ticket:
+        """The pair ticket that an id stands for, before decode knows the engine at the address.
+
+        Raises:
+            TicketRefused: if `peers` does not allow the host.
+        """
+        self._check_host(address.remote_host, "remote_host")
+        return Ticket(
+            host=address.remote_host,
+            port=address.remote_port,
+            nonce=self.pair_nonce(name),
+            engine=ANY_ENGINE,
+            incarnation=ANY_INCARNATION,
+        )
+
+    def _check_host(self, host: str, name: str) -> None:
         if not self.allowed.allows(host):
             raise TicketRefused(
-                f"kv_transfer_params: {FIELD}: host is {host!r}; allowed by 'peers': "
+                f"kv_transfer_params: {name} is {host!r}; allowed by 'peers': "
                 f"{self.allowed}; if prefill is trusted, add its network to 'peers'",
                 "host",
             )
-        return ticket
 
     def open_own(self, params: object) -> Ticket:
         """Open a ticket that this engine has made itself.

@@ -20,6 +20,7 @@ from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
+from nixl_kv.protocol.peers import unnamed
 
 MAX_FAILURES: Final = 2  # in a row until loads fail at once; one happens by itself
 PAUSE_S: Final = 1.0  # before the first probe
@@ -101,19 +102,22 @@ class Breaker:
         return [events.PeerUnreachable(key, failure.detail)]
 
     def on_read(self, key: events.PeerKey, read: events.ReadDone) -> Actions:
-        circuit = self.circuits.get(key)
-        return [] if circuit is None else self._close(circuit, read)
+        actions: Actions = []
+        for circuit in filter(None, map(self.circuits.get, (key, unnamed(key.endpoint)))):
+            actions += self._close(circuit, read)
+        return actions
 
     # --- the probe
 
     def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        circuit = self.circuits.get(key)
-        if circuit is None or circuit.state is not State.HALF_OPEN or circuit.ranks:
-            return []
-        circuit.ranks = message.ranks
-        circuit.awaited = {rank.endpoint for rank in message.ranks}
-        return [self._greet(rank) for rank in message.ranks]
+        actions: Actions = []
+        for circuit in filter(None, map(self.circuits.get, (key, unnamed(endpoint)))):
+            if circuit.state is State.HALF_OPEN and not circuit.ranks:
+                circuit.ranks = message.ranks
+                circuit.awaited = {rank.endpoint for rank in message.ranks}
+                actions += [self._greet(rank) for rank in message.ranks]
+        return actions
 
     def on_reply(self, reply: messages.HeartbeatReply, endpoint: Endpoint) -> Actions:
         actions: Actions = []

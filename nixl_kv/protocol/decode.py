@@ -22,7 +22,7 @@ from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
 from nixl_kv.protocol.machine import Deadlines
-from nixl_kv.protocol.peers import PeerBook
+from nixl_kv.protocol.peers import PeerBook, unnamed
 from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
@@ -31,6 +31,12 @@ MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very sho
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
 CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
+# Peers of which only the endpoint is known: a client may have invented it, and each takes a socket.
+MAX_CONNECTING: Final = 64
+TOO_MANY_PEERS: Final = Failure(
+    FailureKind.UNREACHABLE,
+    f"decode connects to {MAX_CONNECTING} prefill engines at present, and knows only the addresses",
+)
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
     f"too many loads from one prefill rank; allowed: {messages.MAX_CLAIMS}; "
@@ -78,6 +84,8 @@ class DecodeMachine:
         self._by_request: dict[RequestId, Load] = {}
         self._by_peer: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
+        # The latest peer at the endpoint of each id of a router. It may be gone.
+        self._found: dict[Endpoint, events.PeerKey] = {}
         self._due = Deadlines[Claim]()
         self._heartbeats = Deadlines[Endpoint]()
 
@@ -107,7 +115,7 @@ class DecodeMachine:
         self.reader = msgspec.structs.replace(self.reader, engine=engine)
 
     def clear(self) -> None:
-        for table in (self._loads, self._touched, self._by_request, self._by_peer):
+        for table in (self._loads, self._touched, self._by_request, self._by_peer, self._found):
             table.clear()
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
@@ -145,6 +153,8 @@ class DecodeMachine:
     def _prepare(self, command: events.PrepareLoad, now: float) -> Actions:
         ticket = command.ticket
         key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
+        if key == unnamed(key.endpoint):
+            key = self._peer_at(key.endpoint)
         known = self._of_request(command.request)
         if known is not None and not (known.is_cancelled and known.start is None):
             # Later commands name only the request, so this rank loads neither of the two.
@@ -166,9 +176,23 @@ class DecodeMachine:
             numbers=self.numbers,
         )
         self._loads[load.claim] = self._by_request[load.request] = load
-        self._by_peer.setdefault(key, {})[load.claim] = load
         self._touched[load.claim] = load
+        return self._meet(load, type(command).__name__, now)
+
+    def _peer_at(self, endpoint: Endpoint) -> events.PeerKey:
+        found = self._found.get(endpoint, unnamed(endpoint))
+        peer = self.peers.known.get(found)
+        is_here = peer is not None and peer.state is not PeerState.GONE
+        return found if is_here else unnamed(endpoint)
+
+    def _meet(self, load: Load, cause: str, now: float) -> Actions:
+        """Open the load if its peer is known; else ask for the peer's description."""
+        key = load.peer
+        self._by_peer.setdefault(key, {})[load.claim] = load
         failure = self.breaker.check(key, now)
+        is_new = key not in self.peers.known and key == unnamed(key.endpoint)
+        if is_new and self.peers.num_in[PeerState.CONNECTING] >= MAX_CONNECTING:
+            failure = failure or TOO_MANY_PEERS
         if failure is not None:
             load.fail(failure)
             return []
@@ -177,7 +201,7 @@ class DecodeMachine:
             load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:
             fits = events.PeerFits(key, peer.description, peer.routes)
-            actions += self._open(load, fits, type(command).__name__, now)
+            actions += self._open(load, fits, cause, now)
         return actions
 
     def _start(self, command: events.StartLoad, now: float) -> Actions:
@@ -213,6 +237,22 @@ class DecodeMachine:
         return actions
 
     # --- peers
+
+    def _on_found(
+        self, description: messages.Description, endpoint: Endpoint, now: float
+    ) -> Actions:
+        """Loads that knew only the endpoint of their peer learn who it is."""
+        if not self.peers.on_found(description, endpoint):
+            return []
+        engine, life = EngineId(description.engine), Incarnation(description.incarnation)
+        found = self._found[endpoint] = events.PeerKey(engine, life, endpoint)
+        actions: Actions = []
+        for load in self._of_peer(unnamed(endpoint)):
+            load.meet(found)
+            actions += self._meet(load, type(description).__name__, now)
+        self._by_peer.pop(unnamed(endpoint), None)
+        # The description is here already.
+        return [action for action in actions if not _asks_for_description(action)]
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
         """The peer's ranks are known: ask them while its memory is made readable."""
@@ -279,7 +319,8 @@ class DecodeMachine:
     def _on_answer(self, event: events.Answered, now: float) -> Actions:
         match event.message:
             case messages.Description() as description:
-                actions = self.peers.on_description(description, event.endpoint)
+                actions = self._on_found(description, event.endpoint, now)
+                actions += self.peers.on_description(description, event.endpoint)
                 return actions + self.breaker.on_description(description, event.endpoint)
             case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
                 peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
@@ -308,6 +349,8 @@ class DecodeMachine:
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
         actions = HANDLERS[type(message)](load, read, message, now)
+        if isinstance(message, messages.Deny):  # perhaps meant for a former incarnation
+            self._found.pop(load.peer.endpoint, None)
         if isinstance(message, messages.Grant):
             self._hurry_heartbeat(read, now)
         return actions
@@ -488,3 +531,7 @@ class DecodeMachine:
         events.ReadFailed: _on_read_event,
         events.DigestCompared: _on_read_event,
     }
+
+
+def _asks_for_description(action: events.Action) -> bool:
+    return isinstance(action, events.Send) and isinstance(action.message, messages.Describe)

@@ -245,6 +245,9 @@ class Load:
         # The first failure explains the others.
         self.failure = self.failure or failure
 
+    def meet(self, peer: events.PeerKey) -> None:
+        self.peer, self.peer_name = peer, str(peer)
+
     # --- time
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
@@ -57,6 +57,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Refusal: (State.BACKOFF,),
         events.EndpointLost: (State.BACKOFF,),
         events.Tick: (State.BACKOFF,),
+        messages.Description: (None,),  # of a peer of which only the endpoint was known
     },
     State.HANDSHAKING: {
         events.HandshakeDone: (State.READY,),
@@ -128,6 +129,15 @@ class PeerBook:
         self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
         return peer, [_describe(key)]
+
+    def on_found(self, message: messages.Description, endpoint: Endpoint) -> bool:
+        """Whether loads that know only the endpoint have waited for this description."""
+        peer = self.known.get(unnamed(endpoint))
+        if peer is None or peer.state is not State.CONNECTING:
+            return False
+        self._forget(peer, message)
+        self.deadlines.set(peer.key, math.inf)
+        return True
 
     def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests for descriptions that a broken link may have lost."""
@@ -245,9 +255,9 @@ class PeerBook:
         self.failed.append(peer)
         self.deadlines.set(peer.key, until)
 
-    def _forget(self, peer: Peer, tick: events.Tick) -> Actions:
+    def _forget(self, peer: Peer, event: object) -> Actions:
         is_dead = peer.state is State.GONE
-        self._move(peer, None, tick)
+        self._move(peer, None, event)
         self._unindex(peer)
         del self.known[peer.key]
         if peer.description is None:
@@ -281,6 +291,11 @@ class PeerBook:
         if any(peer.key != key for peer in self.connecting_at(key.endpoint)):
             return []
         return [events.Disconnect(key.endpoint)]
+
+
+def unnamed(endpoint: Endpoint) -> events.PeerKey:
+    """The peer at an endpoint, for a load that does not know more of it."""
+    return events.PeerKey(ANY_ENGINE, ANY_INCARNATION, endpoint)
 
 
 def _describe(key: events.PeerKey) -> events.Send:

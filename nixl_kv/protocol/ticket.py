@@ -62,11 +62,7 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
     nonce: Annotated[Nonce, HEX32]
 
     def __post_init__(self) -> None:
-        # Only IP literals: this side never resolves a name that a client sends.
-        # A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
-        if "%" in self.host:
-            raise ValueError(f"host is {self.host!r}; allowed: an IP address")
-        ipaddress.ip_address(self.host)
+        check_literal("host", self.host)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -92,8 +88,6 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
         for name in ("engine", "weights"):
             if not getattr(self, name).isprintable():
                 raise ValueError(f"{name} has characters that cannot be printed")
-        if self.incarnation == ANY_INCARNATION:
-            raise ValueError("incarnation is all zeros; no engine's is")
         if bool(self.num_tokens) != bool(self.context):
             has_context = "with" if self.context else "without"
             raise ValueError(
@@ -194,7 +188,10 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             raise _refused(
                 f"is of wire version {self.version}; this engine speaks {WIRE_VERSION}", "version"
             )
-        return self._convert(Ticket)
+        ticket = self._convert(Ticket)
+        if ticket.incarnation == ANY_INCARNATION:
+            raise _refused(f"incarnation is all zeros; no engine's is; {UNCHANGED}", sep=": ")
+        return ticket
 
     def _convert(self, kind: type[_Head]) -> _Head:
         try:
@@ -207,6 +204,14 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             detail = printable(str(error), MAX_REASON)
             raise _refused(f"{detail}; {UNCHANGED}", sep=": ") from error
+
+
+def check_literal(name: str, host: str) -> None:
+    """Raise a ValueError unless a host is an IP literal: no name of a client's is resolved."""
+    # A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
+    if "%" in host:
+        raise ValueError(f"{name} is {host!r}; allowed: an IP address")
+    ipaddress.ip_address(host)
 
 
 def _mac(version: int, payload: str, key: bytes) -> str:

@@ -17,6 +17,7 @@ from nixl_kv.protocol.breaker import (
     State,
 )
 from nixl_kv.protocol.events import Failure, FailureKind, PeerKey, Transition
+from nixl_kv.protocol.peers import unnamed
 from support.records import (
     HOME,
     OTHER_LIFE,
@@ -204,3 +205,15 @@ def test_each_state_follows_its_table(state: State, event: object) -> None:
     assert moves <= names
     assert bool(moves) == bool(names)
     assert breaker.MACHINE.table is TRANSITIONS
+
+
+def test_an_engine_of_which_only_the_endpoint_is_known_is_probed_too(subject: Subject) -> None:
+    """Loads by ids of routers do not know more, and its answer names the engine."""
+    key = unnamed(HOME)
+    subject.fail(2, key)
+    subject.tick_after(PAUSE_S)
+    assert len(subject.describe()) == RANKS
+    assert subject.reply(0) + subject.reply(1) == [events.PeerReachable(key)]
+    subject.fail(1, key)
+    assert subject.breaker.on_read(PEER, read_done()) == []
+    assert key not in subject.breaker.circuits

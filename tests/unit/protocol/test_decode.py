@@ -6,9 +6,9 @@ import pytest
 
 from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Endpoint, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.decode import TOO_MANY
+from nixl_kv.protocol.decode import MAX_CONNECTING, TOO_MANY, TOO_MANY_PEERS
 from nixl_kv.protocol.events import (
     OVER,
     Disconnect,
@@ -17,6 +17,7 @@ from nixl_kv.protocol.events import (
     FailureKind,
     HandshakeDone,
     LoadEnded,
+    LoadReady,
     PeerBroken,
     PeerFits,
     PeerKey,
@@ -39,6 +40,7 @@ from nixl_kv.protocol.peers import (
     UNREADABLE_S,
     PeerBook,
     State,
+    unnamed,
 )
 from support.records import (
     CLAIM,
@@ -62,6 +64,7 @@ from support.records import (
     description,
     fits,
     grant,
+    hex32,
     lost,
     prepare_load,
     read_done,
@@ -110,11 +113,30 @@ NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
 FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
+# Loads by ids of routers: of their peer, only the endpoint is known.
+UNNAMED = unnamed(HOME)
+WITHOUT_NAME: dict[str, Any] = {"engine": UNNAMED.engine, "incarnation": UNNAMED.incarnation}
+BY_ID = prepare_load(is_early=True, **WITHOUT_NAME)
+SECOND_BY_ID = prepare_load(D2, RIVAL, nonce=NONCE2, is_early=True, **WITHOUT_NAME)
+ASK_EARLY = Send(RANK_0, ask(is_early=True))
+ASK_SECOND_EARLY = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2, is_early=True))
+WHO = Send(HOME, messages.Describe(incarnation=UNNAMED.incarnation, engine=UNNAMED.engine))
+SEARCHING: Script = [(100.0, BY_ID, WHO)]
+FOUND: Script = [
+    *SEARCHING,
+    (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
+    (fits(), ASK_EARLY),
+    (HandshakeDone(PEER),),
+]
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
 def failed(failure: Failure, request: RequestId = D1, peer: PeerKey = PEER) -> LoadEnded:
     return LoadEnded(request, 7, failure, peer)
+
+
+def refusal_of_all(reason: str) -> messages.Refusal:
+    return messages.Refusal(incarnation=UNNAMED.incarnation, engine=UNNAMED.engine, reason=reason)
 
 
 def unreachable(detail: str) -> Failure:
@@ -389,6 +411,50 @@ PEERS: dict[str, Script] = {
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
+    "one of which only the endpoint is known is asked who it is, once": after(
+        SEARCHING,
+        (SECOND_BY_ID,),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
+        (fits(), ASK_EARLY, ASK_SECOND_EARLY),
+        (answered(GRANT), LoadReady(D1)),
+        *READ_WELL,
+    ),
+    "one that was found is asked at once": after(FOUND, (SECOND_BY_ID, ASK_SECOND_EARLY)),
+    "one that is known already is found by its endpoint": after(
+        ASKING, (SECOND_BY_ID, WHO), (answered(description(), HOME), ASK_SECOND_EARLY)
+    ),
+    # Its rank may have begun another incarnation.
+    "one that denies an ask is asked again who it is": after(
+        FOUND, (answered(deny()), LoadReady(D1)), (SECOND_BY_ID, WHO)
+    ),
+    "one that is gone is asked again who it is": after(
+        FOUND, (lost(), LoadReady(D1)), (SECOND_BY_ID, WHO)
+    ),
+    "another life that is found is another peer": after(
+        FOUND,
+        (answered(deny()), LoadReady(D1)),
+        (SECOND_BY_ID, WHO),
+        (
+            answered(description(incarnation=OTHER_LIFE), HOME),
+            StartHandshake(NEXT_LIFE, description(incarnation=OTHER_LIFE)),
+            CLOSE_HOME,
+        ),
+    ),
+    "what nobody finds fails its loads": after(
+        SEARCHING,
+        (
+            answered(refusal_of_all("this engine is still starting"), HOME),
+            CLOSE_HOME,
+            LoadReady(D1),
+        ),
+        (START, failed(unreachable("this engine is still starting"), peer=UNNAMED)),
+    ),
+    "a load that is cancelled meanwhile is released": after(
+        SEARCHING,
+        (cancel_load(),),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
+        (fits(), GIVEN_UP, LoadReady(D1)),
+    ),
     # Another version listens where the one did that was described.
     "a rank of another version is not waited for": after(
         ASKING,
@@ -484,6 +550,23 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
     (end,) = machine.handle(start_load(D2), 100.2)
     assert isinstance(end, LoadEnded)
     assert end.failure == TOO_MANY
+
+
+def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
+    machine = decode_machine()
+    for number in range(MAX_CONNECTING + 1):
+        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
+        load = prepare_load(
+            request, claim, nonce=nonce, port=1 + number, is_early=True, **WITHOUT_NAME
+        )
+        actions = machine.handle(load, 100.0)
+        assert isinstance(actions[0], Send) is (number < MAX_CONNECTING)
+    (end,) = machine.handle(start_load(request), 100.0)
+    assert isinstance(end, LoadEnded)
+    assert end.failure == TOO_MANY_PEERS
+    (known,) = machine.handle(prepare_load(), 100.0)  # a ticket has a MAC
+    assert known == DESCRIBE
+    assert len(machine.peers.known) == MAX_CONNECTING + 1
 
 
 @each_of(
