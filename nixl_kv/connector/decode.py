@@ -95,7 +95,7 @@ class DecodeScheduler:
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
         self._outdated: dict[Incarnation, int] = {}  # the latest of each engine before it
-        self._was_reset = False  # and so engines may exist that were not
+        self._was_reset = False  # since the start, or the last wake-up with the same weights
         self._commands: list[events.Command] = []
 
     @property
@@ -142,7 +142,7 @@ class DecodeScheduler:
             self._give_back(prepare)
             return
         is_longer = ticket.num_tokens > prompt.num_tokens
-        if not is_early and (is_longer or prompt.context(ticket.nonce) != ticket.context):
+        if is_longer or not (is_early or self._is_for(ticket, prompt)):
             raise TicketRefused(
                 f"kv_transfer_params: the ticket is for another prompt: {ticket.num_tokens} tokens "
                 f"there, {prompt.num_tokens} here; {OTHER_PROMPT}",
@@ -271,6 +271,11 @@ class DecodeScheduler:
     def _release(self, request: RequestId) -> None:
         del self._loads[request]
         self._commands.append(events.CancelLoad(request))
+
+    def _is_for(self, ticket: Ticket, prompt: Prompt) -> bool:
+        # With the label if the router has also sent an id.
+        labels = ("", self.weights)
+        return any(prompt.context(ticket.nonce, each) == ticket.context for each in labels)
 
     def _why_outdated(self, ticket: Ticket) -> str:
         """Why this prompt's KV may come from other weights, or ''."""

@@ -35,7 +35,8 @@ SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id"
 MAX_CONNECTING: Final = 64
 TOO_MANY_PEERS: Final = Failure(
     FailureKind.UNREACHABLE,
-    f"decode connects to {MAX_CONNECTING} prefill engines at present, and knows only the addresses",
+    f"decode connects to {MAX_CONNECTING} addresses already; if prefill engines run there, a "
+    "firewall may drop packets; otherwise let only routers send requests to decode",
 )
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
@@ -246,13 +247,14 @@ class DecodeMachine:
             return []
         engine, life = EngineId(description.engine), Incarnation(description.incarnation)
         found = self._found[endpoint] = events.PeerKey(engine, life, endpoint)
-        actions: Actions = []
-        for load in self._of_peer(unnamed(endpoint)):
+        loads, actions = self._of_peer(unnamed(endpoint)), []
+        if loads:
+            self.peers.get_or_connect(found, now)  # asks nothing: the description is here
+        for load in loads:
             load.meet(found)
             actions += self._meet(load, type(description).__name__, now)
         self._by_peer.pop(unnamed(endpoint), None)
-        # The description is here already.
-        return [action for action in actions if not _asks_for_description(action)]
+        return actions
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
         """The peer's ranks are known: ask them while its memory is made readable."""
@@ -531,7 +533,3 @@ class DecodeMachine:
         events.ReadFailed: _on_read_event,
         events.DigestCompared: _on_read_event,
     }
-
-
-def _asks_for_description(action: events.Action) -> bool:
-    return isinstance(action, events.Send) and isinstance(action.message, messages.Describe)

@@ -131,7 +131,7 @@ class PeerBook:
         return peer, [_describe(key)]
 
     def on_found(self, message: messages.Description, endpoint: Endpoint) -> bool:
-        """Whether loads that know only the endpoint have waited for this description."""
+        """End the search for the engine at an endpoint. Returns whether there was one."""
         peer = self.known.get(unnamed(endpoint))
         if peer is None or peer.state is not State.CONNECTING:
             return False

@@ -4,6 +4,8 @@ A number picks among what there is at that moment, counted round; a step that ha
 nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
     prefill LENGTH STEPS [P]         a prompt comes to prefill (the first, unless one is named)
+    pair LENGTH P, id LENGTH P       its ticket, or an id for it, is out before the prompt arrives
+    arrive N                         the prompt of one of them comes to prefill
     decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
     foreign D TICKET                 the same ticket with another prompt
     step E, piece E                  vLLM's step, or a piece of it
@@ -33,6 +35,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -42,7 +45,7 @@ from sim.cache import BLOCK_TOKENS
 from sim.engine import Engine
 from sim.planes import Faults, Read
 from sim.rank import FAILED, RankLife
-from sim.vllm import IssuedTicket, Request
+from sim.vllm import BY_ID, IssuedTicket, Request
 from sim.world import PREFILL, World
 
 DIGEST_TURNS: Final = 20
@@ -221,8 +224,8 @@ def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
         engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
 
-def _pair(world: World, length: int, engine: Engine) -> None:
-    """The router gets a ticket before the request arrives at prefill."""
+def _pair(world: World, length: int, engine: Engine, *, by_id: bool = False) -> None:
+    """The router gets a ticket, or has an id, before the request arrives at prefill."""
     address = engine.scheduler.prefill.admission.address
     if not engine.is_prefill or address is None:
         return
@@ -231,7 +234,8 @@ def _pair(world: World, length: int, engine: Engine) -> None:
     request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
     world.pairs[ticket.nonce] = request.request_id
     world.arriving.append((engine.name, request, ticket))
-    world.tickets.append(IssuedTicket(ticket.params(None), prompt, engine.name))
+    params = ticket.params(None) | ({BY_ID: True} if by_id else {})
+    world.tickets.append(IssuedTicket(params, prompt, engine.name))
 
 
 def arrive(world: World, arriving: tuple[str, Request, Ticket]) -> None:
@@ -350,6 +354,7 @@ def round_lines(world: World) -> Iterator[str]:
 STEPS: Final[Mapping[str, Step]] = {
     "prefill": (_prefill, LENGTH, one_of(1, 1, 1, 2, 3, 4), PREFILL_ENGINE),
     "pair": (_pair, LENGTH, PREFILL_ENGINE),
+    "id": (partial(_pair, by_id=True), LENGTH, PREFILL_ENGINE),
     "arrive": (arrive, _nth(lambda world: world.arriving)),
     "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
     "foreign": (_foreign, DECODE_ENGINE, TICKET),

@@ -233,6 +233,20 @@ def test_the_hash_of_an_id_has_the_label_of_the_weights(
     assert prompt().context(BY_ID.nonce) == context_hash(BY_ID.nonce, TOKEN_IDS, [])
 
 
+@pytest.mark.parametrize("label", ["", "step 7"])
+def test_the_ticket_of_a_request_with_an_id_is_good_too(
+    unused: DecodeScheduler, label: str
+) -> None:
+    """A router may send ids, and still pass prefill's answer on."""
+    unused.weights = label
+    context = prompt().context(BY_ID.nonce, label)
+    sent = ticket(nonce=BY_ID.nonce, num_tokens=NUM_TOKENS, context=context, weights=label)
+    unused.on_new_request(prompt(), sent.params(None))
+    (command,) = unused.build_connector_meta()
+    assert isinstance(command, PrepareLoad)
+    assert (command.ticket, command.is_early) == (sent, False)
+
+
 def test_an_id_is_used_once(unused: DecodeScheduler) -> None:
     by_id(unused)
     with pytest.raises(TicketRefused, match="used before"):
