@@ -13,15 +13,24 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec.structs import replace
 
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
-from nixl_kv.ids import ANY_INCARNATION, Incarnation, Nonce, RequestId, new_claim
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Claim,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+    new_claim,
+)
 from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import Hint, Landed
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 # An engine counts as decoding for this long after its last ticket.
@@ -62,12 +71,15 @@ class Prompt:
 class _Load:
     """A request with a valid ticket, until its load has ended or vLLM has finished it."""
 
+    request: RequestId
     num_tokens: int  # the upper bound of tokens to load
+    claim: Claim | None = None
     is_ready: bool = True  # not an early one before prefill computes its request
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
     is_retracted: bool = False  # must not end well
     is_refused: bool = False  # its ticket was refused, and the request must fail
+    landed: set[Rank] = field(default_factory=set)  # ranks that have said so between steps
 
 
 class DecodeScheduler:
@@ -91,6 +103,8 @@ class DecodeScheduler:
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
+        self._by_claim: dict[Claim, _Load] = {}
+        self._told: set[RequestId] = set()  # vLLM knows their ends; the workers' reports follow
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
@@ -157,7 +171,8 @@ class DecodeScheduler:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
-        self._loads[prompt.request] = _Load(num_tokens, is_ready=not is_early)
+        load = _Load(prompt.request, num_tokens, prepare.claim, is_ready=not is_early)
+        self._loads[load.request] = self._by_claim[prepare.claim] = load
         self._commands.append(prepare)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
@@ -165,7 +180,7 @@ class DecodeScheduler:
 
         A connector cannot reject a request, so this pretends a load that fails.
         """
-        self._loads[request] = _Load(num_tokens - self._computed, is_refused=True)
+        self._loads[request] = _Load(request, num_tokens - self._computed, is_refused=True)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
@@ -215,6 +230,36 @@ class DecodeScheduler:
         load = self._loads.get(request)
         return load is not None and load.is_started
 
+    def take_landed(self, hints: Iterable[Hint], num_ranks: int) -> set[RequestId]:
+        """End the loads that have landed on all ranks. vLLM must hear of them now.
+
+        Only the ranks of this engine, and prefill, know a claim. A failed load never lands on all
+        ranks, so it ends with the workers' reports.
+        """
+        landed = set()
+        for hint in hints:
+            load = self._by_claim.get(hint.claim)
+            if load is None:  # it has ended
+                continue
+            load.is_ready = True
+            if isinstance(hint, Landed):
+                load.landed.add(hint.reader.rank)
+            is_good = load.is_started and not load.is_retracted and load.request not in self._told
+            if is_good and len(load.landed) == num_ranks:
+                self._forget(load.request)
+                landed.add(load.request)
+                self._told.add(load.request)
+        return landed
+
+    def is_told(self, request: RequestId) -> bool:
+        return request in self._told
+
+    def pop_told(self, finished_recving: Iterable[RequestId]) -> set[RequestId]:
+        """The loads of whose end vLLM must not hear again."""
+        told = self._told.intersection(finished_recving)
+        self._told -= told
+        return told
+
     def update_connector_output(
         self, finished_recving: Iterable[RequestId], failed_recving: Iterable[RequestId] = ()
     ) -> set[RequestId]:
@@ -224,7 +269,7 @@ class DecodeScheduler:
             name for name in ended.difference(failed_recving) if self._loads[name].is_retracted
         }
         for request in ended - held_back:
-            del self._loads[request]
+            self._forget(request)
         self._held_back += held_back
         return held_back
 
@@ -268,8 +313,13 @@ class DecodeScheduler:
         self._used[prepare.ticket.nonce] = self._clock()
         self._commands += [prepare, events.CancelLoad(prepare.request)]
 
+    def _forget(self, request: RequestId) -> None:
+        load = self._loads.pop(request)
+        if load.claim is not None:
+            del self._by_claim[load.claim]
+
     def _release(self, request: RequestId) -> None:
-        del self._loads[request]
+        self._forget(request)
         self._commands.append(events.CancelLoad(request))
 
     def _is_for(self, ticket: Ticket, prompt: Prompt) -> bool:

@@ -1,16 +1,14 @@
 """`--scheduler-cls nixl_kv.connector.Scheduler`: schedules a request as soon as its KV has landed.
 
 vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
-scheduling one step later still. If the worker runs in the scheduler's process, as it does on one
-GPU, this class asks it before each step. It changes nothing on engines with several workers.
+scheduling one step later still. With this class, each rank also tells the scheduler's process
+directly, by a message to the engine's directory. The class takes these hints before each step.
 """
 
 from typing import Any, Final
 
-from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.vllm_config import end_of_loads
@@ -32,15 +30,12 @@ class FastScheduler(AsyncScheduler):
         self._end_loads = end_of_loads(self)
         if self._end_loads is None:
             logger.warning(UNKNOWN)
+        elif isinstance(self.connector, NixlKVConnector):
+            self.connector.takes_hints = True
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        worker = _worker_here() if isinstance(self.connector, NixlKVConnector) else None
-        if worker is not None and self._end_loads is not None:
-            landed, metadata = worker.take_landed()
-            if metadata is not None:
-                self._end_loads(
-                    KVConnectorOutput(finished_recving=landed, kv_connector_worker_meta=metadata)
-                )
+        if self._end_loads is not None and isinstance(self.connector, NixlKVConnector):
+            self.connector.end_landed(self._end_loads)
         return super().schedule(*args, **kwargs)
 
     # An engine without asynchronous scheduling needs vLLM's other class. With this one, it would
@@ -56,11 +51,3 @@ class FastScheduler(AsyncScheduler):
         if self.scheduler_config.async_scheduling:
             return super()._update_request_with_output(*args, **kwargs)
         return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
-
-
-def _worker_here() -> NixlKVConnector | None:
-    """The worker's half of the connector, if a worker runs in this process."""
-    if not kv_transfer_state.has_kv_transfer_group():
-        return None
-    group = kv_transfer_state.get_kv_transfer_group()
-    return group if isinstance(group, NixlKVConnector) else None

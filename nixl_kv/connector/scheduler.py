@@ -6,7 +6,7 @@ client's input may cause an exception beyond `on_new_request`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,7 +46,7 @@ from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMeta
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportError, get_logger
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import RequestId, endpoint_at
 from nixl_kv.protocol import events, pair
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import FIELD, Ticket
@@ -124,6 +124,8 @@ class Scheduler:
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
+        self.takes_hints = False  # `FastScheduler` sets it before the engine is described
+        self._early: KVConnectorOutput | None = None  # what `end_landed` tells vLLM
         self._ranks: list[RankDescription] = []
         self._next_step: list[events.Command] = []
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
@@ -196,7 +198,8 @@ class Scheduler:
         request_id = RequestId(request.request_id)
         has_failed = request.status is RequestStatus.FINISHED_ERROR
         if not self._decode.has_begun(request_id):
-            self._traces.drop_load(request_id)
+            if not self._decode.is_told(request_id):
+                self._traces.drop_load(request_id)
         elif self._recomputes and has_failed:
             logger.warning(OUTER_POLICY, request_id)
         self._decode.request_finished(request_id)
@@ -209,7 +212,23 @@ class Scheduler:
             self._traces.begin_offer(request)
         return keeps_blocks, params
 
+    def end_landed(self, end_loads: Callable[[KVConnectorOutput], None]) -> None:
+        """Tell vLLM's scheduler which loads have landed since its last step.
+
+        The workers report them too, with a step's output; `update_connector_output` drops that.
+        """
+        self._follow_label()
+        hints = [] if self._directory is None else self._directory.pop_hints()
+        num_ranks = self._vllm_config.parallel_config.world_size
+        landed = self._decode.take_landed(hints, num_ranks)
+        if landed:
+            self.stats.count("early_ends", len(landed))
+            self._early = KVConnectorOutput(finished_recving=set(landed))
+            end_loads(self._early)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output is self._early:
+            return
         output, metadata = connector_output, connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._follow_ranks(metadata)
@@ -221,11 +240,12 @@ class Scheduler:
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)
         self._traces.end_offers(self._counts.count_offers(sent))
-        held_back = self._decode.update_connector_output(received, _own(output.failed_recving))
+        told, failed = self._decode.pop_told(received), _own(output.failed_recving)
+        held_back = self._decode.update_connector_output(received - told, failed)
         self._traces.end_loads(self._counts.count_loads(received, held_back))
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
-        if held_back and output.finished_recving:
-            output.finished_recving -= set(held_back)
+        if output.finished_recving:
+            output.finished_recving -= held_back | told
 
     # When a pause clears caches, and for `/reset_prefix_cache?reset_external=true`.
     def reset_cache(self) -> bool:
@@ -267,10 +287,11 @@ class Scheduler:
             raise ConfigError(FOREIGN_HANDSHAKE)
         self._ranks = [decode_rank(metadata[key].rank_description) for key in sorted(metadata)]
         layouts = tuple(rank.layout for rank in self._ranks)
-        self._next_step = [events.SetEngine(self._engine_id, layouts)]
         if self._directory is not None:  # after a wake-up
             self._decode.accept_outdated()
-        self._publish()
+        own = self._publish()
+        at = endpoint_at(own.host, own.port) if self.takes_hints else None
+        self._next_step = [events.SetEngine(self._engine_id, layouts, at)]
 
     def _follow_ranks(self, metadata: WorkerMetadata) -> None:
         """Describe the engine anew if some ranks have a new incarnation: it has one too then."""
@@ -283,7 +304,7 @@ class Scheduler:
         if self._directory is not None:
             self._directory.stop()
 
-    def _publish(self) -> None:
+    def _publish(self) -> DirectoryServer:
         description = describe_engine(
             self._engine_id,
             model_facts(self._vllm_config),
@@ -303,10 +324,12 @@ class Scheduler:
         logger.info(log, engine, host, port, self._trust)
         if self._is_prefill and self._config.has_key and self._config.is_this_machine_only:
             logger.warning(LOOPBACK, self._config.host_name, host)
+        return self._directory
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""
-        port, control = port_of(self._config, self._vllm_config), self._trust.control()
+        own = (self._config.host,) if self.takes_hints else ()  # its ranks, whatever `peers` says
+        port, control = port_of(self._config, self._vllm_config), self._trust.control(*own)
         listen = partial(
             DirectoryServer,
             control,

@@ -261,27 +261,6 @@ class Worker:
                     transferred.finished_sending.add(result.request)
         return transferred
 
-    def take_landed(self) -> tuple[set[str], WorkerMetadata | None]:
-        """The loads that have ended well, for a scheduler on this thread that hears of them now.
-
-        They are in no later report of this worker. None: nothing is new, or other ranks must
-        report as well.
-        """
-        if self._engine is None or self._vllm_config.parallel_config.world_size > 1:
-            return set(), None
-        landed: list[events.Result] = []
-        for result in self._pop_results(self._engine):
-            is_good = isinstance(result, events.LoadEnded) and result.failure is None
-            is_ready = isinstance(result, events.LoadReady)
-            (landed if is_good or is_ready else self._late_results).append(result)
-        if not landed:
-            return set(), None
-        self.stats.count_rank(landed)
-        reports = RankReports()
-        reports.add(landed)
-        self._loading -= reports.loads.keys()
-        return set(reports.loads), WorkerMetadata({}, reports)
-
     def _pop_results(self, engine: TransferEngine) -> list[events.Result]:
         results = engine.pop_results()
         for one in results:

@@ -1,9 +1,10 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
-weights; the scheduler reads both in its next step. The status that it answers to tools is an open
-record, like a rank's (`engine/status.py`). API servers hear of offers that decode has released
-(`engine/watch.py`). Draining takes an engine out of service, so only
+weights; the scheduler reads both in its next step. The engine's own ranks send hints, which the
+scheduler takes between its steps. API servers hear of offers that decode has released
+(`engine/watch.py`). The status that it answers to tools is an open record, like a rank's
+(`engine/status.py`). Draining takes an engine out of service, so only
 a sender that has proved the key may order it, or, without a key, a process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
@@ -46,6 +47,10 @@ UNWATCHED: Final = b""  # no route
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
+
+
+# Hints that wait for the scheduler. Without the oldest ones, loads end with a step's output.
+MAX_HINTS: Final = 4096
 
 
 def describe_engine(
@@ -91,6 +96,7 @@ class DirectoryServer:
         self.is_draining = False  # then the scheduler offers no further requests
         self.count_awaited = count_awaited
         self.weights = weights
+        self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
         self._has_key = has_key
         self.history = History()  # of the scheduler; ranks keep their own
         self._released: deque[Nonce] = deque()  # by decode; not told yet
@@ -114,6 +120,10 @@ class DirectoryServer:
         self._released.extend(nonces)
         if self._released:
             self._control.wake()
+
+    def pop_hints(self) -> list[messages.Hint]:
+        """What ranks have told since the last call. The scheduler's thread calls this."""
+        return [self._hints.popleft() for _ in range(len(self._hints))]
 
     def stop(self) -> None:
         """End the thread and close the socket. May be called again."""
@@ -163,6 +173,9 @@ class DirectoryServer:
                 return messages.encode(self._status())
             case messages.Describe():
                 return self._describe(message)
+            case hint:
+                self._hints.append(hint)
+                return None
 
     @property
     def _life(self) -> Incarnation:

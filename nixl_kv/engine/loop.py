@@ -427,7 +427,7 @@ class Loop:
         match command:
             case events.SetEngine():
                 self.parts.agents.peers.set_layouts(command.layouts)
-                self.parts.decode.set_engine(command.engine)
+                self.parts.decode.set_engine(command.engine, command.directory)
             case events.AwaitWrites():
                 self._writes.append(command)
             case events.PrepareOffer():

@@ -1,5 +1,6 @@
 """Which engines this one trusts: those with the same key, on the hosts that `peers` allows."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +95,11 @@ class Trust:
         ticket.check_mac(self._ticket_key)
         return ticket.open()
 
-    def control(self) -> ZmqControl:
-        return ZmqControl(self.keys, allowed=self.allowed, peer_timeout_s=self.peer_timeout_s)
+    def control(self, *own: str) -> ZmqControl:
+        """`own` hosts may connect as well: the ranks of this engine, for example."""
+        networks = *self.allowed.networks, *map(ipaddress.ip_network, own)
+        allowed = AllowedHosts(networks)
+        return ZmqControl(self.keys, allowed=allowed, peer_timeout_s=self.peer_timeout_s)
 
     @property
     def _ticket_key(self) -> bytes | None:

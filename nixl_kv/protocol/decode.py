@@ -16,7 +16,7 @@ import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
+from nixl_kv.ids import ANY_INCARNATION, Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
@@ -87,6 +87,7 @@ class DecodeMachine:
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
         # The latest peer at the endpoint of each id of a router. It may be gone.
         self._found: dict[Endpoint, events.PeerKey] = {}
+        self._directory: Endpoint | None = None  # of this engine; see `SetEngine`
         self._due = Deadlines[Claim]()
         self._heartbeats = Deadlines[Endpoint]()
 
@@ -111,9 +112,10 @@ class DecodeMachine:
         read = load.reads.get(action.rank) if load is not None else None
         return read is not None and read.state in (State.READING, State.VERIFYING)
 
-    def set_engine(self, engine: EngineId) -> None:
+    def set_engine(self, engine: EngineId, directory: Endpoint | None = None) -> None:
         """Call this before the first load."""
         self.reader = msgspec.structs.replace(self.reader, engine=engine)
+        self._directory = directory
 
     def clear(self) -> None:
         for table in (self._loads, self._touched, self._by_request, self._by_peer, self._found):
@@ -473,10 +475,12 @@ class DecodeMachine:
                 self._requeue(load, read, now)
             if load.is_early and not load.is_announced and load.is_ready:
                 load.is_announced = True
-                actions.append(events.LoadReady(load.request))
+                actions += [events.LoadReady(load.request), *self._hint(load, messages.Ready)]
             is_over = load.is_over
             if is_over and (load.start is not None or load.is_cancelled):
                 actions += load.end(now)
+                if load.failure is None:
+                    actions += self._hint(load, messages.Landed)
                 self._forget(load)
             else:
                 self._due.set(load.claim, math.inf if is_over else load.next_due)
@@ -486,6 +490,12 @@ class DecodeMachine:
                 load = self._loads[claim]
                 actions += load.start_read(load.reads[rank], now)
         return actions
+
+    def _hint(self, load: Load, kind: type[messages.Hint]) -> Actions:
+        """Tell the scheduler between its steps. The caller has the result by then."""
+        if self._directory is None:
+            return []
+        return [events.Send(self._directory, load.about(kind, ANY_INCARNATION))]
 
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
         """Queue a read, or take it out once it has ended."""

@@ -72,6 +72,8 @@ class SetEngine(msgspec.Struct, frozen=True):
 
     engine: EngineId  # a rank on another node may have started under another name
     layouts: tuple[CacheLayout, ...]  # in rank order
+    # Where the scheduler hears of loads between its steps; None: it does not.
+    directory: Endpoint | None = None
 
 
 # --- commands of the caller on prefill

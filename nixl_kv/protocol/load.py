@@ -11,7 +11,7 @@ back when no read can write into them. One failure cancels the reads from all ra
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -106,6 +106,7 @@ ENDED: Final = frozenset({State.DONE, State.FAILED})
 
 DENIED: Final = "denied the ask: the offer was used, expired or revoked; its log has the reason"
 
+_Message = TypeVar("_Message", bound=messages.Message)
 _Refusal: TypeAlias = (
     messages.Deny | messages.Recall | messages.HeartbeatReply | events.EndpointLost
 )
@@ -606,8 +607,13 @@ class Load:
     def _send(
         self, read: RankRead, message: Callable[..., messages.Message], **fields: object
     ) -> events.Send:
+        return events.Send(read.endpoint, self.about(message, read.incarnation, **fields))
+
+    def about(
+        self, message: Callable[..., _Message], incarnation: Incarnation, **fields: object
+    ) -> _Message:
         names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
-        return events.Send(read.endpoint, message(incarnation=read.incarnation, **names, **fields))
+        return message(incarnation=incarnation, **names, **fields)
 
 
 HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] = {

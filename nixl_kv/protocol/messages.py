@@ -5,6 +5,7 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
                                        SetWeights     -> WeightsSet
                                        StatusRequest  -> Status
               from its API servers:    WatchOffer     -> OffersReleased, if decode releases it
+                 from its own ranks:   Ready, Landed  (hints; a lost one costs a step or two)
 To a rank of a prefill engine:         Ask            -> Grant | Deny | Pending, then one of them
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
@@ -336,6 +337,14 @@ class Release(_OfClaim, frozen=True, kw_only=True):
     complete: bool  # else it gives up
 
 
+class Ready(_OfClaim, frozen=True, kw_only=True):
+    """From a decode rank to its own engine: prefill computes the request of an early load."""
+
+
+class Landed(_OfClaim, frozen=True, kw_only=True):
+    """From a decode rank to its own engine: this rank's part of the load is here, and proven."""
+
+
 class StatusRequest(_Message, frozen=True, kw_only=True):
     request: _Text = ""  # a rank also tells the history of this request
 
@@ -348,12 +357,13 @@ class Status(_Message, frozen=True, kw_only=True):
     lists: dict[str, Annotated[list[dict[str, Any]], _LISTED]]
 
 
-ToEngine: TypeAlias = Describe | Drain | SetWeights | WatchOffer | StatusRequest
+Hint: TypeAlias = Ready | Landed
+ToEngine: TypeAlias = Describe | Drain | SetWeights | WatchOffer | StatusRequest | Hint
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal
 ToTool: TypeAlias = Status | Draining | WeightsSet | OffersReleased | VersionRefusal
-Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
+Message: TypeAlias = ToEngine | ToRank | Answer | ToTool
 
 
 class _AnyMessage(msgspec.Struct, frozen=True, array_like=True):

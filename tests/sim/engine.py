@@ -12,7 +12,7 @@ from harness.local.memory_control import MemoryControl
 from nixl_kv.connector.prefill import Address
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import EngineId, RequestId
+from nixl_kv.ids import Endpoint, EngineId, RequestId, endpoint_at
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
 from sim.planes import HOST
@@ -40,7 +40,7 @@ class Engine:
         self.is_going_to_sleep = False  # as soon as nothing is held
         self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
         self._directory: DirectoryServer | None = None
-        if self.is_prefill:
+        if self.is_prefill or environment.takes_hints:
             port = seats[0].port + DIRECTORY_PORT
             self._directory = DirectoryServer(self.directory_control, HOST, port)
         blocks = BlockPool(seats[0].cache.num_blocks, self._freed.extend)
@@ -133,7 +133,10 @@ class Engine:
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
         self.description = self._describe()
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
-        self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts)]
+        at: Endpoint | None = None
+        if self._directory is not None and self._environment.takes_hints:
+            at = endpoint_at(HOST, self._directory.port)
+        self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts, at)]
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation
@@ -160,6 +163,8 @@ class Engine:
             seat.cache.overwrite(blocks)
 
     def _begin(self) -> None:
+        if self._directory is not None:
+            self.scheduler.decode.end_landed(self._directory.pop_hints(), len(self._seats))
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
         # A load writes its own blocks; they may hold a local prefix by now.

@@ -3,6 +3,7 @@
 No second defence keeps one from doing harm, or the schedules would be right to pass.
 """
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
@@ -14,6 +15,7 @@ from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.early import EarlyAsks, _Pair
@@ -265,6 +267,45 @@ def pair_slot_given_twice(patch: pytest.MonkeyPatch) -> None:
             slots._free.append(report.slot)
 
     patch.setattr(PairSlots, "free", free)
+
+
+# --- loads whose end the scheduler hears between its steps
+
+
+@breaks("wrong bytes", "unexpected report", in_="told")
+def landed_ranks_counted_not_named(patch: pytest.MonkeyPatch) -> None:
+    """So a message that comes twice ends a load that has landed on one rank."""
+    take, numbers = DecodeScheduler.take_landed, itertools.count()
+
+    def count(decode: DecodeScheduler, hints: Any, num_ranks: int) -> set[RequestId]:
+        renamed = [
+            structs.replace(hint, reader=structs.replace(hint.reader, rank=next(numbers)))
+            for hint in hints
+        ]
+        return take(decode, renamed, num_ranks)
+
+    patch.setattr(DecodeScheduler, "take_landed", count)
+
+
+@breaks("KV from before a reset", in_="told")
+def landed_before_a_reset(patch: pytest.MonkeyPatch) -> None:
+    take = DecodeScheduler.take_landed
+
+    def take_all(decode: DecodeScheduler, *given: Any) -> set[RequestId]:
+        retracted = [load for load in decode._loads.values() if load.is_retracted]
+        for load in retracted:
+            load.is_retracted = False
+        landed = take(decode, *given)
+        for load in retracted:
+            load.is_retracted = True
+        return landed
+
+    patch.setattr(DecodeScheduler, "take_landed", take_all)
+
+
+@breaks("ended twice", "unexpected report", in_="told")
+def told_loads_reported_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeScheduler, "pop_told", lambda *_: set())
 
 
 @breaks("wrong bytes", "good bytes called corrupt", in_="staged")

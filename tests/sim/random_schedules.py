@@ -76,6 +76,7 @@ SHAPES: Final = (
 FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
+    (0.3, "fast", (1,)),
 )
 """Further features of a world and how often it has them, unless its schedules are gentle."""
 
@@ -181,6 +182,14 @@ PROFILES: Final[Mapping[str, Profile]] = {
         gentle=True,
         num_steps=300,
     ),
+    "told": Profile(
+        _weights(
+            EVERY_DAY,
+            "prefill 8, decode once 12, turn 120, deliver 120, repeat 40, land 60",
+            "reset 1, abort 1, round 2",
+        ),
+        shapes=[Shape(each, 2, fast=True) for each in (1, 2)],
+    ),
 }
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
@@ -198,7 +207,8 @@ def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
     shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
     if profile.gentle:
         share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True)
+        fast = rounds % 2 == 1
+        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True, fast=fast)
     else:
         shape = _with_features(shape, _random(seed, "world"))
     return follow(shape, lambda run: _random_lines(run, profile, _random(seed, "lines")))

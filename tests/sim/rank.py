@@ -57,6 +57,7 @@ class Environment:
     config: Config
     window: int = 0
     num_pair_slots: int = 0
+    takes_hints: bool = False  # decode's schedulers hear of loads between their steps
     has_copy_failed: bool = False
     observer: Any = field(init=False)  # `Invariants`
 

@@ -16,6 +16,7 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, RequestId
 from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import Hint
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.rank import Environment, Seat
@@ -229,10 +230,21 @@ class DecodeHalf(_Half):
             if request.is_finished:
                 self.release(request)
                 continue
+            if request.status is not Status.WAITING_FOR_REMOTE_KVS or name in self.received:
+                raise Violation("ended twice", name)
             self.received.add(name)
             if name in failed:
                 self.failed.add(name)
                 request.num_computed_tokens = 0
+
+    def end_landed(self, hints: Iterable[Hint], num_ranks: int) -> None:
+        """Unpark requests whose loads have landed on all ranks; before a step."""
+        for name in self.connector.take_landed(hints, num_ranks):
+            if self.requests[name].status is not Status.WAITING_FOR_REMOTE_KVS:
+                raise Violation("unexpected end", f"{name}, which does not load")
+            if name in self.void:
+                raise Violation("KV from before a reset", f"{name} counts as loaded")
+            self.received.add(name)
 
     @property
     def has_good_loads(self) -> bool:
@@ -344,12 +356,17 @@ class EngineScheduler:
 
     def expects_end(self, request: RequestId) -> bool:
         known = self.requests.get(request)
+        if self.decode.connector.is_told(request):
+            return True
         return known is not None and self._half_of(known).expects_end(known)
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        requests = list(requests)
+        requests = set(requests)
+        requests -= self.decode.connector.pop_told(requests)
+        if not requests <= self.requests.keys():
+            raise Violation("unexpected report", f"{sorted(requests - self.requests.keys())}")
         for half in self._halves:
-            half.on_ends([request for request in requests if request in half.requests], failed)
+            half.on_ends([each for each in sorted(requests) if each in half.requests], failed)
 
     def abort(self, request: Request) -> None:
         self._half_of(request).finish(request, Status.FINISHED_ABORTED)

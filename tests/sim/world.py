@@ -47,6 +47,7 @@ class Shape:
     window: int = 0  # tokens that a layer looks at; 0 for all
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
     apart: bool = False  # peers are prepared when the schedule says so, not at once
+    fast: bool = False  # decode's schedulers hear of loads between their steps
     staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
     gentle: bool = False  # every load has to be good
 
@@ -99,7 +100,8 @@ class World(Environment):
         self.shape, clock = shape, Clock()
         fabric = SimFabric(clock, tcp=shape.tcp, rate=shape.rate)
         network = MemoryNetwork(held=True)
-        super().__init__(clock, network, fabric, shape.config(), shape.window, shape.pairs)
+        config, pairs = shape.config(), shape.pairs
+        super().__init__(clock, network, fabric, config, shape.window, pairs, shape.fast)
         # What the clients and the router know, through all lives of the engines.
         self.tickets: list[IssuedTicket] = []
         self.arriving: list[tuple[str, Request, Ticket]] = []  # requests with pair tickets

@@ -8,7 +8,17 @@ from typing import Any, Final
 
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.match import ParallelShape, Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Claim,
+    Endpoint,
+    EngineId,
+    FenceToken,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+)
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
 from nixl_kv.protocol.messages import (
@@ -24,7 +34,10 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
-        (b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights", b"\xaaWatchOffer"),
+        (
+            *(b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights", b"\xaaWatchOffer"),
+            *(b"\xa5Ready", b"\xa6Landed"),
+        ),
         messages.decode_to_engine,
     ),
     **dict.fromkeys(
@@ -152,6 +165,14 @@ def pack_reply(chunk: int = 0, **changed: Any) -> messages.PackReply:
 def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> messages.Heartbeat:
     values = {"number": number, "claims": claims, "num_reading": reading}
     return messages.Heartbeat(**{**OF_RANK, **values, **changed})
+
+
+def ready(**changed: Any) -> messages.Ready:
+    return messages.Ready(**{**OF_CLAIM, "incarnation": ANY_INCARNATION, **changed})
+
+
+def landed(**changed: Any) -> messages.Landed:
+    return messages.Landed(**{**OF_CLAIM, "incarnation": ANY_INCARNATION, **changed})
 
 
 def recall(**changed: Any) -> messages.Recall:

@@ -67,14 +67,18 @@ def make_config(
     return config
 
 
-def make_scheduler(config: VllmConfig, groups: Sequence[KVCacheGroupSpec] = ()) -> Scheduler:
+def make_scheduler(
+    config: VllmConfig,
+    groups: Sequence[KVCacheGroupSpec] = (),
+    kind: type[Scheduler] | None = None,
+) -> Scheduler:
     """The scheduler, with its connector; by default for one layer with full attention."""
     if not groups:
         dtype = config.model_config.dtype
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=dtype)
         groups = [KVCacheGroupSpec(["layer"], spec)]
-    kind = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return kind(
+    default = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+    return (kind or default)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(config.cache_config.num_gpu_blocks, [], list(groups)),
         structured_output_manager=StructuredOutputManager(config),
@@ -113,8 +117,8 @@ def num_free_blocks(scheduler: Scheduler) -> int:
 class SteppedScheduler:
     """vLLM's scheduler with the connector of its configuration. The test is its workers."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        self.vllm = make_scheduler(config)
+    def __init__(self, config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
+        self.vllm = make_scheduler(config, kind=kind)
         self.connector: Any = self.vllm.connector
         self.idle = self.free_blocks
 

@@ -15,9 +15,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import nixl_kv.connector.scheduler as ours
+from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import new_incarnation, new_nonce
-from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.messages import Hint, encode
 from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description, ticket_for
 from support.vllm_scheduler import (
@@ -88,6 +89,7 @@ class Configuration:
     num_batched_tokens: int
     max_num_seqs: int
     offer_share: float
+    is_fast: bool  # hears of loads between steps
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Configuration":
@@ -106,6 +108,7 @@ class Configuration:
             num_batched_tokens=rng.choice([48, 64, 256]),
             max_num_seqs=rng.choice([2, 4, 8]),
             offer_share=rng.choice([0.2, 0.5, 0.5, 1.0]),
+            is_fast=rng.random() < 0.5,
         )
 
     def transfer(self) -> KVTransferConfig:
@@ -147,7 +150,8 @@ class Engine:
             config.cache_config.mamba_block_size = last.block_size
         dtype = config.model_config.dtype
         specs = [KVCacheGroupSpec([group.kind], group.spec(dtype)) for group in self.groups]
-        self.vllm = make_scheduler(config, specs)
+        kind = FastScheduler if configuration.is_fast else None
+        self.vllm = make_scheduler(config, specs, kind)
         self.connector = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
@@ -182,6 +186,11 @@ class Engine:
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
         return output.kv_connector_metadata.metadata[1].requests if self._is_multi else []
+
+    def tell(self, hint: Hint) -> None:
+        """A worker's rank tells the scheduler's process."""
+        if self.role._directory is not None:
+            self.role._directory._hints.append(hint)
 
     def close(self) -> None:
         self.connector.shutdown()

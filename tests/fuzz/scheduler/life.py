@@ -6,7 +6,7 @@ order, each behind those before. Loads land, and offers are read, when a step en
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,9 +17,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from fuzz.scheduler.engine import Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import FIELD
+from support.records import landed
 from support.vllm_scheduler import BLOCK, WANT_TICKET, make_request, num_free_blocks
 
 STEP_S: Final = 0.1  # how much time passes for the connector in a step
@@ -63,6 +64,7 @@ class _Step:
     output: SchedulerOutput
     sampled: list[bool]  # of each request, whether it gets a token
     writes: list[_Write]
+    landed: dict[str, bool]  # loads that had ended before it began, and whether they are good
 
 
 class Life:
@@ -84,6 +86,8 @@ class Life:
         self._early: list[RequestId] = []  # loads that wait until prefill computes
         self._saves: dict[str, None] = {}
         self._loads: dict[str, events.StartLoad] = {}
+        self._claims: dict[str, Claim] = {}
+        self._landed: dict[str, bool] = {}  # since the latest step has begun
         self._waiting: dict[str, int] = {}  # prefills to be offered: by how many overtaken
         self._pause_left = 0  # steps
         self._weights = 0  # how often a trainer has replaced them, on this engine and on prefill
@@ -237,6 +241,8 @@ class Life:
     # --- a step
 
     def _schedule(self) -> None:
+        if self._engine.role.takes_hints:
+            self._land_between_steps()
         output = self._vllm.schedule()
         sampled, writes = [], []
         for name, count in output.num_scheduled_tokens.items():
@@ -248,8 +254,11 @@ class Life:
         self._note_begun(output)
         for command in self._engine.metadata(output).commands:
             self._do(command)
+            if isinstance(command, events.PrepareLoad):
+                self._claims[command.request] = command.claim
         self._saves.update(dict.fromkeys(self._engine.saves(output)))
-        self._steps.append(_Step(output, sampled, writes))
+        self._steps.append(_Step(output, sampled, writes, self._landed))
+        self._landed = {}
         for write in writes:
             self._execute(write)
         self._read_parts()
@@ -378,7 +387,7 @@ class Life:
 
     def _end_step(self) -> None:
         step = self._steps.popleft()
-        reports = self._reports(self._engine.metadata(step.output).failed)
+        reports = self._reports(self._engine.metadata(step.output).failed, step.landed)
         if self._happens(0.06):
             self._abort()
         ids = list(step.output.num_scheduled_tokens)
@@ -395,9 +404,17 @@ class Life:
                 if each.finish_reason is not None:
                     self.counts[f"ended ({each.finish_reason})"] += 1
 
-    def _reports(self, held_back: Collection[str]) -> dict[str, Any]:
+    def _land_between_steps(self) -> None:
+        for name in [name for name in self._loads if self._happens(0.4)]:
+            self._landed[name] = self._land(self._loads.pop(name))
+            if self._landed[name]:
+                self.counts["loads told between steps"] += 1
+                self._engine.tell(landed(claim=self._claims[name]))
+
+    def _reports(self, held_back: Collection[str], ended: Mapping[str, bool]) -> dict[str, Any]:
         """What the workers report with a step, which told them to fail the loads `held_back`."""
-        received, failed = set(held_back), set(held_back)
+        received = {*held_back, *ended}
+        failed = {*held_back, *(name for name, is_good in ended.items() if not is_good)}
         self.counts["loads held back"] += len(held_back)
         for name in [name for name in self._loads if self._happens(0.4)]:
             received.add(name)
@@ -492,6 +509,8 @@ class Life:
             "blocks held": len(prefill._held),
             "blocks unclaimed": len(prefill._unclaimed),
             "open loads": role._decode.num_open,
+            "claims": role._decode._by_claim,
+            "loads that workers must report": role._decode._told,
         }
         rest = {name: each for name, each in rest.items() if each}
         self._check(not rest, f"the connector keeps {rest}")

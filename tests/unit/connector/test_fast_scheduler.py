@@ -1,30 +1,303 @@
-"""The scheduler class is vLLM's class for the engine's configuration, with or without async."""
+"""The scheduler class is vLLM's own, but hears of loads between steps. The test is its ranks."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.fast_scheduler import FastScheduler
-from support import vllm_scheduler
-from support.vllm_scheduler import make_config, make_request, make_scheduler
+from nixl_kv.connector.fast_scheduler import UNKNOWN, FastScheduler
+from nixl_kv.connector.stats import RankReports
+from nixl_kv.connector.worker import WorkerMetadata
+from nixl_kv.engine.trust import Trust
+from nixl_kv.ids import Endpoint, RequestId, new_nonce
+from nixl_kv.protocol.events import LoadEnded, PrepareLoad, SetEngine
+from nixl_kv.protocol.messages import encode
+from support.polling import wait_until
+from support.records import landed, reader, ready, ticket, ticket_for
+from support.vllm_scheduler import OURS, SteppedScheduler, make_config, make_request, make_scheduler
+
+PROMPT: Final = list(range(48))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_it_schedules_as_vllms_class_does(
-    monkeypatch: pytest.MonkeyPatch, *, is_async: bool
-) -> None:
+def test_it_schedules_as_vllms_class_does(*, is_async: bool) -> None:
     """With two pipeline stages, a request may run in two steps at a time only with async."""
     steps = []
     for kind in (AsyncScheduler if is_async else Scheduler, FastScheduler):
-        for name in ("AsyncScheduler", "Scheduler"):
-            monkeypatch.setattr(vllm_scheduler, name, kind)
         config = make_config(None, 64, is_async=is_async)
         config.parallel_config.pipeline_parallel_size = 2
-        scheduler = make_scheduler(config)
-        assert type(scheduler) is kind
+        scheduler = make_scheduler(config, kind=kind)
         scheduler.num_spec_tokens = 3
         scheduler.add_request(make_request("a", range(1, 20), max_tokens=8))
         scheduled = [scheduler.schedule().num_scheduled_tokens for _ in range(2)]
         steps.append((scheduled, scheduler.requests["a"].spec_token_ids))
     assert steps[0] == steps[1]
     assert (len(steps[0][0][1]) > 0) == is_async
+
+
+class Engine(SteppedScheduler):
+    """A decode engine of two ranks, with asynchronous scheduling."""
+
+    def __init__(self, **extra: Any) -> None:
+        transfer = KVTransferConfig(
+            **OURS,
+            kv_role="kv_consumer",
+            kv_connector_extra_config={"port": 0, "insecure": True, **extra},
+        )
+        config = make_config(transfer, 32, is_async=True, caches_prefixes=False)
+        config.parallel_config.world_size = 2
+        super().__init__(config, FastScheduler)
+        self.describe()
+        self.add("first", PROMPT[:4], max_tokens=2)
+        output = self.vllm.schedule()
+        (first,) = output.kv_connector_metadata.commands
+        assert isinstance(first, SetEngine)
+        self.directory: Endpoint | None = first.directory
+        self.end(output)
+        self.end(self.vllm.schedule())
+        assert not self.vllm.requests
+        self.counts: Counter[str] = Counter()
+        self.connector.stats.count = self._count
+
+    def load(
+        self, name: str = "d", *, max_tokens: int = 1, host: str = "127.0.0.1"
+    ) -> tuple[Request, PrepareLoad]:
+        """A request whose load has started."""
+        params = ticket_for(PROMPT, new_nonce(), host=host).params(None)
+        request = self.add(name, PROMPT, params, max_tokens=max_tokens)
+        output = self.vllm.schedule()
+        prepare, start = output.kv_connector_metadata.commands
+        assert (type(prepare).__name__, type(start).__name__) == ("PrepareLoad", "StartLoad")
+        self.end(output)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return request, prepare
+
+    def _count(self, name: str, amount: float = 1, *_labels: str) -> None:
+        self.counts[name] += int(amount)
+
+    def hear(self, load: PrepareLoad, *ranks: int, kind: Callable[..., Any] = landed) -> None:
+        for rank in ranks:
+            hint = kind(claim=load.claim, reader=reader(rank))
+            self.connector._directory._hints.append(hint)
+
+
+def good(name: str) -> dict[str, Any]:
+    """What all ranks report of a good load with a step's output."""
+    reports = RankReports()
+    reports.add([LoadEnded(RequestId(name), len(PROMPT) - 1, None)])
+    return {
+        "finished_recving": {name},
+        "kv_connector_worker_meta": WorkerMetadata({}, reports),
+    }
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def new(**extra: Any) -> Engine:
+        engines.append(Engine(**extra))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.connector.shutdown()
+
+
+@pytest.fixture
+def engine(make: Make) -> Engine:
+    return make()
+
+
+def test_a_request_is_scheduled_in_the_step_after_its_load(engine: Engine) -> None:
+    """When the workers report the load, its request may have ended: vLLM must not hear of it."""
+    _, load = engine.load()
+    engine.hear(load, 0, 1)
+    output = engine.vllm.schedule()
+    assert output.num_scheduled_tokens == {"d": 1}
+    assert engine.connector._decode.num_open == 0
+    assert engine.counts == {"early_ends": 1}
+    (ended,) = engine.end(output, **good("d"))
+    assert ended.finish_reason is not None
+    assert not engine.vllm.requests
+    tokens = len(PROMPT) - 1
+    assert engine.counts == {"early_ends": 1, "loads": 1, "loaded_tokens": tokens}
+    assert not engine.connector._decode.is_told(RequestId("d"))
+    assert engine.free_blocks == engine.idle
+
+
+def test_a_report_that_is_under_way_already_is_dropped(engine: Engine) -> None:
+    request, load = engine.load(max_tokens=3)
+    before = engine.vllm.schedule()
+    engine.hear(load, 0, 1)
+    output = engine.vllm.schedule()
+    assert output.num_scheduled_tokens == {"d": 1}
+    engine.end(before, **good("d"))
+    assert request.status is RequestStatus.RUNNING
+    assert request.num_computed_tokens == len(PROMPT)
+    engine.end(output)
+
+
+def test_a_part_of_the_reports_is_counted_once(engine: Engine) -> None:
+    """vLLM passes on what each rank says at once, but the end when all have said so."""
+    _, load = engine.load(max_tokens=2)
+    engine.end(engine.vllm.schedule(), **{**good("d"), "finished_recving": None})
+    engine.hear(load, 0, 1)
+    output = engine.vllm.schedule()
+    engine.end(output, **good("d"))
+    assert engine.counts["loads"] == 1
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param([(0, landed)], id="one rank of two"),
+        pytest.param([(0, landed), (0, landed)], id="one rank, twice"),
+        pytest.param([(0, landed), (1, ready)], id="the other is ready only"),
+    ],
+)
+def test_a_load_that_has_not_landed_on_all_ranks_ends_with_their_reports(
+    engine: Engine, told: list[tuple[int, Callable[..., Any]]]
+) -> None:
+    request, load = engine.load()
+    for rank, kind in told:
+        engine.hear(load, rank, kind=kind)
+    output = engine.vllm.schedule()
+    assert not output.num_scheduled_tokens
+    engine.end(output, finished_recving={"d"}, failed_recving={"d"})
+    engine.hear(load, 0, 1)  # too late
+    output = engine.vllm.schedule()
+    assert output.num_scheduled_tokens == {"d": len(PROMPT)}, "it computes them"
+    engine.end(output)
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert engine.free_blocks == engine.idle
+
+
+@pytest.mark.parametrize("claim", ["that of another load", "of none"])
+def test_a_claim_that_is_not_the_loads_ends_nothing(engine: Engine, claim: str) -> None:
+    """Whoever does not know it cannot say that bytes have landed."""
+    _, load = engine.load()
+    other = landed().claim if claim == "of none" else engine.load("e")[1].claim
+    for rank in (0, 1):
+        hint = landed(claim=other, reader=reader(rank), nonce=load.ticket.nonce)
+        engine.connector._directory._hints.append(hint)
+    assert "d" not in engine.vllm.schedule().num_scheduled_tokens
+
+
+def reset(engine: Engine) -> None:
+    assert engine.connector.reset_cache()
+
+
+def set_label(engine: Engine) -> None:
+    engine.connector._directory.weights = "step 8"
+
+
+@pytest.mark.parametrize("end_weights", [reset, set_label])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_load_from_before_a_reset_is_computed_again(
+    engine: Engine, end_weights: Callable[[Engine], None], *, is_first: bool
+) -> None:
+    request, load = engine.load()
+    if is_first:
+        end_weights(engine)
+    engine.hear(load, 0, 1)
+    if not is_first:
+        end_weights(engine)
+    output = engine.vllm.schedule()
+    assert not output.num_scheduled_tokens
+    engine.end(output, **good("d"))
+    output = engine.vllm.schedule()
+    assert output.kv_connector_metadata.failed == ["d"]
+    engine.end(output, finished_recving={"d"}, failed_recving={"d"})
+    assert engine.vllm.schedule().num_scheduled_tokens == {"d": len(PROMPT)}
+    assert request.num_preemptions == 0
+
+
+def test_an_aborted_request_keeps_its_blocks_until_the_workers_report(engine: Engine) -> None:
+    _, load = engine.load()
+    engine.vllm.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    engine.hear(load, 0, 1)
+    output = engine.vllm.schedule()
+    assert engine.free_blocks < engine.idle
+    engine.end(output, **good("d"))
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+
+
+def test_a_request_that_is_aborted_after_its_load_ends_once(engine: Engine) -> None:
+    _, load = engine.load(max_tokens=4)
+    engine.hear(load, 0, 1)
+    output = engine.vllm.schedule()
+    engine.vllm.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    engine.end(output, **good("d"))
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+
+
+def test_the_next_request_with_its_id_loads_as_well(engine: Engine) -> None:
+    """The first one was aborted while the workers' reports of its load were under way."""
+    _, load = engine.load(max_tokens=4)
+    engine.hear(load, 0, 1)
+    first = engine.vllm.schedule()
+    engine.vllm.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    engine.add("d", PROMPT, ticket_for(PROMPT, new_nonce()).params(None), max_tokens=4)
+    second = engine.vllm.schedule()
+    prepare = next(c for c in second.kv_connector_metadata.commands if isinstance(c, PrepareLoad))
+    engine.hear(prepare, 0, 1)
+    third = engine.vllm.schedule()
+    assert not third.num_scheduled_tokens, "the report of the first load comes first"
+    engine.end(first, **good("d"))
+    engine.end(second, **good("d"))
+    engine.end(third)
+    assert engine.vllm.schedule().num_scheduled_tokens == {"d": 1}
+
+
+def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: Engine) -> None:
+    pair = ticket(num_tokens=0, context="", host="127.0.0.1").params(None)
+    engine.add("d", PROMPT, pair)
+    output = engine.vllm.schedule()
+    (prepare,) = output.kv_connector_metadata.commands
+    assert prepare.is_early
+    engine.hear(prepare, 0, kind=ready)
+    (start,) = engine.vllm.schedule().kv_connector_metadata.commands
+    assert type(start).__name__ == "StartLoad"
+    engine.end(output)
+
+
+def test_ranks_tell_by_message(make: Make) -> None:
+    """At the address that the first step names, even if the engine's own host is not a peer."""
+    engine = make(peers=["10.0.0.0/8"])
+    _, load = engine.load(host="10.0.0.1")
+    assert engine.directory is not None
+    control = Trust.of(engine.connector._config).control()
+    heard = engine.connector._directory._hints
+    hints = [kind(claim=load.claim, reader=reader(n)) for kind in (ready, landed) for n in (0, 1)]
+    for hint in hints:
+        control.send(engine.directory, encode(hint))
+    wait_until(lambda: len(heard) == len(hints) or control.poll(0.01))
+    assert list(heard) == hints
+    assert engine.vllm.schedule().num_scheduled_tokens == {"d": 1}
+    control.close()
+
+
+def test_without_vllms_method_it_is_vllms_class(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nixl_kv.connector.fast_scheduler.end_of_loads", lambda _: None)
+    with caplog.at_level(logging.WARNING, "nixl_kv"):
+        engine = make()
+    assert UNKNOWN in caplog.messages
+    assert engine.directory is None, "ranks tell nothing"
+    _, load = engine.load()
+    engine.hear(load, 0, 1)
+    assert not engine.vllm.schedule().num_scheduled_tokens

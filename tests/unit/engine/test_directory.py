@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from nixl_kv.engine.directory import BOUNDS, NO_KEY, DirectoryServer, describe_engine
+from nixl_kv.engine.directory import BOUNDS, MAX_HINTS, NO_KEY, DirectoryServer, describe_engine
 from nixl_kv.errors import PAUSE_S
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
@@ -28,6 +28,7 @@ from nixl_kv.protocol.messages import (
     Describe,
     Drain,
     Draining,
+    Hint,
     OffersReleased,
     Refusal,
     SetWeights,
@@ -42,7 +43,18 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.transport.base import FromEndpoint, FromPeer
-from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description, hex32
+from support.records import (
+    ENGINE_LIFE,
+    OTHER_LIFE,
+    PREFILL,
+    ask,
+    describe,
+    description,
+    hex32,
+    landed,
+    reader,
+    ready,
+)
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -157,6 +169,23 @@ def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
     assert directory.answers(*payloads) == [description()]
     assert "request for a description dropped" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
+
+
+# What its own ranks tell
+
+
+def test_ranks_are_heard_in_order_and_not_answered(directory: Directory) -> None:
+    hints: list[Hint] = [ready(), landed(), landed(reader=reader(1))]
+    assert directory.answers(*map(encode, hints), encode(describe())) == [description()]
+    assert directory.server.pop_hints() == hints
+    assert directory.server.pop_hints() == []
+
+
+def test_a_flood_of_them_costs_the_oldest(directory: Directory) -> None:
+    """An idle scheduler takes none."""
+    hints: list[Hint] = [landed(reader=reader(number % 1000)) for number in range(MAX_HINTS + 3)]
+    directory.replies(*map(encode, hints))
+    assert directory.server.pop_hints() == hints[3:]
 
 
 # What is to stop

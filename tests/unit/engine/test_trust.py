@@ -111,17 +111,19 @@ def test_it_is_shown_without_secrets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_key", "peers", "is_let_in"),
+    ("has_key", "peers", "own", "is_let_in"),
     [
-        pytest.param(True, None, True, id="the same key"),
-        pytest.param(False, None, False, id="no key"),
-        pytest.param(True, ["10.0.0.0/8"], False, id="not among the peers"),
+        pytest.param(True, None, [], True, id="the same key"),
+        pytest.param(False, None, [], False, id="no key"),
+        pytest.param(True, ["10.0.0.0/8"], [], False, id="not among the peers"),
+        pytest.param(True, ["10.0.0.0/8"], ["127.0.0.1"], True, id="the engine's own host"),
+        pytest.param(False, ["10.0.0.0/8"], ["127.0.0.1"], False, id="its own host, no key"),
     ],
 )
 def test_its_sockets_let_in_whom_it_trusts(
-    key_file: str, *, has_key: bool, peers: list[str] | None, is_let_in: bool
+    key_file: str, *, has_key: bool, peers: list[str] | None, own: list[str], is_let_in: bool
 ) -> None:
-    listener = trust({"key_file": key_file, "peers": peers}).control()
+    listener = trust({"key_file": key_file, "peers": peers}).control(*own)
     asker = trust({"key_file": key_file} if has_key else {"insecure": True}).control()
     asker.send(endpoint_at("127.0.0.1", listener.listen("127.0.0.1", 0)), b"hello")
     items: list[Received] = []

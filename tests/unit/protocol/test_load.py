@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
@@ -20,6 +20,7 @@ from nixl_kv.protocol.events import (
     LinkBroken,
     LoadEnded,
     LoadReady,
+    PeerFits,
     ReadChunk,
     ReadFailed,
     Send,
@@ -52,6 +53,7 @@ from support.records import (
     OTHER_LIFE,
     PEER,
     RANK_0,
+    READER,
     RIVAL,
     STRANGER,
     TIMEOUT_S,
@@ -61,12 +63,14 @@ from support.records import (
     cancel_load,
     deny,
     describe,
+    description,
     digest_compared,
     digest_reply,
     digest_request,
     fits,
     grant,
     hex32,
+    landed,
     lost,
     pack_reply,
     pack_request,
@@ -74,10 +78,12 @@ from support.records import (
     prepare_load,
     read_done,
     read_failed,
+    ready,
     recall,
     release,
     renew,
     renewed,
+    routes,
     start_load,
 )
 from support.scripts import (
@@ -754,6 +760,34 @@ EARLY_LOADS: dict[str, Script] = {
         EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
     ),
 }
+OWN = Endpoint("tcp://10.0.0.2:5601")
+TOLD: dict[str, Script] = {
+    "it is ready, and has landed": after(
+        EARLY,
+        (PENDING["computing"], READY, Send(OWN, ready())),
+        (PENDING["computing"],),
+        (answered(GRANT),),
+        (110.0, START, READ),
+        (read_done(), RELEASED, GOOD, Send(OWN, landed())),
+    ),
+    "it is not early": after(READING, (read_done(), RELEASED, GOOD, Send(OWN, landed()))),
+    "no part of the KV is for this rank": after(
+        PREPARED,
+        (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
+        (START, LoadEnded(D1, 7, None, PEER), Send(OWN, landed())),
+    ),
+    "it fails": after(EARLY, (answered(deny()), READY, Send(OWN, ready())), (START, DENIED)),
+    "it is cancelled": after(READING, (cancel_load(), STOP), (read_done(), GIVEN_UP, DROPPED)),
+}
+
+
+@each_of(TOLD)
+def test_the_scheduler_is_told_after_the_caller(script: Script) -> None:
+    machine = decode_machine()
+    machine.set_engine(READER.engine, OWN)
+    play(machine, script)
+
+
 PART, WHOLE = (grant(lease_s=3600.0, num_tokens=n) for n in (4, None))
 FIRST, REST = (replace(START, begin=begin, end=end) for begin, end in ((0, 4), (4, 7)))
 READ_FIRST = StartRead(PEER, Rank(0), PART, FIRST)

@@ -53,11 +53,13 @@ from support.records import (
     digest_request,
     grant,
     hex32,
+    landed,
     pack_reply,
     pack_request,
     pending,
     rank_description,
     reader,
+    ready,
     recall,
     refusal,
     release,
@@ -193,6 +195,8 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         OffersReleased(incarnation=ENGINE_LIFE, nonces=(NONCE,)),
         ["OffersReleased", 9, ENGINE_LIFE, [NONCE]],
     ),
+    "ready": (ready(), ["Ready", 9, ANY_INCARNATION, NONCE, CLAIM, READER_WIRE]),
+    "landed": (landed(), ["Landed", 9, ANY_INCARNATION, NONCE, CLAIM, READER_WIRE]),
     "status": (status(), ["Status", 9, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
     "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 9]),
 }
@@ -226,7 +230,7 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {
-        *["Describe", "Drain", "SetWeights", "WatchOffer", "StatusRequest"],
+        *["Describe", "Drain", "SetWeights", "WatchOffer", "StatusRequest", "Ready", "Landed"],
     },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
