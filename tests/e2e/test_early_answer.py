@@ -1,16 +1,18 @@
 """Prefill answers before it has computed, so that a router starts both legs together."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from harness.cluster.client import Client, Ticket
+from harness.cluster.client import Answer, Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import (
+    EARLY_ENDS,
     FAILURES,
     LOADS,
     OFFERS,
@@ -29,6 +31,7 @@ from support.engines import EVENT_S, connected, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
+Complete = Callable[[str, int], Answer]
 CHUNK = 128
 """Tokens that prefill computes in one step."""
 SEATS = 2
@@ -38,10 +41,8 @@ EARLY = (
     *("--max-num-batched-tokens", str(CHUNK)),
     *("--max-num-seqs", str(SEATS)),
 )
-FAST = (
-    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
-    *("--distributed-executor-backend", "uni"),
-)
+FAST = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
+IN_PROCESS = ("--distributed-executor-backend", "uni")
 """Decode's worker runs in its scheduler's process, as on one GPU."""
 
 
@@ -55,7 +56,7 @@ def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
             extra_args=extra_args,
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
-        for spec, extra_args in zip(base_specs, (EARLY, FAST), strict=True)
+        for spec, extra_args in zip(base_specs, (EARLY, FAST + IN_PROCESS), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])
@@ -99,6 +100,34 @@ def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
     answer = pair.to_router.chat(messages, logprobs=False)
     assert answer.text == single.chat(messages, logprobs=False).text
     assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
+
+
+def expect_early_ends(to_decode: Client, complete: Complete, single: Client) -> None:
+    """Requests decode at the same time, until a load ends while a step of another one goes on."""
+    loads, seeds = CountersSince(to_decode), itertools.count(7450)
+
+    def has_ended() -> bool:
+        prompts = [random_prompt(40, seed=next(seeds)) for _ in range(4)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt: complete(prompt, 32).tokens, prompts))
+        assert answers == [single.complete(prompt, 32).tokens for prompt in prompts]
+        return loads.changed()[EARLY_ENDS] > 0
+
+    assert wait_until(has_ended, EVENT_S)
+    assert loads.changed()[FAILURES] == 0
+
+
+def test_loads_end_between_steps(pair: Pair, single: Client) -> None:
+    expect_early_ends(pair.to_decode, pair.complete, single)
+
+
+def test_loads_end_between_steps_of_two_workers(
+    cluster: Cluster, pair: Pair, single: Client
+) -> None:
+    """They run in processes of their own. vLLM hears once of each load."""
+    spec = replace(pair.decode.spec, name="early-two", tensor_parallel=2, extra_args=FAST)
+    with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:
+        expect_early_ends(two.to_decode, two.complete, single)
 
 
 def test_a_pair_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:

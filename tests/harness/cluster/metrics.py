@@ -10,6 +10,7 @@ from harness.cluster.waiting import look_until
 
 PREFIX: Final = "vllm:nixl_kv_"
 LOADS: Final = f"{PREFIX}loads_total{{outcome=loaded}}"
+EARLY_ENDS: Final = f"{PREFIX}early_ends_total"
 VERIFIED: Final = f"{PREFIX}verified_loads_total"
 FAILURES: Final = f"{PREFIX}load_failures_total"
 CORRUPT: Final = f"{FAILURES}{{reason=corrupt}}"
