@@ -242,10 +242,10 @@ class DecodeScheduler:
             if load is None:  # it has ended
                 continue
             load.is_ready = True
-            if isinstance(hint, Landed):
+            if isinstance(hint, Landed) and load.is_started:
                 load.landed.add(hint.reader.rank)
-            is_good = load.is_started and not load.is_retracted and load.request not in self._told
-            if is_good and len(load.landed) == num_ranks:
+            is_unknown = not load.is_retracted and load.request not in self._told
+            if is_unknown and len(load.landed) == num_ranks:
                 self._forget(load.request)
                 landed.add(load.request)
                 self._told.add(load.request)

@@ -274,6 +274,17 @@ def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: E
     engine.end(output)
 
 
+def test_what_has_not_begun_has_not_landed(engine: Engine) -> None:
+    """Whatever prefill, which knows the claim, says. vLLM's engine would end."""
+    engine.add("d", PROMPT, ticket(num_tokens=0, context="", host="127.0.0.1").params(None))
+    (prepare,) = engine.vllm.schedule().kv_connector_metadata.commands
+    engine.hear(prepare, 0, 1)
+    (start,) = engine.vllm.schedule().kv_connector_metadata.commands
+    assert type(start).__name__ == "StartLoad"
+    engine.hear(prepare, 0)
+    assert not engine.vllm.schedule().num_scheduled_tokens
+
+
 def test_ranks_tell_by_message(make: Make) -> None:
     """At the address that the first step names, even if the engine's own host is not a peer."""
     engine = make(peers=["10.0.0.0/8"])

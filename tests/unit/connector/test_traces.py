@@ -15,9 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.config import Config
+from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import LoadReport, RankReports
 from nixl_kv.connector.traces import Traces, phases
 from nixl_kv.connector.worker import WorkerMetadata
@@ -39,6 +41,7 @@ from support.records import (
     RANK_LIFE,
     ask,
     asked,
+    landed,
     no_record,
     prepare_offer,
     publish_offer,
@@ -78,7 +81,11 @@ def exported(provider: TracerProvider) -> Exported:
     return exporter
 
 
-def engine(endpoint: str | None = "http://127.0.0.1:4317", **extra: Any) -> SteppedScheduler:
+def engine(
+    endpoint: str | None = "http://127.0.0.1:4317",
+    kind: type[Scheduler] | None = None,
+    **extra: Any,
+) -> SteppedScheduler:
     transfer = KVTransferConfig(
         kv_connector="NixlKVConnector",
         kv_connector_module_path="nixl_kv.connector",
@@ -87,7 +94,7 @@ def engine(endpoint: str | None = "http://127.0.0.1:4317", **extra: Any) -> Step
     )
     config = make_config(transfer, 32, caches_prefixes=False)
     config.observability_config.otlp_traces_endpoint = endpoint
-    engine = SteppedScheduler(config)
+    engine = SteppedScheduler(config, kind)
     engine.describe()
     return engine
 
@@ -341,6 +348,19 @@ def test_an_error_of_an_exporter_costs_a_span_and_not_the_engine(
             report(decode, ended(name=name), finished_recving={name})
     (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("nixl_kv")]
     assert line == "request d1 has no span: RuntimeError('disk full')"
+
+
+def test_a_load_that_ends_between_steps_has_its_span_when_the_workers_report(
+    exported: Exported,
+) -> None:
+    """Its request may have ended by then."""
+    decode = engine(kind=FastScheduler)
+    begin_load(decode, max_tokens=1)
+    (claim,) = decode.connector._decode._by_claim
+    decode.connector._directory._hints.append(landed(claim=claim))
+    report(decode, ended(), finished_recving={"d1"})
+    assert not decode.vllm.requests
+    assert only(exported)[1]["outcome"] == "loaded"
 
 
 def test_no_span_has_a_token_or_a_whole_nonce(exported: Exported) -> None:
