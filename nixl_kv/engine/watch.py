@@ -10,13 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from nixl_kv.errors import (
-    LimitedLog,
-    RemoteProtocolError,
-    TransportError,
-    get_logger,
-    run_guarded,
-)
+from nixl_kv.errors import LimitedLog, RemoteProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
@@ -59,7 +53,7 @@ class OfferWatch:
         self._watched.pop(nonce, None)
 
     def turn(self, timeout_s: float | None = None) -> None:
-        """Ask about new offers, and wait for answers, without a limit while there is no link."""
+        """Ask about new offers, and wait for answers."""
         while self._added:
             self._ask(self._added.popleft())
         if timeout_s is None and self._control.links():

@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -142,15 +143,18 @@ def test_an_answer_to_something_else_changes_nothing(world: World, answer: bytes
 
 
 @pytest.mark.parametrize("settings", [{}, {"insecure": True}], ids=["with a key", "without"])
-def test_it_hears_of_a_release_over_zmq(settings: dict[str, object]) -> None:
-    trust, told = Trust.of(Config.parse(settings, {})), queue.Queue[str]()
+def test_several_api_servers_hear_of_their_offers_over_zmq(settings: dict[str, object]) -> None:
+    trust, told = Trust.of(Config.parse(settings, {})), queue.Queue[int]()
     server = DirectoryServer(trust.control(), HOST, 0)
     server.start()
-    watch = OfferWatch(trust.control())
-    watch.start()
-    offer = {"nonce": hex32(1), "num_tokens": 0, "context": ""}
-    pair = ticket(host=HOST, port=server.port, **offer)
-    watch.add(pair, lambda: told.put("released"))
-    server.tell_released([pair.nonce])
-    assert told.get(timeout=TIMEOUT_S) == "released"
+    pairs = []
+    for number in range(2):
+        offer = {"nonce": hex32(number), "num_tokens": 0, "context": ""}
+        pairs.append(ticket(host=HOST, port=server.port, **offer))
+        watch = OfferWatch(trust.control())
+        watch.start()
+        watch.add(pairs[number], partial(told.put, number))
+    for number, pair in enumerate(pairs):
+        server.tell_released([pair.nonce])
+        assert told.get(timeout=TIMEOUT_S) == number
     server.stop()
