@@ -68,6 +68,7 @@ def end(world: World, ending: str, invariants: Invariants) -> None:
         _do(world, "cont", prefills)
     if ending == "prefill drains":
         _do(world, "drain", prefills)
+        decodes = [name for name in decodes if not _computes_pair(world, name)]
         _do(world, "pause", decodes)
         _wait_until_over(world, invariants, others=decodes)
         _do(world, "resume", decodes)
@@ -81,6 +82,13 @@ def _sides(world: World) -> tuple[list[str], list[str]]:
     if world.shape.both:
         return names[:1], names[-1:]
     return world.shape.prefill_names, names[world.shape.prefills :]
+
+
+def _computes_pair(world: World, name: str) -> bool:
+    """Whether decode may wait for a step of this engine, as long as its threads answer."""
+    engine = world.engines[name]
+    requests = engine.scheduler.prefill.requests if engine and engine.is_prefill else {}
+    return any(request.is_pair for request in requests.values())
 
 
 def _do(world: World, word: str, engines: list[str]) -> None:
