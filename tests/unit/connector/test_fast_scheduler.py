@@ -1,13 +1,15 @@
 """The scheduler class is vLLM's own, but hears of loads between steps. The test is its ranks."""
 
+import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -44,7 +46,7 @@ def test_it_schedules_as_vllms_class_does(*, is_async: bool) -> None:
 class Engine(SteppedScheduler):
     """A decode engine of two ranks, with asynchronous scheduling."""
 
-    def __init__(self, **extra: Any) -> None:
+    def __init__(self, kind: type[Scheduler] = FastScheduler, **extra: Any) -> None:
         transfer = KVTransferConfig(
             **OURS,
             kv_role="kv_consumer",
@@ -52,7 +54,7 @@ class Engine(SteppedScheduler):
         )
         config = make_config(transfer, 32, is_async=True, caches_prefixes=False)
         config.parallel_config.world_size = 2
-        super().__init__(config, FastScheduler)
+        super().__init__(config, kind)
         self.describe()
         self.add("first", PROMPT[:4], max_tokens=2)
         output = self.vllm.schedule()
@@ -133,6 +135,26 @@ def test_a_request_is_scheduled_in_the_step_after_its_load(engine: Engine) -> No
     assert engine.counts == {"early_ends": 1, "loads": 1, "loaded_tokens": tokens}
     assert not engine.connector._decode.is_told(RequestId("d"))
     assert engine.free_blocks == engine.idle
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(AsyncScheduler, 5), (FastScheduler, 3)])
+def test_it_saves_two_steps_of_a_busy_engine(make: Make, kind: type[Scheduler], steps: int) -> None:
+    """vLLM has two steps under way, and workers report what has ended as a step begins."""
+    engine = make(kind=kind)
+    engine.add("busy", PROMPT[:4], max_tokens=60)
+    first = engine.vllm.schedule()
+    engine.add("d", PROMPT, ticket_for(PROMPT, new_nonce()).params(None))
+    under_way = deque[tuple[SchedulerOutput, dict[str, Any]]]([(engine.vllm.schedule(), {})])
+    load, _ = under_way[0][0].kv_connector_metadata.commands
+    engine.end(first)
+    for number in itertools.count(1):
+        if number == 2:  # it has landed during the step before
+            engine.hear(load, 0, 1)
+        under_way.append((engine.vllm.schedule(), good("d") if number == 2 else {}))
+        output, reported = under_way.popleft()
+        if "d" in [each.request_id for each in engine.end(output, **reported)]:
+            assert number == steps
+            return
 
 
 def test_a_report_that_is_under_way_already_is_dropped(engine: Engine) -> None:
