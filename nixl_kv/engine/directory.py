@@ -1,11 +1,11 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
-weights; the scheduler reads both in its next step. The engine's own ranks send hints, which the
-scheduler takes between its steps. API servers hear of offers that decode has released
+weights; the scheduler reads both in its next step. The engine's own ranks send hints about loads,
+which the scheduler takes before each step. API servers hear of offers that decode has released
 (`engine/watch.py`). The status that it answers to tools is an open record, like a rank's
-(`engine/status.py`). Draining takes an engine out of service, so only
-a sender that has proved the key may order it, or, without a key, a process on the same machine.
+(`engine/status.py`). Draining takes an engine out of service, so only a sender that has proved the
+key may order it, or, without a key, a process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
 """
@@ -47,7 +47,6 @@ UNWATCHED: Final = b""  # no route
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
-
 
 # Hints that wait for the scheduler. Without the oldest ones, loads end with a step's output.
 MAX_HINTS: Final = 4096
