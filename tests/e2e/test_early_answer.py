@@ -1,14 +1,14 @@
 """Prefill answers before it has computed, so that a router starts both legs together."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from harness.cluster.client import Answer, Client, Ticket
+from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import (
@@ -31,7 +31,6 @@ from support.engines import EVENT_S, connected, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
-Complete = Callable[[str, int], Answer]
 CHUNK = 128
 """Tokens that prefill computes in one step."""
 SEATS = 2
@@ -102,32 +101,33 @@ def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
     assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
 
 
-def expect_early_ends(to_decode: Client, complete: Complete, single: Client) -> None:
-    """Requests decode at the same time, until a load ends while a step of another one goes on."""
-    loads, seeds = CountersSince(to_decode), itertools.count(7450)
-
-    def has_ended() -> bool:
-        prompts = [random_prompt(40, seed=next(seeds)) for _ in range(4)]
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(lambda prompt: complete(prompt, 32).tokens, prompts))
-        assert answers == [single.complete(prompt, 32).tokens for prompt in prompts]
-        return loads.changed()[EARLY_ENDS] > 0
-
-    assert wait_until(has_ended, EVENT_S)
-    assert loads.changed()[FAILURES] == 0
-
-
-def test_loads_end_between_steps(pair: Pair, single: Client) -> None:
-    expect_early_ends(pair.to_decode, pair.complete, single)
-
-
-def test_loads_end_between_steps_of_two_workers(
-    cluster: Cluster, pair: Pair, single: Client
+@pytest.mark.parametrize(
+    ("workers", "extra_args"), [(1, FAST + IN_PROCESS), (2, FAST)], ids=["in process", "two"]
+)
+def test_loads_end_between_steps(
+    cluster: Cluster, pair: Pair, single: Client, workers: int, extra_args: tuple[str, ...]
 ) -> None:
-    """They run in processes of their own. vLLM hears once of each load."""
-    spec = replace(pair.decode.spec, name="early-two", tensor_parallel=2, extra_args=FAST)
+    """Requests decode at the same time, until a load ends while a step of another one goes on."""
+    spec = replace(
+        pair.decode.spec,
+        name=f"early-{workers}",
+        module="support.collecting_connector",
+        tensor_parallel=workers,
+        extra_args=extra_args,
+    )
+    seeds = itertools.count(7450)
     with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:
-        expect_early_ends(two.to_decode, two.complete, single)
+        loads = CountersSince(two.to_decode)
+
+        def has_ended() -> bool:
+            prompts = [random_prompt(40, seed=next(seeds)) for _ in range(4)]
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                answers = list(pool.map(lambda prompt: two.complete(prompt, 32).tokens, prompts))
+            assert answers == [single.complete(prompt, 32).tokens for prompt in prompts]
+            return loads.changed()[EARLY_ENDS] > 0
+
+        assert wait_until(has_ended, EVENT_S)
+        assert loads.changed()[FAILURES] == 0
 
 
 def test_a_pair_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:
