@@ -51,4 +51,4 @@ class NixlKVConnector(OurConnector):
                 if "propose" in vars(owner):
                     trace(owner, "propose", "draft")
         trace(worker, "_record_event", "event")
-        trace(worker.UnwrittenOffers, "pop_written", "written", bool)
+        trace(worker.UnwrittenOffers, "pop", "written", bool)
