@@ -53,6 +53,8 @@ class LocalRank:
     description: RankDescription
     loads: dict[RequestId, events.LoadEnded] = field(default_factory=dict)
     offers: dict[RequestId, events.OfferEnd] = field(default_factory=dict)
+    ready: set[RequestId] = field(default_factory=set)
+    """Early loads that can use blocks."""
     counts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -72,6 +74,10 @@ class LocalRank:
                 case events.OfferEnded():
                     assert result.request not in self.offers, f"offer {result.request} ended twice"
                     self.offers[result.request] = result.end
+                case events.LoadReady():
+                    self.ready.add(result.request)
+                case events.PairSlotFree():
+                    self.engine.pair_slots.free(result)
                 case events.NewLife():
                     self.description = result.description
                 case events.Counts():
@@ -159,7 +165,7 @@ class LocalEngine:
 
     def submit(self, *commands: events.Command) -> None:
         for rank in self.ranks:
-            rank.engine.submit(commands)
+            rank.engine.submit(rank.engine.pair_slots.apply(commands))
 
     # prefill
 
@@ -198,8 +204,11 @@ class LocalEngine:
 
     # decode
 
-    def prepare_load(self, request: str, ticket: Ticket, claim: Claim | None = None) -> None:
-        self.submit(events.PrepareLoad(RequestId(request), ticket, claim or new_claim()))
+    def prepare_load(
+        self, request: str, ticket: Ticket, claim: Claim | None = None, *, is_early: bool = False
+    ) -> None:
+        claim = claim or new_claim()
+        self.submit(events.PrepareLoad(RequestId(request), ticket, claim, is_early))
 
     def start_load(
         self, request: str, tables: Tables, tokens: range, *, verify: bool = False
