@@ -1,16 +1,20 @@
 """Prefill answers before it has computed, so that a router starts both legs together."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from harness.cluster.answers import Question
 from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EngineSpec
+from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -27,7 +31,8 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from nixl_kv.protocol.ticket import FIELD, SealedTicket
-from support.engines import EVENT_S, connected, expect_free, started
+from support.asking import Ended, ask
+from support.engines import EVENT_S, connected, expect_free, expect_load, started
 
 pytestmark = pytest.mark.e2e
 
@@ -45,22 +50,28 @@ IN_PROCESS = ("--distributed-executor-backend", "uni")
 """Decode's worker runs in its scheduler's process, as on one GPU."""
 
 
-@pytest.fixture(scope="module")
-def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterator[Pair]:
+@contextmanager
+def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str) -> Iterator[Pair]:
     """Two engines with a key behind a router; prefill answers early."""
     prefill, decode = (
         replace(
             spec,
-            name=f"early-{spec.role}",
-            extra_args=extra_args,
+            name=f"{name}-{spec.role}",
+            extra_args=(*spec.extra_args, *extra_args),
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
-        for spec, extra_args in zip(base_specs, (EARLY, FAST + IN_PROCESS), strict=True)
+        for spec, extra_args in zip(specs, (EARLY, FAST + IN_PROCESS), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])
         with Pair(engines[0], engines[1], router) as pair:
             yield pair
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterator[Pair]:
+    with early_pair(cluster, base_specs, "early") as pair:
+        yield pair
 
 
 # Prefill does not answer a request for log probabilities early: the harness's requests have one.
@@ -185,3 +196,102 @@ def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client)
     ticket = early_ticket(pair, prompt)
     pair.prefill.kill()
     assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+
+
+# --- a kill in each phase
+
+LEASE_S = 5.0
+MOST_ATTEMPTS = 10
+SEEDS = itertools.count(7701)
+RUNNING = "vllm:num_requests_running"
+GENERATED = "vllm:generation_tokens_total"
+PHASES = {
+    "before the ask": "1 PREPARED (PrepareLoad",
+    "while queued": "1 Pending: queued",
+    "between chunks": "2 READING -> GRANTED (ReadDone)",
+    "reading a chunk": "2 GRANTED -> READING (StartLoad)",
+    "after the last chunk": "1 STARTED -> LOADED",
+    "after the first token": "",
+}
+"""What decode's log has at that moment, and how often."""
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture(scope="module")
+def mortals(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], plan: Path
+) -> Iterator[tuple[Engine, Engine]]:
+    """A pair whose decode kills either engine; prefill computes one request at a time."""
+    prefill, decode = (
+        replace(spec, connector_config={**spec.connector_config, "lease_s": LEASE_S})
+        for spec in base_specs
+    )
+    prefill = replace(prefill, extra_args=("--max-num-seqs", "1"))
+    kills = {"NIXL_KV_KILL": str(plan)}
+    decode = replace(decode, module="support.killing_connector", extra_env=kills)
+    with early_pair(cluster, (prefill, decode), "mortal") as pair:
+        yield pair.engines
+
+
+@pytest.fixture
+def mortal(mortals: tuple[Engine, Engine]) -> Iterator[Pair]:
+    with Pair(*mortals) as pair:
+        yield pair
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_kill_in_each_phase(
+    mortal: Pair, single: Client, plan: Path, victim: str, phase: str
+) -> None:
+    moment = PHASES[phase]
+    engine = mortal.prefill if victim == "prefill" else mortal.decode
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(MOST_ATTEMPTS):  # prefill may be done before decode sees the moment
+            prompt, other = random_prompt(7 * CHUNK + 33, next(SEEDS)), random_prompt(20, 7700)
+            question = Question.of(single, prompt, 16 if moment else 200)
+            if phase == "while queued":
+                running = CountersSince(mortal.to_prefill)
+                pool.submit(ask, partial(mortal.to_prefill.complete, other, 500))
+                assert running.wait_for(RUNNING, timeout_s=EVENT_S)[RUNNING] == 1
+            plan.write_text(f"{engine.pid} {moment}" if moment else "")
+            ticket = early_ticket(mortal, prompt)
+            generated = CountersSince(mortal.to_decode)
+            complete = partial(mortal.decode_with, ticket, prompt, question.num_tokens)
+            asked = pool.submit(ask, complete)
+            if not moment:
+                assert generated.wait_for(GENERATED, timeout_s=EVENT_S)[GENERATED] > 0
+                engine.kill()
+            ended = asked.result()
+            if not plan.read_text():
+                break
+    assert wait_until(lambda: not engine.is_running(), EVENT_S)
+    begin = time.monotonic()
+    if victim == "decode":
+        assert ended.error
+        expect_free(mortal.to_prefill)
+        print(f"blocks free after {time.monotonic() - begin:.1f} s")
+    else:
+        expect_answer(question, ended)
+    engine.kill()
+    engine.restart()
+    with Pair(*mortal.engines) as again:  # clients whose connections are new
+        if victim == "decode":
+            retry = partial(again.decode_with, ticket, prompt, question.num_tokens)
+            expect_answer(question, ask(retry))
+        expect_load(again.to_decode, again.complete)
+        for client in (again.to_prefill, again.to_decode):
+            expect_free(client)
+
+
+def expect_answer(question: Question, ended: Ended) -> None:
+    assert ended.kind(question) == "right"
+    print(f"answered after {ended.seconds:.1f} s, alone in {question.expected.seconds:.1f} s")
