@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Final
 
 from benchmarks import engines
-from benchmarks.added import EARLY, FAST
 from benchmarks.floor import prompt
 from benchmarks.shapes import Row
 from benchmarks.tcp import QUEUE_BYTES
@@ -76,10 +75,9 @@ def started(options: argparse.Namespace, stack: ExitStack) -> tuple[Pair, Wire]:
     steps = ("--max-num-batched-tokens", str(options.chunk))
     specs = [
         replace(
-            spec,
+            engines.with_options(spec, *steps),
             host=host,
             cores=cores,
-            extra_args=(*some, *steps, *spec.extra_args),
             connector_config={
                 **spec.connector_config,
                 "insecure": True,
@@ -87,11 +85,10 @@ def started(options: argparse.Namespace, stack: ExitStack) -> tuple[Pair, Wire]:
                 "host": host.wire_address,
             },
         )
-        for spec, host, cores, some in zip(
-            engines.pair_of("nixl-kv", options),
+        for spec, host, cores in zip(
+            engines.with_early_answer(*engines.pair_of("nixl-kv", options)),
             hosts,
             halves(os.sched_getaffinity(0)),
-            (EARLY, FAST),
             strict=True,
         )
     ]
