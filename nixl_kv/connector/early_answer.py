@@ -281,6 +281,7 @@ def _answer(
     path: str, request_id: str, request: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The response to a request for one token, without the token."""
+    # Without `usage` too, because vllm-router puts prefill's `prompt_tokens` into decode's answer.
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     if path == CHAT:
         kind, prefix = "chat.completion", "chatcmpl"
@@ -294,6 +295,5 @@ def _answer(
         "created": int(time.time()),
         "model": request.get("model"),
         "choices": [choice],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
         "kv_transfer_params": params,
     }
