@@ -57,6 +57,9 @@ LOAD_WAIT_S: Final = 0.01
 # How long the end of the process waits for the transfer engine.
 SHUTDOWN_S: Final = 5.0
 
+# How long the transfer thread may take to wake up and grant a chunk.
+GRANTING_S: Final = 0.0001
+
 RESET: Final = events.Failure(
     events.FailureKind.DROPPED, "the cache was reset before the load was used"
 )
@@ -236,6 +239,10 @@ class Worker:
         written = self._unwritten.pop()
         if self._engine is not None:
             self._engine.submit(written)
+            if written and not current_platform.is_cpu():
+                # Sampling comes next, and keeps the GIL for 2 ms. Let the transfer thread grant
+                # this chunk before: on H200s, 512 tokens are decoded 1 to 1.5 ms earlier.
+                time.sleep(GRANTING_S)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The loads and offers that have ended. A draft model may still run after this."""
