@@ -121,7 +121,7 @@ class DirectoryServer:
             self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
-        """What ranks have told since the last call. The scheduler's thread calls this."""
+        """The hints since the last call. The scheduler's thread calls this."""
         return [self._hints.popleft() for _ in range(len(self._hints))]
 
     def stop(self) -> None:
