@@ -279,6 +279,7 @@ def test_the_next_request_with_its_id_loads_as_well(engine: Engine) -> None:
     third = engine.vllm.schedule()
     assert not third.num_scheduled_tokens, "the report of the first load comes first"
     engine.end(first, **good("d"))
+    assert engine.connector._decode.num_open == 1, "a reset would concern the second load"
     engine.end(second, **good("d"))
     engine.end(third)
     assert engine.vllm.schedule().num_scheduled_tokens == {"d": 1}
