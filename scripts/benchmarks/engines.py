@@ -20,10 +20,7 @@ DECODE_GRAPHS: Final = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "
 """vLLM compiles nothing, and decode's steps are CUDA graphs: a start takes seconds."""
 
 EARLY: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
-FAST: Final = (
-    *("--scheduler-cls", "nixl_kv.connector.Scheduler"),
-    *("--distributed-executor-backend", "uni"),  # as on a GPU
-)
+FAST: Final = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

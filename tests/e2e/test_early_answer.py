@@ -46,8 +46,6 @@ EARLY = (
     *("--max-num-seqs", str(SEATS)),
 )
 FAST = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
-IN_PROCESS = ("--distributed-executor-backend", "uni")
-"""Decode's worker runs in its scheduler's process, as on one GPU."""
 
 
 @contextmanager
@@ -60,7 +58,7 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
             extra_args=(*spec.extra_args, *extra_args),
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
-        for spec, extra_args in zip(specs, (EARLY, FAST + IN_PROCESS), strict=True)
+        for spec, extra_args in zip(specs, (EARLY, FAST), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])
@@ -113,11 +111,9 @@ def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
     assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
 
 
-@pytest.mark.parametrize(
-    ("workers", "extra_args"), [(1, FAST + IN_PROCESS), (2, FAST)], ids=["in process", "two"]
-)
+@pytest.mark.parametrize("workers", [1, 2])
 def test_loads_end_between_steps(
-    cluster: Cluster, pair: Pair, single: Client, workers: int, extra_args: tuple[str, ...]
+    cluster: Cluster, pair: Pair, single: Client, workers: int
 ) -> None:
     """Requests decode at the same time, until a load ends while a step of another one goes on."""
     spec = replace(
@@ -125,7 +121,7 @@ def test_loads_end_between_steps(
         name=f"early-{workers}",
         module="support.collecting_connector",
         tensor_parallel=workers,
-        extra_args=extra_args,
+        extra_args=FAST,
     )
     seeds = itertools.count(7450)
     with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:
