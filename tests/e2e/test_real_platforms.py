@@ -34,6 +34,7 @@ from harness.cluster.processes import ManagedProcess, Ports, stop_all
 from harness.cluster.prompts import random_prompt
 from harness.cluster.router import IN_TURNS
 from harness.cluster.waiting import wait_until
+from nixl_kv.connector.stats import METRICS
 from support.engines import started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.platforms]
@@ -51,6 +52,7 @@ SEEDS = itertools.count(50_000)  # no prompt is asked twice: decode would have i
 
 def count(urls: Sequence[str], *names: str) -> Counter[tuple[str | None, ...]]:
     """The sum of our counters of these names, by engine, under any platform's prefix."""
+    assert METRICS.keys() >= set(names)
     counted: Counter[tuple[str | None, ...]] = Counter()
     for url in urls:
         with Client(url) as client:
@@ -63,7 +65,7 @@ def count(urls: Sequence[str], *names: str) -> Counter[tuple[str | None, ...]]:
 
 
 def count_tokens(urls: Sequence[str]) -> int:
-    return round(count(urls, "tokens_loaded").total())
+    return round(count(urls, "loaded_tokens").total())
 
 
 def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: int) -> None:
