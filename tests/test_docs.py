@@ -138,6 +138,13 @@ def test_the_plot_shows_its_records() -> None:
 # --- what is named exists
 
 
+def test_the_slow_lane_names_files_that_exist() -> None:
+    lists = re.findall(r"^(?:both_runners|only_v1)=\((.+)\)$", read("scripts/test"), re.MULTILINE)
+    assert len(lists) == 2
+    names = [name for each in lists for name in each.split()]
+    assert [name for name in names if not (REPO / f"tests/e2e/test_{name}.py").exists()] == []
+
+
 def slug(heading: str) -> str:
     """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")

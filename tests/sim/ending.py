@@ -155,8 +155,12 @@ def _check_time(
 def _check_idle(world: World, invariants: Invariants) -> None:
     """Each thread waits for messages, and for the time when it forgets a peer: it uses no CPU."""
     for count in range(2 * IDLE_ROUNDS):
-        # An agent may just be replaced, to close its connections to ranks that left.
-        is_changing = any(rank.parts.agents.is_busy for rank in world.ranks())
+        # An agent may just be replaced, to close its connections to ranks that left. The new one
+        # opens links, which close a few seconds later.
+        is_changing = any(
+            rank.parts.agents.is_busy or rank.loop._look_at_links_at is not None
+            for rank in world.ranks()
+        )
         _round(world, invariants)
         world.clock.now += LINGER_S
         if count >= IDLE_ROUNDS and not is_changing:
