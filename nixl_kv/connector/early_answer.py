@@ -55,9 +55,7 @@ ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "max_completion_tokens": (1,),
     "min_tokens": (0, 1),
 }
-DATA_PARALLEL: Final = (
-    "EarlyAnswer does nothing on this engine: data_parallel_size is %d; allowed: 1"
-)
+OFF: Final = "EarlyAnswer does nothing on this engine: %s is %r; allowed: %r"
 
 
 class EarlyAnswer:
@@ -125,9 +123,12 @@ class EarlyAnswer:
             )
         trust = Trust.of(config)
         size = vllm_config.parallel_config.data_parallel_size
-        if size > 1:
+        # With an id, decode would ask for another nonce than that of the pair ticket.
+        needs = (("data_parallel_size", size, 1), ("pair_ids", config.pair_ids, "off"))
+        wrong = next((need for need in needs if need[1] != need[2]), None)
+        if wrong is not None:
             self._is_off = True
-            logger.warning(DATA_PARALLEL, size)
+            logger.warning(OFF, *wrong)
         else:
             self._watch = OfferWatch(trust.control())
             self._watch.start()

@@ -328,8 +328,9 @@ class Scheduler:
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""
-        own = (self._config.host,) if self.takes_hints else ()  # its ranks, whatever `peers` says
-        port, control = port_of(self._config, self._vllm_config), self._trust.control(*own)
+        port = port_of(self._config, self._vllm_config)
+        # Its own ranks and API servers may connect, whatever `peers` says.
+        control = self._trust.control(self._config.host)
         listen = partial(
             DirectoryServer,
             control,

@@ -452,6 +452,9 @@ class PrefillMachine:
             told = self._tell(command.nonce, "queued")
             return actions + told + self._ask_again(asks, now)
         self._note_end(command.nonce, WITHDRAWN)
+        expected = self.early.expected(command.nonce)
+        if expected is not None:  # after a reset, prefill would compute it for nobody
+            actions.append(events.PairReleased(command.nonce, expected.request))
         asks += self.early.forget(command.nonce)
         return actions + self._deny_all(asks, WITHDRAWN)
 
@@ -777,7 +780,7 @@ class PrefillMachine:
         actions += self._deny_all(self.early.forget(offer.nonce), ENDED[end])
         reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
         ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        if offer.is_pinned or end is OfferEnd.READ:
+        if offer.is_pinned or end is OfferEnd.READ or not offer.prepared.is_pair:
             return [*actions, ended]
         return [*actions, ended, events.PairReleased(offer.nonce, offer.request)]
 

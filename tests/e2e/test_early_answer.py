@@ -55,7 +55,7 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
         replace(
             spec,
             name=f"{name}-{spec.role}",
-            extra_args=(*spec.extra_args, *extra_args),
+            extra_args=(*extra_args, *spec.extra_args),
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
         for spec, extra_args in zip(specs, (EARLY, FAST), strict=True)

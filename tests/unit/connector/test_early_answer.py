@@ -105,13 +105,19 @@ async def _respond(send: Any, status: int, body: Any) -> None:
 class Client:
     """Sends requests through the middleware to an engine, on an event loop of its own."""
 
-    def __init__(self, role: str = "kv_producer", data_parallel: int = 1) -> None:
+    def __init__(
+        self, role: str = "kv_producer", data_parallel: int = 1, pair_ids: str = "off"
+    ) -> None:
         self.engine = Engine()
         self.early = EarlyAnswer(self.engine)
         transfer = {
             "kv_connector": "NixlKVConnector",
             "kv_role": role,
-            "kv_connector_extra_config": {"insecure": True},
+            "kv_connector_extra_config": {
+                "insecure": True,
+                "peers": ["127.0.0.1/32"],
+                "pair_ids": pair_ids,
+            },
         }
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(**transfer),
@@ -457,14 +463,23 @@ def test_requests_that_can_be_answered_early(changed: dict[str, Any]) -> None:
     assert may_answer_early(REQUEST | changed)
 
 
-def test_data_parallel_engines_answer_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"data_parallel": 2}, "data_parallel_size is 2; allowed: 1"),
+        ({"pair_ids": "request_id"}, "pair_ids is 'request_id'; allowed: 'off'"),
+    ],
+)
+def test_some_engines_answer_as_usual(
+    options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def steps(client: Client) -> None:
         for _ in range(2):
             _, answer = await client.ask()
             assert answer["choices"] == ["computed"]
 
-    run(steps, data_parallel=2)
-    assert "data_parallel_size is 2" in caplog.text
+    run(steps, **options)
+    assert reason in caplog.text
 
 
 def test_a_decode_engine_refuses_the_middleware() -> None:

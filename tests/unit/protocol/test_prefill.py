@@ -782,10 +782,10 @@ PAIRS: dict[str, Script] = {
         (asked(ask(is_early=True, context=hex32(7))), *denied("another prompt")),
     ],
     "a request that ends without an offer": after(
-        AWAITED, (WithdrawOffer(NONCE), *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
+        AWAITED, (WithdrawOffer(NONCE), GIVEN_UP, *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
     ),
     "a computed request that ends without an offer": after(
-        COMPUTED, (WithdrawOffer(NONCE), *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
+        COMPUTED, (WithdrawOffer(NONCE), GIVEN_UP, *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
     ),
     "a request that prefill does not offer, and its ask": [
         (90.0, WithdrawOffer(NONCE)),
@@ -864,7 +864,10 @@ PAIRS: dict[str, Script] = {
     ),
     "a request that ends between two parts": after(
         PARTS,
-        (94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), *denied(WITHDRAWN)),
+        (
+            *(94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT, PAIR_TOKEN)),
+            *(GIVEN_UP, *denied(WITHDRAWN)),
+        ),
         (EARLY, *denied(WITHDRAWN)),
     ),
     "a preemption while a part is read": after(
