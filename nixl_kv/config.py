@@ -77,6 +77,15 @@ class AllowedHosts:
         return set(ANYWHERE) <= set(self.networks)
 
     @property
+    def have_whole_internet(self) -> bool:
+        """Whether they are all addresses of IPv4 or of IPv6, perhaps in several networks."""
+        for version in (4, 6):
+            family: list[Any] = [each for each in self.networks if each.version == version]
+            if any(each.prefixlen == 0 for each in ipaddress.collapse_addresses(family)):
+                return True
+        return False
+
+    @property
     def are_local(self) -> bool:
         """Whether only this machine is allowed, by its loopback addresses."""
         return all(network.network_address.is_loopback for network in self.networks)
@@ -84,13 +93,13 @@ class AllowedHosts:
     def allows(self, host: str) -> bool:
         """Whether `host` is an IP literal within one of the networks."""
         try:
-            address = _unmapped(ipaddress.ip_address(host))
+            address = unmapped(ipaddress.ip_address(host))
         except ValueError:
             return False
         return any(address in network for network in self.networks)
 
 
-def _unmapped(address: Address) -> Address:
+def unmapped(address: Address) -> Address:
     """The IPv4 address, if an IPv6 one stands for it: both are the same host."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
@@ -139,7 +148,7 @@ def _host(value: object) -> str:
         raise ValueError(f"it cannot be resolved: {error.strerror}") from error
     except UnicodeError as error:
         raise ValueError from error
-    address = _unmapped(ipaddress.ip_address(literal))
+    address = unmapped(ipaddress.ip_address(literal))
     if address.is_unspecified or address.is_multicast:
         raise ValueError
     return str(address)
@@ -158,7 +167,7 @@ def _networks(value: object) -> tuple[Network, ...] | None:
 def _network(entry: str) -> Network:
     network = ipaddress.ip_network(entry)
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
-        first = _unmapped(network.network_address)
+        first = unmapped(network.network_address)
         return ipaddress.ip_network(f"{first}/{network.prefixlen - MAPPED.prefixlen}")
     return network
 
@@ -353,7 +362,7 @@ class Config:
                 f"{config.host_name} is {config.host!r}; allowed: without key_file and "
                 f"{KEY_VARIABLE}, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}"
             )
-        if config.pair_ids != OFF and config.allowed_hosts.are_all:
+        if config.pair_ids != OFF and config.allowed_hosts.have_whole_internet:
             raise ConfigError(
                 f"pair_ids is {config.pair_ids!r}, and peers allows every host; allowed: with "
                 "pair_ids, only the networks of the other engines in peers, because a client may "

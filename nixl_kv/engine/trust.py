@@ -4,7 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
-from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
+from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config, unmapped
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Nonce
 from nixl_kv.keys import Keys, make_user_key, parse_key, read_key_file
@@ -70,7 +70,8 @@ class Trust:
         """
         self._check_host(address.remote_host, "remote_host")
         return Ticket(
-            host=address.remote_host,
+            # One spelling for each address: decode keeps state for each peer.
+            host=str(unmapped(ipaddress.ip_address(address.remote_host))),
             port=address.remote_port,
             nonce=self.pair_nonce(name),
             engine=ANY_ENGINE,

@@ -194,7 +194,7 @@ class DecodeMachine:
         self._by_peer.setdefault(key, {})[load.claim] = load
         failure = self.breaker.check(key, now)
         is_new = key not in self.peers.known and key == unnamed(key.endpoint)
-        if is_new and self.peers.num_in[PeerState.CONNECTING] >= MAX_CONNECTING:
+        if is_new and self.peers.num_searched >= MAX_CONNECTING:
             failure = failure or TOO_MANY_PEERS
         if failure is not None:
             load.fail(failure)

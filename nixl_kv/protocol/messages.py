@@ -30,7 +30,16 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.geometry.layout import CacheLayout, Stripe, Table, check_range
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Claim,
+    Endpoint,
+    EngineId,
+    FenceToken,
+    Incarnation,
+    Nonce,
+    Rank,
+)
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
@@ -201,6 +210,10 @@ class Description(_Message, frozen=True, kw_only=True):
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     # About other KV in the cache, such as a draft model's. A reader must find its own among them.
     extras: _Facts = {}
+
+    def __post_init__(self) -> None:
+        if self.incarnation == ANY_INCARNATION:
+            raise ValueError("incarnation is all zeros; no engine's is")
 
 
 class Refusal(_Message, frozen=True, kw_only=True):

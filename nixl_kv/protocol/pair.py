@@ -124,7 +124,7 @@ def nonce_of(name: str, key: bytes | None) -> Nonce:
 def _convert(record: object, kind: type[_Record], name: str = "") -> _Record:
     try:
         return msgspec.convert(record, kind, strict=True)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # msgspec's, and text that is not UTF-8
         where = f"{name}: " if name else ""
         raise TicketRefused(
             f"kv_transfer_params: {where}{printable(str(error), MAX_REASON)}; allowed: "

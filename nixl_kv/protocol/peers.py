@@ -107,6 +107,12 @@ class PeerBook:
         self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
         self.num_in = Counter[State]()  # how many peers are in each state
         self._changed: set[State] = set()  # whose number has changed
+        self._searched: set[events.PeerKey] = set()  # CONNECTING, known by their endpoint alone
+
+    @property
+    def num_searched(self) -> int:
+        """How many endpoints are asked for an engine of which nothing else is known."""
+        return len(self._searched)
 
     def pop_changed(self) -> set[State]:
         changed, self._changed = self._changed, set()
@@ -115,7 +121,7 @@ class PeerBook:
     def clear(self) -> None:
         self._changed |= self.num_in.keys()
         self.num_in.clear()
-        for table in (self.known, self._at, self.failed, self.deadlines):
+        for table in (self.known, self._at, self.failed, self.deadlines, self._searched):
             table.clear()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
@@ -125,6 +131,8 @@ class PeerBook:
             return peer, []
         peer = self.known[key] = Peer(key, now)
         self._index(peer)
+        if key == unnamed(key.endpoint):
+            self._searched.add(key)
         self._count(peer.state, 1)
         self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
@@ -281,6 +289,10 @@ class PeerBook:
         if after is not None:
             self._count(after, 1)
         peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
+        if after is not State.CONNECTING:
+            self._searched.discard(peer.key)
+        elif peer.key == unnamed(peer.key.endpoint):
+            self._searched.add(peer.key)
 
     def _count(self, state: State, amount: int) -> None:
         self.num_in[state] += amount

@@ -364,8 +364,8 @@ def test_allowed_hosts_are_shown_as_an_operator_writes_them() -> None:
 
 def test_the_ids_of_routers_need_a_list_of_peers() -> None:
     """No engine has signed the host beside such an id."""
-    everywhere = ["0.0.0.0/0", "::/0"]
-    for peers in ({}, {"peers": everywhere}):
+    all_hosts = (["0.0.0.0/0", "::/0"], ["0.0.0.0/1", "128.0.0.0/1"], ["::ffff:0:0/96"], ["::/0"])
+    for peers in ({}, *({"peers": each} for each in all_hosts)):
         with pytest.raises(ConfigError, match=r"^pair_ids is 'request_id', and peers allows every"):
             Config.parse({"pair_ids": "request_id", "key_file": "key", **peers}, {})
     assert Config.parse({"pair_ids": "request_id"}, {}).pair_ids == "request_id"

@@ -143,6 +143,9 @@ def test_an_id_of_a_router_leads_only_to_a_peer(key_file: str) -> None:
     opened = who.open_pair("id", PairAddress(remote_host="10.0.0.1", remote_port=5601))
     assert opened.is_pair
     assert (opened.endpoint, opened.nonce) == ("tcp://10.0.0.1:5601", who.pair_nonce("id"))
+    for spelling in ("::ffff:10.0.0.1", "0:00:000:0:0:ffff:0a00:1"):  # decode keeps one peer
+        other_form = PairAddress(remote_host=spelling, remote_port=5601)
+        assert who.open_pair("id", other_form) == opened
     assert who.pair_nonce("id") not in (other.pair_nonce("id"), who.pair_nonce("di"))
     with pytest.raises(TicketRefused, match=r"remote_host is '8\.8\.8\.8'; allowed by 'peers'"):
         who.open_pair("id", PairAddress(remote_host="8.8.8.8", remote_port=5600))

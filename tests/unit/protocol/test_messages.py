@@ -429,6 +429,13 @@ def test_a_record_that_checks_itself_is_refused_by_its_own_words(
         decode(msgspec.msgpack.encode(wire))
 
 
+def test_an_engine_that_describes_itself_names_its_incarnation() -> None:
+    wire = msgspec.msgpack.decode(encode(description()))
+    wire[2] = ANY_INCARNATION
+    with pytest.raises(RemoteProtocolError, match="incarnation is all zeros; no engine's is"):
+        decode(msgspec.msgpack.encode(wire))
+
+
 # Other versions, and what is no message
 
 RELEASE = encode(release())

@@ -114,7 +114,7 @@ def test_a_form_that_is_known_but_not_accepted_says_what_to_do(
 
 BAD_IDS: tuple[object, ...] = ("", "x" * 257, "two\nlines", "\ud800", None, 7, True, [], {})
 BAD_HOSTS = ("prefill", "", "fe80::1%eth0", "10.0.0.1:80", "1" * 65, None, 7, ["10.0.0.1"])
-BAD_PORTS = (0, 65536, -1, 5600.5, "5600", True, None, 2**64)
+BAD_PORTS = (0, 65536, -1, 5600.5, "5600", "\ud800", True, None, 2**64)
 
 
 @pytest.mark.parametrize(
