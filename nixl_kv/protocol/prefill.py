@@ -453,7 +453,7 @@ class PrefillMachine:
             return actions + told + self._ask_again(asks, now)
         self._note_end(command.nonce, WITHDRAWN)
         expected = self.early.expected(command.nonce)
-        if expected is not None:  # after a reset, prefill would compute it for nobody
+        if expected is not None:  # no reader is left, for example after a reset
             actions.append(events.PairReleased(command.nonce, expected.request))
         asks += self.early.forget(command.nonce)
         return actions + self._deny_all(asks, WITHDRAWN)
