@@ -780,7 +780,7 @@ class PrefillMachine:
         actions += self._deny_all(self.early.forget(offer.nonce), ENDED[end])
         reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
         ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        if offer.is_pinned or end is OfferEnd.READ or not offer.prepared.is_pair:
+        if offer.is_pinned or end is OfferEnd.READ:
             return [*actions, ended]
         return [*actions, ended, events.PairReleased(offer.nonce, offer.request)]
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from benchmarks.shapes import MODELS
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import Connector, EngineSpec
+from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, Connector, EngineSpec
 from harness.cluster.models.files import ensure_tiny_model
 
 CPU_BLOCKS: Final = 256
@@ -18,9 +18,6 @@ START_TIMEOUT_S: Final = 900.0
 
 DECODE_GRAPHS: Final = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')
 """vLLM compiles nothing, and decode's steps are CUDA graphs: a start takes seconds."""
-
-EARLY: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
-FAST: Final = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +54,7 @@ def pair_of(
 
 def with_early_answer(prefill: EngineSpec, decode: EngineSpec) -> list[EngineSpec]:
     """The same engines with the early answer, and with our scheduler class."""
-    return [with_options(prefill, *EARLY), with_options(decode, *FAST)]
+    return [with_options(prefill, *EARLY_ANSWER), with_options(decode, *FAST_SCHEDULER)]
 
 
 def with_options(spec: EngineSpec, *extra: str, name: str | None = None) -> EngineSpec:

@@ -24,7 +24,7 @@ from benchmarks import engines
 from benchmarks.shapes import Row
 from benchmarks.transfer import WARM_UP, ratio
 from harness.cluster.client import COMPLETIONS, Client
-from harness.cluster.engines import MODEL_NAME, Engine
+from harness.cluster.engines import FAST_SCHEDULER, MODEL_NAME, Engine
 from harness.cluster.metrics import LOADS, CountersSince, Loaded
 from harness.cluster.models.files import SPECIALS, words
 
@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with engines.new_cluster() as cluster:
         specs = list(engines.pair_of("nixl-kv", options, caching=True))
         if options.streams:
-            specs.append(engines.with_options(specs[1], *engines.FAST, name="fast"))
+            specs.append(engines.with_options(specs[1], *FAST_SCHEDULER, name="fast"))
         prefill, *others = cluster.start(*specs)
         for name, decode in zip(("decode", "fast"), others, strict=False):
             for length in options.lengths:

@@ -1,6 +1,7 @@
 """Real engines, started once for all end-to-end tests: prefill, decode, a single one, a router."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The engines of this session, which end with it."""
     with Cluster(tmp_path_factory.mktemp("engines")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what a planted connector does next."""
+    path = tmp_path_factory.mktemp("planted") / "plan"
+    path.write_text("")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from harness.cluster.answers import Question
 from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, Engine, EngineSpec
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -41,11 +41,10 @@ CHUNK = 128
 SEATS = 2
 """Requests that prefill computes at a time; others are queued."""
 EARLY = (
-    *("--middleware", "nixl_kv.connector.EarlyAnswer"),
+    *EARLY_ANSWER,
     *("--max-num-batched-tokens", str(CHUNK)),
     *("--max-num-seqs", str(SEATS)),
 )
-FAST = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
             extra_args=(*extra_args, *spec.extra_args),
             connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
         )
-        for spec, extra_args in zip(specs, (EARLY, FAST), strict=True)
+        for spec, extra_args in zip(specs, (EARLY, FAST_SCHEDULER), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])
@@ -121,7 +120,7 @@ def test_loads_end_between_steps(
         name=f"early-{workers}",
         module="support.collecting_connector",
         tensor_parallel=workers,
-        extra_args=FAST,
+        extra_args=FAST_SCHEDULER,
     )
     seeds = itertools.count(7450)
     with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:
@@ -211,13 +210,6 @@ PHASES = {
     "after the first token": "",
 }
 """What decode's log has at that moment, and how often."""
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan"
-    path.write_text("")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -58,14 +58,6 @@ SEEDS = itertools.count(140_000)  # no prompt is in a cache before
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what is planted into each load of one decode engine."""
-    path = tmp_path_factory.mktemp("planted") / "plan"
-    path.write_text("")
-    return path
-
-
-@pytest.fixture(scope="module")
 def engines(cluster: Cluster, plan: Path) -> Iterator[Mapping[str, Engine]]:
     prefill, decode = pair_specs(
         ensure_tiny_model(model=Qwen3Next()),

@@ -42,6 +42,7 @@ from nixl_kv.protocol.peers import (
     State,
     unnamed,
 )
+from nixl_kv.protocol.peers import State as PeerState
 from support.records import (
     CLAIM,
     D1,
@@ -567,6 +568,16 @@ def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
     (known,) = machine.handle(prepare_load(), 100.0)  # a ticket has a MAC
     assert known == DESCRIBE
     assert len(machine.peers.known) == MAX_CONNECTING + 1
+
+
+def test_engines_that_tickets_name_leave_room_for_ids() -> None:
+    machine = decode_machine()
+    for number in range(MAX_CONNECTING):
+        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
+        machine.handle(prepare_load(request, claim, nonce=nonce, port=1 + number), 100.0)
+    assert machine.peers.num_in[PeerState.CONNECTING] == MAX_CONNECTING
+    (describe,) = machine.handle(BY_ID, 100.0)
+    assert isinstance(describe, Send)
 
 
 @each_of(
