@@ -58,6 +58,7 @@ HEADERS: Final = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
 PROMPT: Final = [*range(3 * BLOCK)]
 WAITS: Final = (0.5, 0.25, 0.125, 2.0, 1.0)
 SECOND: Final = 10**9
+ROUNDING: Final = SECOND // 1000  # of clocks that are floats
 TRACING: Final = vllm_config()
 TRACING.observability_config.otlp_traces_endpoint = "http://127.0.0.1:4317"
 CONFIG: Final = Config.parse({"insecure": True}, {})
@@ -178,8 +179,9 @@ def test_a_load_is_a_span_of_the_clients_trace(exported: Exported) -> None:
     ]
     offsets = [(event.timestamp - span.events[0].timestamp) / SECOND for event in span.events]
     assert offsets == pytest.approx([0.0, 0.5, 0.875, 2.875, 2.875], abs=0.001)
+    # The ranks' clock is that of the scheduler: they ended between the test's begin and the span's.
     verified_at = span.events[-1].timestamp + SECOND
-    assert abs(verified_at - span.end_time) < SECOND, "the ranks' clock is that of the scheduler"
+    assert before - ROUNDING <= verified_at <= span.end_time + ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_an_offer_is_a_span_from_its_ticket_to_its_end(exported: Exported) -> No
     """The first of its ranks that is asked tells when decode came."""
     prefill = engine()
     begin_offer(prefill)
-    now = time.monotonic()
+    before, now, after = time.time_ns(), time.monotonic(), time.time_ns()
     later, earlier = (
         OfferEnded(NONCE, P1, end, DECODE, now + seconds)
         for end, seconds in ((OfferEnd.NOT_NEEDED, 0.5), (OfferEnd.READ, 0.25))
@@ -259,8 +261,8 @@ def test_an_offer_is_a_span_from_its_ticket_to_its_end(exported: Exported) -> No
     expected = {"request": "p1", "tokens": len(PROMPT), "outcome": "read", "peer": "decode"}
     assert attributes == expected
     assert event_names(span) == ["ask"]
-    assert span.start_time is not None
-    assert 0.0 <= (span.events[0].timestamp - span.start_time) / SECOND - 0.25 < 0.25
+    begun = span.events[0].timestamp - SECOND // 4
+    assert before - ROUNDING <= begun <= after + ROUNDING
 
 
 def test_an_unclaimed_offer_has_no_reader(exported: Exported) -> None:
