@@ -215,12 +215,12 @@ class _Exchange:
         """Answer the request if that is possible; returns the body for vLLM."""
         try:
             request = _REQUEST.decode(body)
-            params = msgspec.json.decode(request.get("kv_transfer_params", b"null"))
+            params = _value(request, "kv_transfer_params")
             if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
                 return body
             self._asks_for_offer = True
             pair = None if FIELD in params else self._early.pair(request)
-            model = msgspec.json.decode(request.get("model", b"null"))
+            model = _value(request, "model")
         except (msgspec.DecodeError, UnicodeDecodeError):
             return body
         if pair is None:
@@ -267,20 +267,24 @@ class _Exchange:
 
 def may_answer_early(request: _Request) -> bool:
     """Whether decode's answer says everything that prefill's own output would say."""
-    has_limit = False
     for name, allowed in ALLOWED.items():
-        value = msgspec.json.decode(request.get(name, b"null"))
+        value = _value(request, name)
         # False equals 0, which asks for log probabilities.
         is_allowed = any(value == each and type(value) is type(each) for each in allowed)
         if value is not None and not is_allowed:
             return False
-        has_limit |= value is not None and name in LIMITS
-    prompt = bytes(request.get("prompt", b"null")).lstrip()
+    if all(_value(request, name) is None for name in LIMITS):
+        return False
+    prompt = bytes(request.get("prompt", b"null"))
     if prompt == b"null":
-        return has_limit and bytes(request.get("messages", b"")).lstrip().startswith(b"[")
+        return bytes(request.get("messages", b"")).startswith(b"[")
     # A list of numbers is one prompt of token ids; any other list may be several prompts.
     first = prompt[1:].lstrip()[:1] if prompt.startswith(b"[") else b""
-    return has_limit and (first.isdigit() or (prompt.startswith(b'"') and prompt != b'""'))
+    return first.isdigit() or (prompt.startswith(b'"') and prompt != b'""')
+
+
+def _value(request: _Request, name: str) -> Any:
+    return msgspec.json.decode(request.get(name, b"null"))
 
 
 def _answer(path: str, request_id: str, model: object, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from nixl_kv.protocol.peers import (
     State,
     unnamed,
 )
-from nixl_kv.protocol.peers import State as PeerState
 from support.records import (
     CLAIM,
     D1,
@@ -575,7 +574,7 @@ def test_engines_that_tickets_name_leave_room_for_ids() -> None:
     for number in range(MAX_CONNECTING):
         request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
         machine.handle(prepare_load(request, claim, nonce=nonce, port=1 + number), 100.0)
-    assert machine.peers.num_in[PeerState.CONNECTING] == MAX_CONNECTING
+    assert machine.peers.num_in[State.CONNECTING] == MAX_CONNECTING
     (describe,) = machine.handle(BY_ID, 100.0)
     assert isinstance(describe, Send)
 
