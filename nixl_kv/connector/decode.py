@@ -324,7 +324,7 @@ class DecodeScheduler:
 
     def _is_for(self, ticket: Ticket, prompt: Prompt) -> bool:
         # With the label if the router has also sent an id.
-        labels = ("", self.weights)
+        labels = {"", self.weights}
         return any(prompt.context(ticket.nonce, each) == ticket.context for each in labels)
 
     def _why_outdated(self, ticket: Ticket) -> str:

@@ -70,12 +70,18 @@ class Breaker:
         """`greet` makes a message that a rank answers with a HeartbeatReply."""
         self.deadlines = Deadlines[events.PeerKey]()
         self.circuits: dict[events.PeerKey, Circuit] = {}
+        self._probes: dict[events.PeerKey, Circuit] = {}  # the HALF_OPEN ones
         self._record = record
         self._greet = greet
 
+    @property
+    def num_searched(self) -> int:
+        """How many endpoints are probed of which nothing else is known."""
+        return sum(key == unnamed(key.endpoint) for key in self._probes)
+
     def clear(self) -> None:
-        self.circuits.clear()
-        self.deadlines.clear()
+        for table in (self.circuits, self._probes, self.deadlines):
+            table.clear()
 
     def check(self, key: events.PeerKey, now: float) -> Failure | None:
         """Why a load from this engine fails at once; None: it may be tried."""
@@ -92,6 +98,7 @@ class Breaker:
         if len(self.circuits) > MAX_CIRCUITS:
             oldest = next(iter(self.circuits))
             del self.circuits[oldest]
+            self._probes.pop(oldest, None)
             self.deadlines.set(oldest, math.inf)
         circuit.failures += 1
         circuit.failure = msgspec.structs.replace(failure, is_known=True)
@@ -137,16 +144,21 @@ class Breaker:
         for circuit in self._probed(event.endpoint):
             self._reopen(circuit, event, now)
 
-    def on_tick(self, tick: events.Tick, now: float) -> Actions:
+    def on_tick(self, tick: events.Tick, now: float, room: int) -> Actions:
+        """Begin and end probes; of endpoints of which nothing else is known, at most `room`."""
         actions: Actions = []
+        room -= self.num_searched
         for key in self.deadlines.pop_due(now):
-            circuit = self.circuits[key]
+            circuit, is_search = self.circuits[key], key == unnamed(key.endpoint)
             if circuit.state is State.HALF_OPEN:
                 self._reopen(circuit, tick, now)
             elif now >= circuit.used_at + KEPT_S:
                 self._move(circuit, None, tick)
                 del self.circuits[key]
+            elif is_search and room <= 0:
+                self.deadlines.set(key, now + PAUSE_S)
             else:
+                room -= is_search
                 self._move(circuit, State.HALF_OPEN, tick)
                 self.deadlines.set(key, now + PROBE_S)
                 circuit.ranks, circuit.awaited = (), {key.endpoint}
@@ -155,13 +167,7 @@ class Breaker:
         return actions
 
     def _probed(self, endpoint: Endpoint) -> list[Circuit]:
-        if self.deadlines.next == math.inf:  # no circuit is open
-            return []
-        return [
-            circuit
-            for circuit in self.circuits.values()
-            if circuit.state is State.HALF_OPEN and endpoint in circuit.awaited
-        ]
+        return [each for each in self._probes.values() if endpoint in each.awaited]
 
     def _reopen(self, circuit: Circuit, event: object, now: float) -> None:
         self._move(circuit, State.OPEN, event, ", ".join(sorted(circuit.awaited)))
@@ -179,3 +185,6 @@ class Breaker:
     def _move(self, circuit: Circuit, after: State | None, event: object, detail: str = "") -> None:
         states, about = (circuit.state, after), ("", str(circuit.key))
         circuit.state = MACHINE.move(self._record, states, event, about, detail)
+        self._probes.pop(circuit.key, None)
+        if after is State.HALF_OPEN:
+            self._probes[circuit.key] = circuit

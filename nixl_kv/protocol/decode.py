@@ -104,6 +104,10 @@ class DecodeMachine:
         due = min(own, stalls, self.peers.deadlines.next, self.breaker.deadlines.next)
         return None if due == math.inf else due
 
+    @property
+    def _num_searched(self) -> int:
+        return self.peers.num_searched + self.breaker.num_searched
+
     def is_using(self, endpoint: Endpoint) -> bool:
         return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
 
@@ -194,7 +198,7 @@ class DecodeMachine:
         self._by_peer.setdefault(key, {})[load.claim] = load
         failure = self.breaker.check(key, now)
         is_new = key not in self.peers.known and key == unnamed(key.endpoint)
-        if is_new and self.peers.num_searched >= MAX_CONNECTING:
+        if is_new and self._num_searched >= MAX_CONNECTING:
             failure = failure or TOO_MANY_PEERS
         if failure is not None:
             load.fail(failure)
@@ -390,7 +394,8 @@ class DecodeMachine:
     # --- time
 
     def _on_tick(self, tick: events.Tick, now: float) -> Actions:
-        actions = self.peers.on_tick(tick, self._is_in_use, now) + self.breaker.on_tick(tick, now)
+        actions = self.peers.on_tick(tick, self._is_in_use, now)
+        actions += self.breaker.on_tick(tick, now, MAX_CONNECTING - self.peers.num_searched)
         actions += self._fail_loads(now)
         for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
             self._touched[load.claim] = load

@@ -299,8 +299,12 @@ class PeerBook:
         self._changed.add(state)
 
     def _disconnect(self, key: events.PeerKey) -> Actions:
-        """Close the link to a directory, unless another peer's description is awaited over it."""
-        if any(peer.key != key for peer in self.connecting_at(key.endpoint)):
+        """Close the link to a directory, unless another peer needs it.
+
+        A router's id may name the port of a rank, whose link then is in use.
+        """
+        others = [peer for peer in self._at.get(key.endpoint, {}).values() if peer.key != key]
+        if any(peer.state is State.CONNECTING or peer.description for peer in others):
             return []
         return [events.Disconnect(key.endpoint)]
 

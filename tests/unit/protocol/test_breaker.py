@@ -54,9 +54,9 @@ class Subject:
             actions += self.breaker.on_failure(key, SILENT, self.now)
         return actions
 
-    def tick_after(self, seconds: float) -> events.Actions:
+    def tick_after(self, seconds: float, room: int = 64) -> events.Actions:
         self.now += seconds
-        return self.breaker.on_tick(TICK, self.now)
+        return self.breaker.on_tick(TICK, self.now, room)
 
     def describe(self) -> events.Actions:
         return self.breaker.on_description(description(RANKS), HOME)
@@ -162,10 +162,13 @@ def test_an_engine_that_no_load_wants_is_probed_no_longer(probed: Subject) -> No
 
 def test_the_number_of_circuits_is_bounded(subject: Subject) -> None:
     for number in range(MAX_CIRCUITS + 10):
-        subject.fail(2, PeerKey(PEER.engine, PEER.incarnation, at(number)))
+        subject.fail(2, unnamed(at(number)))
     assert len(subject.breaker.circuits) == MAX_CIRCUITS
-    subject.tick_after(PAUSE_S)
+    subject.tick_after(PAUSE_S, room=MAX_CIRCUITS)
+    subject.fail()
+    assert subject.breaker.num_searched == MAX_CIRCUITS - 1, "it still probes the oldest one"
     subject.breaker.clear()
+    assert subject.breaker.num_searched == 0
     assert subject.breaker.deadlines.next == float("inf")
 
 
@@ -188,7 +191,7 @@ def test_each_state_follows_its_table(state: State, event: object) -> None:
     before, subject.now = len(subject.recorded), subject.now + KEPT_S
     match event:
         case events.Tick():
-            subject.breaker.on_tick(event, subject.now)
+            subject.breaker.on_tick(event, subject.now, 64)
         case Failure():
             subject.breaker.on_failure(PEER, event, subject.now)
         case events.ReadDone():
@@ -217,3 +220,19 @@ def test_an_engine_of_which_only_the_endpoint_is_known_is_probed_too(subject: Su
     subject.fail(1, key)
     assert subject.breaker.on_read(PEER, read_done()) == []
     assert key not in subject.breaker.circuits
+
+
+def test_few_endpoints_of_which_nothing_else_is_known_are_probed_at_a_time(
+    subject: Subject,
+) -> None:
+    """Clients may invent them; each has its turn. An engine that a ticket names needs none."""
+    invented = [unnamed(at(number)) for number in range(10)]
+    for key in (*invented, PEER):
+        subject.fail(2, key)
+    probed: list[Endpoint] = []
+    for _ in range(100):
+        sent = subject.tick_after(PAUSE_S, room=3)
+        probed += [each.endpoint for each in sent if isinstance(each, events.Send)]
+        assert subject.breaker.num_searched <= 3
+    assert set(probed) == {key.endpoint for key in (*invented, PEER)}
+    assert probed.index(HOME) <= 3

@@ -8,6 +8,7 @@ from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.breaker import PAUSE_S
 from nixl_kv.protocol.decode import MAX_CONNECTING, TOO_MANY, TOO_MANY_PEERS
 from nixl_kv.protocol.events import (
     OVER,
@@ -32,6 +33,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import VersionRefusal
 from nixl_kv.protocol.peers import (
+    BACKOFF_S,
     CONNECT_TIMEOUT_S,
     INCOMPATIBLE_S,
     KEPT_S,
@@ -567,6 +569,40 @@ def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
     (known,) = machine.handle(prepare_load(), 100.0)  # a ticket has a MAC
     assert known == DESCRIBE
     assert len(machine.peers.known) == MAX_CONNECTING + 1
+
+
+def test_endpoints_that_are_probed_count_too() -> None:
+    """A client could invent thousands within the time for which decode remembers one."""
+    machine, now = decode_machine(), 100.0
+    for number in range(4 * MAX_CONNECTING):  # each port fails twice, and is probed later
+        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
+        port = 1 + number % (2 * MAX_CONNECTING)
+        load = prepare_load(request, claim, nonce=nonce, port=port, is_early=True, **WITHOUT_NAME)
+        now += BACKOFF_S * (number == 2 * MAX_CONNECTING)
+        machine.handle(Tick(), now)
+        machine.handle(load, now)
+        machine.handle(lost(load.ticket.endpoint), now)
+    machine.handle(BY_ID, now)
+    machine.handle(Tick(), now + PAUSE_S)
+    assert (machine.peers.num_searched, machine.breaker.num_searched) == (1, MAX_CONNECTING - 1)
+    new = prepare_load(D2, RIVAL, nonce=NONCE2, port=9999, is_early=True, **WITHOUT_NAME)
+    assert machine.handle(new, now + PAUSE_S) == [LoadReady(D2)]
+    assert machine._by_request[D2].failure == TOO_MANY_PEERS
+    for tick in range(100):
+        machine.handle(Tick(), now + PAUSE_S + tick)
+        assert machine.breaker.num_searched <= MAX_CONNECTING
+
+
+def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
+    machine = loading(READING)
+    rank = next(iter(machine.loads[0].reads.values())).endpoint
+    port = int(rank.rpartition(":")[2])
+    load = prepare_load(D2, RIVAL, nonce=NONCE2, port=port, is_early=True, **WITHOUT_NAME)
+    assert load.ticket.endpoint == rank
+    machine.handle(load, 110.0)
+    actions = machine.handle(Tick(), 110.0 + CONNECT_TIMEOUT_S)
+    assert Disconnect(rank) not in actions
+    assert machine.peers.known[unnamed(rank)].state is State.BACKOFF
 
 
 def test_engines_that_tickets_name_leave_room_for_ids() -> None:
