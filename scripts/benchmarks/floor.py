@@ -5,9 +5,10 @@ decode's request to its first token. Then decode is asked for the same prompt, o
 but the last token in its prefix cache: the hit. Figures are medians; "leg over hit" and "leg to
 hit" are the difference and the ratio of each round. "transfer" is the mean of all ranks.
 
-With `--streams`, decode generates so many other answers meanwhile. Then "step" is its time between
-two tokens, and "steps over hit" is "leg over hit" in steps. "fast" is a decode engine with our
-scheduler class, which is measured after the other, on the same GPUs.
+With `--streams`, decode generates so many other answers meanwhile, and is asked at random times
+within a step. "step" is its time between two tokens, and "steps over hit" the mean of "leg over
+hit" in steps. "fast" is a decode engine with our scheduler class, which is measured after the
+other, on the same GPUs.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import http.client
 import json
 import random
 import statistics
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -30,6 +32,7 @@ from harness.cluster.models.files import SPECIALS, words
 
 STEPS: Final = 100  # over which a step is measured
 STREAM_TOKENS: Final = 8000  # more than decode generates while one length is measured
+PAUSE_S: Final = 0.02  # more than a step
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +68,14 @@ def row_of(prefill: Engine, decode: Engine, length: int, options: argparse.Names
             # One token more than whole blocks: a hit computes it, as a load does. Without it, a
             # hit would compute its last block again.
             tokens = prompt(length + 1, f"{decode.name}/{options.seed}/{length}/{number}")
-            samples.append(sample_of(decode, to_decode, to_prefill, tokens))
-        row = figures(samples[WARM_UP:])
+            most = PAUSE_S if options.streams else 0.0
+            samples.append(sample_of(decode, to_decode, to_prefill, tokens, most))
+        samples = samples[WARM_UP:]
+        row = figures(samples)
         if options.streams:
             step = step_of(to_decode)
-            steps = row["leg over hit ms"] / step / 1e3
-            row = {**row, "step ms": step * 1e3, "steps over hit": steps}
+            mean = statistics.fmean(sample["leg over hit"] for sample in samples)
+            row = {**row, "step ms": step * 1e3, "steps over hit": mean / step}
         return row
 
 
@@ -103,16 +108,20 @@ def prompt(length: int, seed: str) -> list[int]:
 
 
 def sample_of(
-    engine: Engine, decode: Client, prefill: Client, tokens: Sequence[int]
+    engine: Engine, decode: Client, prefill: Client, tokens: Sequence[int], most: float
 ) -> dict[str, float]:
-    """Ask decode with a ticket, then without one; seconds.
+    """Ask decode with a ticket, then without one, each after a pause of at most `most`; seconds.
 
     Raises:
         RuntimeError: if decode did not load the prompt.
     """
+    # Right after an answer, which ends a step, the hit would always wait for the same part of one.
+    pauses = random.Random(str(tokens))  # noqa: S311 - the same each time
     since = CountersSince(decode)
     ticket = prefill.ticket(tokens)
+    time.sleep(pauses.uniform(0, most))
     leg = decode.complete(tokens, 1, logprobs=None, kv_transfer_params=ticket).seconds
+    time.sleep(pauses.uniform(0, most))
     hit = decode.complete(tokens, 1, logprobs=None).seconds
     loaded = Loaded.from_counters(since.wait_for(LOADS))
     if loaded.loads != 1:
