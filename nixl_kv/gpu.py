@@ -34,6 +34,19 @@ def on(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
+def make_current(device: int) -> None:
+    """Let this thread use one GPU, and no other.
+
+    The first GPU is current in a new thread. To query or destroy an event of another one would make
+    a context there.
+
+    Raises:
+        TransportError: if the GPU cannot be used.
+    """
+    with translated(TransportError, f"using GPU {device}"):
+        torch.cuda.set_device(device)
+
+
 def allocate(num_bytes: int, device: int) -> tuple[int, object]:
     """Return the address of GPU memory, and the object that keeps it allocated.
 

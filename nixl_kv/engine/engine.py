@@ -207,6 +207,7 @@ class TransferEngine:
 
     def _build_loop(self) -> Loop:
         spec = self.spec
+        _use_own_gpu(spec.layout)
         with contextlib.ExitStack() as undo:
             parts = build_parts(spec, undo)
             undo.pop_all()
@@ -262,6 +263,14 @@ def _leave_pinned_core() -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     except OSError as error:
         logger.debug("the transfer thread stays on its cores: %s", error)
+
+
+def _use_own_gpu(layout: CacheLayout) -> None:
+    if layout.memory == "VRAM":
+        with contextlib.suppress(ImportError):  # without Triton, NIXL alone reads
+            from nixl_kv.gpu import make_current  # noqa: PLC0415 - only GPU machines have Triton
+
+            make_current(layout.device)
 
 
 def use_huge_pages(spans: Iterable[Span]) -> None:

@@ -26,6 +26,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.geometry.plan import Pieces  # noqa: E402
+from nixl_kv.gpu import make_current  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
 from nixl_kv.reading.gather import memory as gpu_memory  # noqa: E402
 from nixl_kv.reading.gather.path import GatherPath, OwnerWatch  # noqa: E402
@@ -203,6 +204,35 @@ def test_a_rank_uses_no_gpu_but_its_own() -> None:
         assert pipe.poll(120), "nothing was read"
         assert pipe.recv() == (0, False, True)
         process.join()
+
+
+def _drop_event_of_second_gpu(pipe: Connection) -> None:
+    torch.cuda.set_device(1)
+    events = [torch.Event("cuda")]
+    events[0].record()
+
+    def drop() -> None:
+        """As the transfer thread does once prefill has written a chunk."""
+        make_current(1)
+        events[0].query()
+        events.clear()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(drop).result()
+    error, _, is_active = driver.cuDevicePrimaryCtxGetState(0)
+    pipe.send((int(error), bool(is_active)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_event_is_dropped_without_a_context_on_another_gpu() -> None:
+    context = get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_drop_event_of_second_gpu, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    assert pipe.poll(120), "no event was dropped"
+    assert pipe.recv() == (0, False)
+    process.join()
 
 
 def _altered(one: Owner, what: str) -> messages.Export:

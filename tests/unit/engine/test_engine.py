@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,18 @@ def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
     assert (described.slots.address, described.slots.count) == (parts.slots.address, num_slots)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
     assert described.incarnation == parts.decode.reader.incarnation
+
+
+def test_the_transfer_thread_uses_the_gpu_of_its_cache(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = Mock()
+    monkeypatch.setattr("nixl_kv.gpu.make_current", used)
+    layout = replace(CACHE.layout(), memory="VRAM", device=3)
+    make(layout=layout, config=Config(verify=0.0, path="direct")).start_stepped()
+    used.assert_called_once_with(3)
+    make().start_stepped()
+    used.assert_called_once()
 
 
 @pytest.mark.parametrize(
