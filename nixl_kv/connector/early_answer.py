@@ -60,6 +60,8 @@ ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "min_tokens": (0, 1),
 }
 LIMITS: Final = ("max_tokens", "max_completion_tokens")  # one of them must be given
+# Requests of one API server that are computed at a time and may have no client any longer.
+MAX_OPEN: Final = 1024
 OFF: Final = "EarlyAnswer does nothing on this engine: %s is %r; allowed: %r"
 
 
@@ -141,7 +143,8 @@ class EarlyAnswer:
 
     def pair(self, request: _Request) -> tuple[Ticket, dict[str, Any]] | None:
         """A pair ticket and its `kv_transfer_params`; None if the request must pass unchanged."""
-        if self._latest is None or self._trust is None or not may_answer_early(request):
+        is_full = len(self._tasks) > MAX_OPEN
+        if self._latest is None or self._trust is None or is_full or not may_answer_early(request):
             return None
         pair = msgspec.structs.replace(self._latest, nonce=new_nonce(), num_tokens=0, context="")
         return pair, self._trust.seal(pair, for_in_tree=self._for_in_tree)

@@ -10,7 +10,7 @@ good read. A restarted engine has none, so its tickets are tried at once.
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -65,9 +65,9 @@ class Breaker:
     """All circuits of a decode rank. `now` is monotonic, in seconds."""
 
     def __init__(
-        self, record: events.Record, greet: Callable[[messages.RankDescription], events.Action]
+        self, record: events.Record, greet: Callable[[Sequence[messages.RankDescription]], Actions]
     ) -> None:
-        """`greet` makes a message that a rank answers with a HeartbeatReply."""
+        """`greet` makes the ranks send a HeartbeatReply each."""
         self.deadlines = Deadlines[events.PeerKey]()
         self.circuits: dict[events.PeerKey, Circuit] = {}
         self._probes: dict[events.PeerKey, Circuit] = {}  # the HALF_OPEN ones
@@ -123,7 +123,7 @@ class Breaker:
             if circuit.state is State.HALF_OPEN and not circuit.ranks:
                 circuit.ranks = message.ranks
                 circuit.awaited = {rank.endpoint for rank in message.ranks}
-                actions += [self._greet(rank) for rank in message.ranks]
+                actions += self._greet(message.ranks)
         return actions
 
     def on_reply(self, reply: messages.HeartbeatReply, endpoint: Endpoint) -> Actions:

@@ -33,6 +33,7 @@ CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify lo
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
 # Peers of which only the endpoint is known: a client may have invented it, and each takes a socket.
 MAX_CONNECTING: Final = 64
+MAX_PROBED: Final = MAX_CONNECTING // 2  # of these: probes leave room for loads
 TOO_MANY_PEERS: Final = Failure(
     FailureKind.UNREACHABLE,
     f"decode connects to {MAX_CONNECTING} addresses already; if prefill engines run there, a "
@@ -65,12 +66,11 @@ class DecodeMachine:
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
         entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
+        may_connect: Callable[[Endpoint], bool] = lambda _: True,
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record)
-        self.breaker = Breaker(
-            record, lambda rank: self._heartbeat(rank.endpoint, rank.incarnation)
-        )
+        self.breaker = Breaker(record, self._greet)
         self.numbers = Numbers()
         self._record = record
         self._name_slices = name_slices
@@ -79,6 +79,7 @@ class DecodeMachine:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._bytes_per_token = bytes_per_token
         self._entry_size = entry_size
+        self._may_connect = may_connect
         self._queue = ReadQueue()
         self._loads: dict[Claim, Load] = {}
         self._touched: dict[Claim, Load] = {}  # by the event that is being handled
@@ -286,16 +287,26 @@ class DecodeMachine:
             actions += load.ask(read, now)
         return actions + (self._ask_digests(load, now) if load.failure is None else [])
 
-    def _greet(self, event: events.PeersMoved, _now: float) -> Actions:
-        """Send a heartbeat to each rank of these peers that holds nothing for this rank yet."""
+    def _on_moved(self, event: events.PeersMoved, _now: float) -> Actions:
         # NIXL's first read of a rank needs that rank's progress, which it makes after any message.
         actions: Actions = []
         for peer in filter(None, map(self.peers.known.get, event.peers)):
             ranks = peer.description.ranks if peer.description is not None else ()
-            for rank in [ranks[route.remote_rank] for route in peer.routes if route.readers]:
-                if rank.endpoint not in self._unfinished:
-                    actions.append(self._heartbeat(rank.endpoint, rank.incarnation))
+            actions += self._greet(
+                [ranks[each.remote_rank] for each in peer.routes if each.readers]
+            )
         return actions
+
+    def _greet(self, ranks: Sequence[messages.RankDescription]) -> Actions:
+        """Send a heartbeat to each rank that holds nothing for this one.
+
+        Others get one soon, with the claims that they hold: one without them would end those.
+        """
+        return [
+            self._heartbeat(rank.endpoint, rank.incarnation)
+            for rank in ranks
+            if rank.endpoint not in self._unfinished and self._may_connect(rank.endpoint)
+        ]
 
     # --- links
 
@@ -395,7 +406,8 @@ class DecodeMachine:
 
     def _on_tick(self, tick: events.Tick, now: float) -> Actions:
         actions = self.peers.on_tick(tick, self._is_in_use, now)
-        actions += self.breaker.on_tick(tick, now, MAX_CONNECTING - self.peers.num_searched)
+        room = min(MAX_PROBED, MAX_CONNECTING - self.peers.num_searched)
+        actions += self.breaker.on_tick(tick, now, room)
         actions += self._fail_loads(now)
         for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
             self._touched[load.claim] = load
@@ -541,7 +553,7 @@ class DecodeMachine:
         events.HandshakeDone: lambda self, event, now: self.peers.on_handshake_done(event, now),
         events.PeerRefused: lambda self, event, now: self.peers.on_refused(event.peer, event, now),
         events.PeerBroken: lambda self, event, now: self.peers.on_broken(event, now),
-        events.PeersMoved: _greet,
+        events.PeersMoved: _on_moved,
         events.Tick: _on_tick,
         events.ChunksWanted: _on_read_event,
         events.ReadDone: _on_read_event,

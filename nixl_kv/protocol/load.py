@@ -67,6 +67,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Deny: _FAILED,
         messages.Recall: _FAILED,
         messages.Pending: (State.ASKING,),  # prefill has preempted the request
+        messages.Grant: (State.ASKING,),  # and computes it again, but that message was lost
         messages.HeartbeatReply: (State.ASKING, State.FAILED),
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
@@ -202,6 +203,7 @@ class Load:
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
     told_at: float = -math.inf  # when prefill last said that it will compute the request
     wait_for_prefill_s: float = math.inf  # until prefill computes the request
+    has_begun: bool = False  # prefill has computed a part, or is about to
     is_announced: bool = False  # the caller knows that it can use local blocks
     is_open: bool = False  # the peer is known, and so are all reads
     reads: dict[Rank, RankRead] = field(default_factory=dict)
@@ -306,7 +308,7 @@ class Load:
             detail = f"nothing moved for {self.timeout_s:g} s"
             if is_silent:
                 detail = "prefill fell silent during the read"
-            elif self.told == "queued" and not self.is_ready:
+            elif self.told == "queued" and self.start is None and not self.is_ready:
                 waited = f"{now - self.prepared_at:g} s (wait_for_prefill_s)"
                 detail = f"prefill has not begun to compute the request within {waited}"
             self.fail(Failure(FailureKind.LATE, detail))
@@ -380,6 +382,10 @@ class Load:
     def on_grant(self, read: RankRead, grant: messages.Grant, now: float) -> Actions:
         if read.state is State.FAILED:
             return [self.release(read)]
+        former = read.grant if read.state is State.GRANTED else None
+        if former is not None and former.fence_token != grant.fence_token:
+            self._lose_grant(read, grant, now)
+        self.has_begun = True
         if read.state is State.ASKING:
             if read.num_lost:
                 read.digest = None  # of bytes that prefill has computed again
@@ -402,7 +408,9 @@ class Load:
             state, cause = read.state.name, f"Pending: {pending.state}"
             self.record(events.Transition(self.request, read.name, state, state, cause))
         self.told = pending.state
-        if pending.state != "unknown":
+        self.has_begun |= pending.state == "computing"
+        # Local blocks before that are due to a failure on another rank: then the load must end.
+        if pending.state != "unknown" and (self.start is None or self.has_begun):
             self.told_at = read.moved_at = now
         return []
 
@@ -445,7 +453,10 @@ class Load:
         """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.fence_token == read.fence_token
         start, part, is_reading = self.start, read.part, read.state is State.READING
-        if is_reading and self.is_early and not slot_valid:
+        # Meanwhile prefill may have computed the request again, and digests that.
+        is_latest = read.grant is not None and read.grant.fence_token == read.fence_token
+        is_of_use = is_latest or (start is not None and not start.verify)
+        if is_reading and self.is_early and not (slot_valid and is_of_use):
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if is_reading and start is not None and part is not None and part.end < start.end:

@@ -270,8 +270,8 @@ class PeerBook:
         del self.known[peer.key]
         if peer.description is None:
             return []
-        drop = events.DropPeer(peer.key, is_dead=is_dead)
-        return [drop, *map(events.Disconnect, peer.endpoints)]
+        unused = [endpoint for endpoint in peer.endpoints if endpoint not in self._at]
+        return [events.DropPeer(peer.key, is_dead=is_dead), *map(events.Disconnect, unused)]
 
     def _index(self, peer: Peer) -> None:
         for endpoint in peer.endpoints:

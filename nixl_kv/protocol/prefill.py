@@ -417,9 +417,14 @@ class PrefillMachine:
             return []
         offer.written = num_tokens
         binding, actions = offer.binding, self._grant_early(offer, now)
-        if binding is not None and not offer.is_pinned:
-            actions += [self._grant(offer, binding, each.route, each.ask) for each in offer.asks]
         early, offer.early = offer.early, {}
+        # A pair may be pinned already: that command may overtake the end of the step on the GPU.
+        if binding is not None and offer.prepared.is_pair and offer.state is not State.RECALLED:
+            actions += [
+                self._grant(offer, binding, each.route, each.ask)
+                for each in offer.asks
+                if (messages.Ask, each.ask.reader.rank) not in early
+            ]
         return actions + [a for asked in early.values() for a in self._on_message(asked, now)]
 
     def _publish(self, offer: Offer, command: events.PublishOffer, now: float) -> Actions:
@@ -525,7 +530,7 @@ class PrefillMachine:
         if rank not in ask.readers:
             return f"rank {rank} is not among its own readers"
         has_slot = offer.prepared.slot is not None or self.free_slots
-        return "" if has_slot else "all fence slots are granted"
+        return "" if has_slot or not offer.can_be_bound else "all fence slots are granted"
 
     def _grant_early(self, offer: Offer, now: float) -> Actions:
         """Grant a pair's offer to the first claim that has asked, as soon as that is possible."""
@@ -753,7 +758,7 @@ class PrefillMachine:
         actions: Actions = []
         for state in (State.OFFERED, State.GRANTED):
             for offer in offers:
-                if missing <= 0 or offer.state is not state:
+                if missing <= 0 or offer.state is not state or not offer.is_pinned:
                     continue
                 missing -= offer.num_blocks
                 if state is State.OFFERED:

@@ -237,6 +237,25 @@ def test_a_client_that_hangs_up_after_its_answer_aborts_nothing() -> None:
     run(steps)
 
 
+def test_requests_without_a_client_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_answer, "MAX_OPEN", 2)
+
+    async def steps(client: Client) -> None:
+        await client.ask()
+        client.engine.may_end.clear()
+        for _ in range(2):
+            pair_of((await client.ask(hang_up=True))[1])
+        client.engine.has_read.clear()
+        usual = asyncio.create_task(client.ask())
+        await client.engine.has_read.wait()
+        client.engine.may_end.set()
+        assert (await usual)[1]["choices"] == ["computed"]
+        await client.end()
+        pair_of((await client.ask())[1])
+
+    run(steps)
+
+
 def test_a_request_whose_offer_decode_has_released_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     life = Incarnation(hex32(77))
@@ -386,7 +405,7 @@ def test_the_address_of_a_new_incarnation_comes_with_the_next_answer() -> None:
 
 
 def test_the_engine_hears_of_a_refused_request_that_was_answered_early() -> None:
-    """Decode waits for it. Prefill alone may refuse it, by a shorter --max-model-len or a pause."""
+    """Decode waits for it. Prefill alone may refuse it, by a shorter --max-model-len."""
 
     async def steps(client: Client) -> None:
         client.engine.status = 400

@@ -41,7 +41,9 @@ class Subject:
     def __init__(self) -> None:
         self.recorded: list[Transition] = []
         self.now = 100.0
-        self.breaker = Breaker(self.recorded.append, lambda rank: events.Disconnect(rank.endpoint))
+        self.breaker = Breaker(
+            self.recorded.append, lambda ranks: [events.Disconnect(rank.endpoint) for rank in ranks]
+        )
 
     @property
     def state(self) -> State | None:

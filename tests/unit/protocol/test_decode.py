@@ -9,7 +9,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.breaker import PAUSE_S
-from nixl_kv.protocol.decode import MAX_CONNECTING, TOO_MANY, TOO_MANY_PEERS
+from nixl_kv.protocol.decode import MAX_CONNECTING, MAX_PROBED, TOO_MANY, TOO_MANY_PEERS
 from nixl_kv.protocol.events import (
     OVER,
     Disconnect,
@@ -31,13 +31,14 @@ from nixl_kv.protocol.events import (
     Transition,
 )
 from nixl_kv.protocol.load import ASK_AGAIN_S
-from nixl_kv.protocol.messages import VersionRefusal
+from nixl_kv.protocol.messages import Describe, VersionRefusal
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
     INCOMPATIBLE_S,
     KEPT_S,
     LOOK_AGAIN_S,
+    NO_DESCRIPTION,
     TRANSITIONS,
     UNREADABLE_S,
     PeerBook,
@@ -571,9 +572,11 @@ def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
     assert len(machine.peers.known) == MAX_CONNECTING + 1
 
 
-def test_endpoints_that_are_probed_count_too() -> None:
+@pytest.mark.parametrize("searches", [0, MAX_CONNECTING - 10])
+def test_endpoints_that_are_probed_count_too(searches: int) -> None:
     """A client could invent thousands within the time for which decode remembers one."""
     machine, now = decode_machine(), 100.0
+    probes = min(MAX_PROBED, MAX_CONNECTING - searches)
     for number in range(4 * MAX_CONNECTING):  # each port fails twice, and is probed later
         request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
         port = 1 + number % (2 * MAX_CONNECTING)
@@ -582,15 +585,20 @@ def test_endpoints_that_are_probed_count_too() -> None:
         machine.handle(Tick(), now)
         machine.handle(load, now)
         machine.handle(lost(load.ticket.endpoint), now)
-    machine.handle(BY_ID, now)
-    machine.handle(Tick(), now + PAUSE_S)
-    assert (machine.peers.num_searched, machine.breaker.num_searched) == (1, MAX_CONNECTING - 1)
-    new = prepare_load(D2, RIVAL, nonce=NONCE2, port=9999, is_early=True, **WITHOUT_NAME)
-    assert machine.handle(new, now + PAUSE_S) == [LoadReady(D2)]
-    assert machine._by_request[D2].failure == TOO_MANY_PEERS
+    now += PAUSE_S
+    for number in range(2 * MAX_CONNECTING):
+        if number == searches:
+            machine.handle(Tick(), now)
+            assert machine.breaker.num_searched == probes
+        request, claim, nonce = RequestId(f"y{number}"), Claim(hex32(number)), Nonce(hex32(number))
+        port = 1 + 2 * MAX_CONNECTING + number
+        load = prepare_load(request, claim, nonce=nonce, port=port, is_early=True, **WITHOUT_NAME)
+        machine.handle(load, now)
+    assert machine.peers.num_searched == MAX_CONNECTING - probes
+    assert machine._by_request[request].failure == TOO_MANY_PEERS
     for tick in range(100):
-        machine.handle(Tick(), now + PAUSE_S + tick)
-        assert machine.breaker.num_searched <= MAX_CONNECTING
+        machine.handle(Tick(), now + tick)
+        assert machine.peers.num_searched + machine.breaker.num_searched <= MAX_CONNECTING
 
 
 def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
@@ -603,6 +611,34 @@ def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
     actions = machine.handle(Tick(), 110.0 + CONNECT_TIMEOUT_S)
     assert Disconnect(rank) not in actions
     assert machine.peers.known[unnamed(rank)].state is State.BACKOFF
+
+
+def test_a_probe_ends_no_claim_of_this_rank() -> None:
+    """A heartbeat without a claim would: it greets only ranks that hold nothing for this one."""
+    machine = loading(READING)
+    key = unnamed(HOME)
+    for _ in range(2):
+        machine.breaker.on_failure(key, NO_DESCRIPTION, 110.0)
+    (probe,) = machine.handle(Tick(), 110.0 + PAUSE_S)
+    assert probe == Send(HOME, Describe(**WITHOUT_NAME))
+    machine._may_connect = lambda endpoint: endpoint != at(2)
+    actions = machine.handle(answered(description(3), HOME), 111.5)
+    assert [action.endpoint for action in actions if isinstance(action, Send)] == [at(1)]
+
+
+def test_the_link_of_another_incarnation_stays_open() -> None:
+    """Its ranks may have the same ports (`rank_port`)."""
+    machine = loading(ASKING)
+    machine.handle(cancel_load(), 100.0)
+    life, now = OTHER_LIFE, 100.0 + KEPT_S
+    machine.handle(prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=life), now - 1)
+    new = description(incarnation=life, rank_incarnation=OTHER_LIFE)
+    machine.handle(answered(new, HOME), now - 1)
+    peer = PeerKey(PEER.engine, life, HOME)
+    machine.handle(PeerFits(peer, new, routes(0)), now - 1)
+    actions = machine.handle(Tick(), now)
+    assert DropPeer(PEER) in actions
+    assert Disconnect(RANK_0) not in actions
 
 
 def test_engines_that_tickets_name_leave_room_for_ids() -> None:

@@ -755,6 +755,22 @@ EARLY_LOADS: dict[str, Script] = {
         (150.0, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
         (125.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
     ),
+    # Its own blocks are due to another rank of this engine, whose part has failed.
+    "with blocks before prefill computes, it is late in time": after(
+        EARLY,
+        (PENDING["queued"],),
+        (110.0, START),
+        (139.9, PENDING["queued"]),
+        (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, READY, LATE),
+    ),
+    "preempted, it is not late while prefill answers": after(
+        EARLY,
+        (PENDING["computing"], READY),
+        (110.0, START),
+        (125.0, PENDING["queued"]),
+        (125.0 + TIMEOUT_S - 0.1, PENDING["queued"]),
+        (125.0 + TIMEOUT_S, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
+    ),
     "cancelled before it is granted": after(EARLY, (cancel_load(), GIVEN_UP, READY)),
     "an answer after its end": after(
         EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
@@ -814,6 +830,7 @@ SUM = replace(
 )
 GOOD_SUM = replace(GOOD, reads=(SUM,))
 OTHER_TOKEN = b"\2" * 16
+OTHER_WHOLE = replace(WHOLE, fence_token=OTHER_TOKEN)
 READ_MIDDLE = StartRead(PEER, Rank(0), replace(WHOLE, num_tokens=6), replace(START, begin=4, end=6))
 PARTS: dict[str, Script] = {
     "the rest is read when it is granted": after(
@@ -871,6 +888,13 @@ PARTS: dict[str, Script] = {
     "prefill says that it has preempted the request": after(
         IN_PARTS, (read_done(),), (PENDING["queued"],), (answered(WHOLE), READ_REST)
     ),
+    "between two parts, a preempted request has no deadline either": after(
+        IN_PARTS,
+        (read_done(),),
+        (125.0, PENDING["queued"]),
+        (154.9, PENDING["queued"]),
+        (125.0 + TIMEOUT_S, Tick(), AGAIN),
+    ),
     "prefill forgot the claim between two parts": after(
         IN_PARTS,
         (read_done(),),
@@ -908,6 +932,27 @@ PARTS: dict[str, Script] = {
     ),
     "prefill dies between two parts": after(IN_PARTS, (read_done(),), (lost(), UNREACHABLE)),
     "a part fails": after(IN_PARTS, (read_failed(), GIVEN_UP, BROKEN)),
+    "prefill has preempted the request, and that message is lost": after(
+        IN_PARTS, (read_done(),), (answered(OTHER_WHOLE), replace(READ_REST, grant=OTHER_WHOLE))
+    ),
+    "then all is read again, to be verified": after(
+        VERIFIED_PART,
+        (
+            answered(OTHER_WHOLE),
+            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
+            replace(TO_DIGEST, has_landed=False),
+        ),
+    ),
+    "also if a part that the former grant proves lands after it": after(
+        VERIFIED_PART[:-1],
+        (answered(OTHER_WHOLE),),
+        (read_done(), AGAIN),
+        (
+            answered(OTHER_WHOLE),
+            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
+            replace(TO_DIGEST, has_landed=False),
+        ),
+    ),
     "only the last part digests ahead": after(
         VERIFIED_PART,
         (

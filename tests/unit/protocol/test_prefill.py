@@ -844,6 +844,30 @@ PAIRS: dict[str, Script] = {
         (93.0 + LEASE_S, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
         (RELEASE, *PAIR_READ),
     ),
+    "the pin may overtake the end of its last step": after(
+        PARTS,
+        (94.0, prepare_pair(None)),
+        (publish_offer(),),
+        (MARK, granted_pair(None)),
+        (RELEASE, *PAIR_READ),
+    ),
+    "one of its readers may ask between the pin and that end": after(
+        PARTS,
+        (94.0, prepare_pair(None)),
+        (publish_offer(),),
+        (asked(ask(is_early=True, number=2)),),
+        (MARK, granted_pair(None)),
+    ),
+    "what is recalled is not granted": after(
+        PARTS, (94.0, prepare_pair(None)), (publish_offer(),), (ReclaimBlocks(9), RECALL), (MARK,)
+    ),
+    "blocks of a pair that is computed do not count as recalled": after(
+        PARTS,
+        (94.0, prepare_offer(nonce=NONCE2, request=P2)),
+        (publish_offer(NONCE2, P2),),
+        (asked(ask(nonce=NONCE2, claim=RIVAL)), WRITTEN, replied(grant(nonce=NONCE2, claim=RIVAL))),
+        (ReclaimBlocks(1), replied(recall(nonce=NONCE2, claim=RIVAL))),
+    ),
     "an ask gets what is written by then": after(
         [(91.0, EXPECT)],
         (prepare_pair(4),),
@@ -1023,6 +1047,18 @@ def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
     )
     assert machine.handle(second, 100.2)[0] == WriteSlot(0, fence_token(2))
     check_prefill(machine)
+
+
+def test_a_pair_that_is_not_pinned_yet_waits_for_a_slot() -> None:
+    second = prepare_offer(nonce=NONCE2, request=P2, is_pair=True, is_written=False)
+    expect = ExpectOffer(NONCE2, P2, CONTEXT)
+    waits = replied(pending("computing", nonce=NONCE2, claim=RIVAL))
+    machine = new_machine(num_slots=1)
+    granted = ASK, WriteSlot(0, fence_token(1)), replied(grant(slot=0))
+    steps = granted, (expect,), (second,)
+    play(
+        machine, [*PREPARED, *steps, (asked(ask(nonce=NONCE2, claim=RIVAL, is_early=True)), waits)]
+    )
 
 
 def test_whose_digest_is_wanted() -> None:
