@@ -7,13 +7,14 @@ module, which the other engines run, knows neither option.
 """
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.common.startup import cli_env_setup
 except ImportError:  # vLLM 0.31 and 0.32
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 
 def main() -> None:
