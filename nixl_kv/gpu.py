@@ -37,8 +37,8 @@ def on(stream: torch.cuda.Stream) -> Iterator[None]:
 def make_current(device: int) -> None:
     """Let this thread use one GPU, and no other.
 
-    The first GPU is current in a new thread. To query or destroy an event of another one would make
-    a context there.
+    The first GPU is current in a new thread. To destroy an event of another one would make a
+    context on the first.
 
     Raises:
         TransportError: if the GPU cannot be used.

@@ -280,8 +280,8 @@ class DecodeScheduler:
     def reset_cache(self) -> None:
         """Use no KV from before a cache reset or a change of weights.
 
-        vLLM may still use that of a load whose end it knows, as that of running requests.
-        A started load ends as failed, even if the workers have just reported it as good. Prefill
+        A started load ends as failed, even if the workers have just reported it as good. vLLM may
+        still use the KV of a load whose end it knows, as that of running requests. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
         self._was_reset = True

@@ -60,7 +60,8 @@ ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "min_tokens": (0, 1),
 }
 LIMITS: Final = ("max_tokens", "max_completion_tokens")  # one of them must be given
-# Requests of one API server that are computed at a time and may have no client any longer.
+# Requests in progress in one API server. Further ones are not answered early: a client that has its
+# answer could go on to send others.
 MAX_OPEN: Final = 1024
 OFF: Final = "EarlyAnswer does nothing on this engine: %s is %r; allowed: %r"
 

@@ -20,7 +20,7 @@ from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
-from nixl_kv.protocol.peers import unnamed
+from nixl_kv.protocol.peers import ask_who, is_unnamed, unnamed
 
 MAX_FAILURES: Final = 2  # in a row until loads fail at once; one happens by itself
 PAUSE_S: Final = 1.0  # before the first probe
@@ -77,7 +77,7 @@ class Breaker:
     @property
     def num_searched(self) -> int:
         """How many endpoints are probed of which nothing else is known."""
-        return sum(key == unnamed(key.endpoint) for key in self._probes)
+        return sum(map(is_unnamed, self._probes))
 
     def clear(self) -> None:
         for table in (self.circuits, self._probes, self.deadlines):
@@ -149,7 +149,7 @@ class Breaker:
         actions: Actions = []
         room -= self.num_searched
         for key in self.deadlines.pop_due(now):
-            circuit, is_search = self.circuits[key], key == unnamed(key.endpoint)
+            circuit, is_search = self.circuits[key], is_unnamed(key)
             if circuit.state is State.HALF_OPEN:
                 self._reopen(circuit, tick, now)
             elif now >= circuit.used_at + KEPT_S:
@@ -162,8 +162,7 @@ class Breaker:
                 self._move(circuit, State.HALF_OPEN, tick)
                 self.deadlines.set(key, now + PROBE_S)
                 circuit.ranks, circuit.awaited = (), {key.endpoint}
-                describe = messages.Describe(incarnation=key.incarnation, engine=key.engine)
-                actions.append(events.Send(key.endpoint, describe))
+                actions.append(ask_who(key))
         return actions
 
     def _probed(self, endpoint: Endpoint) -> list[Circuit]:

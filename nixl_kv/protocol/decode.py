@@ -22,7 +22,7 @@ from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
 from nixl_kv.protocol.machine import Deadlines
-from nixl_kv.protocol.peers import PeerBook, unnamed
+from nixl_kv.protocol.peers import PeerBook, is_unnamed, unnamed
 from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
@@ -66,7 +66,7 @@ class DecodeMachine:
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
         entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
-        may_connect: Callable[[Endpoint], bool] = lambda _: True,
+        may_connect: Callable[[Endpoint], bool],  # by `peers`
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record)
@@ -104,10 +104,6 @@ class DecodeMachine:
         own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
         due = min(own, stalls, self.peers.deadlines.next, self.breaker.deadlines.next)
         return None if due == math.inf else due
-
-    @property
-    def _num_searched(self) -> int:
-        return self.peers.num_searched + self.breaker.num_searched
 
     def is_using(self, endpoint: Endpoint) -> bool:
         return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
@@ -161,7 +157,7 @@ class DecodeMachine:
     def _prepare(self, command: events.PrepareLoad, now: float) -> Actions:
         ticket = command.ticket
         key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
-        if key == unnamed(key.endpoint):
+        if is_unnamed(key):
             key = self._peer_at(key.endpoint)
         known = self._of_request(command.request)
         if known is not None and not (known.is_cancelled and known.start is None):
@@ -198,8 +194,8 @@ class DecodeMachine:
         key = load.peer
         self._by_peer.setdefault(key, {})[load.claim] = load
         failure = self.breaker.check(key, now)
-        is_new = key not in self.peers.known and key == unnamed(key.endpoint)
-        if is_new and self._num_searched >= MAX_CONNECTING:
+        is_new = key not in self.peers.known and is_unnamed(key)
+        if is_new and self.peers.num_searched + self.breaker.num_searched >= MAX_CONNECTING:
             failure = failure or TOO_MANY_PEERS
         if failure is not None:
             load.fail(failure)

@@ -239,6 +239,11 @@ class Load:
         is_granted = any(read.grant is not None for read in self.reads.values())
         return self.told == "computing" or is_granted or self.failure is not None
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether it is to be verified; known once there are local blocks."""
+        return self.start is not None and self.start.verify
+
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
         is_queued = read.state is State.GRANTED and self.start is not None
@@ -453,10 +458,10 @@ class Load:
         """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.fence_token == read.fence_token
         start, part, is_reading = self.start, read.part, read.state is State.READING
-        # Meanwhile prefill may have computed the request again, and digests that.
-        is_latest = read.grant is not None and read.grant.fence_token == read.fence_token
-        is_of_use = is_latest or (start is not None and not start.verify)
-        if is_reading and self.is_early and not (slot_valid and is_of_use):
+        # Prefill may have granted another computation meanwhile, which it digests.
+        is_renewed = read.grant is not None and read.grant.fence_token != read.fence_token
+        is_useless = not slot_valid or (is_renewed and self.is_verified)
+        if is_reading and self.is_early and is_useless:
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if is_reading and start is not None and part is not None and part.end < start.end:
@@ -472,7 +477,7 @@ class Load:
         self._add_part(read, event)
         # Bytes without a named slice cannot be compared: the load must then be late, not good.
         has_bytes = bool(read.slices) or event.num_bytes > 0
-        if self.start is not None and self.start.verify and has_bytes:
+        if self.is_verified and has_bytes:
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
@@ -481,7 +486,7 @@ class Load:
         """Prefill has preempted the request, or has ended the offer and will deny the next ask."""
         # It computes the same tokens again, but not the same bits: a digest must be of bytes that
         # were computed together.
-        if self.start is not None and self.start.verify:
+        if self.is_verified:
             read.proven, read.done = 0, None
         read.grant = None
         read.num_lost += 1

@@ -131,12 +131,12 @@ class PeerBook:
             return peer, []
         peer = self.known[key] = Peer(key, now)
         self._index(peer)
-        if key == unnamed(key.endpoint):
+        if is_unnamed(key):
             self._searched.add(key)
         self._count(peer.state, 1)
         self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
-        return peer, [_describe(key)]
+        return peer, [ask_who(key)]
 
     def on_found(self, message: messages.Description, endpoint: Endpoint) -> bool:
         """End the search for the engine at an endpoint. Returns whether there was one."""
@@ -150,7 +150,7 @@ class PeerBook:
     def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests for descriptions that a broken link may have lost."""
         connecting = self.connecting_at(endpoint)
-        return [_describe(peer.key) for peer in connecting if not peer.is_described]
+        return [ask_who(peer.key) for peer in connecting if not peer.is_described]
 
     def connecting_at(self, endpoint: Endpoint) -> list[Peer]:
         peers = self._at.get(endpoint, {}).values()
@@ -163,7 +163,7 @@ class PeerBook:
         if peer is None or peer.state is not State.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
-        return [events.StartHandshake(key, message), *self._disconnect(key)]
+        return [events.StartHandshake(key, message), *self._disconnect(peer)]
 
     def on_fits(self, event: events.PeerFits) -> bool:
         peer = self.known.get(event.peer)
@@ -256,7 +256,7 @@ class PeerBook:
         if peer.description is not None:
             return []
         is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
-        return [*([events.DropPeer(peer.key)] if is_checked else []), *self._disconnect(peer.key)]
+        return [*([events.DropPeer(peer.key)] if is_checked else []), *self._disconnect(peer)]
 
     def _fail(self, peer: Peer, failure: Failure, until: float) -> None:
         peer.failure = failure
@@ -270,8 +270,7 @@ class PeerBook:
         del self.known[peer.key]
         if peer.description is None:
             return []
-        unused = [endpoint for endpoint in peer.endpoints if endpoint not in self._at]
-        return [events.DropPeer(peer.key, is_dead=is_dead), *map(events.Disconnect, unused)]
+        return [events.DropPeer(peer.key, is_dead=is_dead), *self._disconnect(peer)]
 
     def _index(self, peer: Peer) -> None:
         for endpoint in peer.endpoints:
@@ -291,22 +290,24 @@ class PeerBook:
         peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
         if after is not State.CONNECTING:
             self._searched.discard(peer.key)
-        elif peer.key == unnamed(peer.key.endpoint):
+        elif is_unnamed(peer.key):
             self._searched.add(peer.key)
 
     def _count(self, state: State, amount: int) -> None:
         self.num_in[state] += amount
         self._changed.add(state)
 
-    def _disconnect(self, key: events.PeerKey) -> Actions:
-        """Close the link to a directory, unless another peer needs it.
+    def _disconnect(self, peer: Peer) -> Actions:
+        """Close the links to a peer that no other one needs.
 
-        A router's id may name the port of a rank, whose link then is in use.
+        Another incarnation may have the same ports, and a router's id may name the port of a rank.
         """
-        others = [peer for peer in self._at.get(key.endpoint, {}).values() if peer.key != key]
-        if any(peer.state is State.CONNECTING or peer.description for peer in others):
-            return []
-        return [events.Disconnect(key.endpoint)]
+
+        def is_needed(endpoint: Endpoint) -> bool:
+            others = [each for each in self._at.get(endpoint, {}).values() if each is not peer]
+            return any(each.state is State.CONNECTING or each.description for each in others)
+
+        return [events.Disconnect(each) for each in peer.endpoints if not is_needed(each)]
 
 
 def unnamed(endpoint: Endpoint) -> events.PeerKey:
@@ -314,6 +315,10 @@ def unnamed(endpoint: Endpoint) -> events.PeerKey:
     return events.PeerKey(ANY_ENGINE, ANY_INCARNATION, endpoint)
 
 
-def _describe(key: events.PeerKey) -> events.Send:
+def is_unnamed(key: events.PeerKey) -> bool:
+    return key == unnamed(key.endpoint)
+
+
+def ask_who(key: events.PeerKey) -> events.Send:
     describe = messages.Describe(incarnation=key.incarnation, engine=key.engine)
     return events.Send(key.endpoint, describe)

@@ -63,12 +63,12 @@ def row_of(prefill: Engine, decode: Engine, length: int, options: argparse.Names
         to_prefill, to_decode = (stack.enter_context(Client(one.url)) for one in (prefill, decode))
         if options.streams:
             stack.enter_context(busy(to_decode, options.streams))
+        most = PAUSE_S if options.streams else 0.0
         samples = []
         for number in range(WARM_UP + options.repeat):
             # One token more than whole blocks: a hit computes it, as a load does. Without it, a
             # hit would compute its last block again.
             tokens = prompt(length + 1, f"{decode.name}/{options.seed}/{length}/{number}")
-            most = PAUSE_S if options.streams else 0.0
             samples.append(sample_of(decode, to_decode, to_prefill, tokens, most))
         samples = samples[WARM_UP:]
         row = figures(samples)

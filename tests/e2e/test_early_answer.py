@@ -218,8 +218,10 @@ def test_each_api_server_answers_early_and_aborts(
             pair.to_decode.complete(other, 1)
             with stopped(server), Pair(*pair.engines) as one:
                 one.to_prefill.ticket(PROBE)
+                loads = CountersSince(one.to_decode)
                 ticket = early_ticket(one, prompt)
                 assert one.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+                assert loads.wait_for(LOADS, timeout_s=EVENT_S)[FAILURES] == 0
                 with no_free_seats(one.to_prefill):
                     ticket = early_ticket(one, other)
                     one.decode_with(ticket, other, 1)

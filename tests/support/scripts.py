@@ -157,6 +157,7 @@ def decode_machine(
         wait_for_prefill_s=wait_for_prefill_s,
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
+        may_connect=lambda _: True,
     )
 
 

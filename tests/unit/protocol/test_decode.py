@@ -24,6 +24,7 @@ from nixl_kv.protocol.events import (
     PeerKey,
     PeerRefused,
     PeerUnreadable,
+    PrepareLoad,
     ReadFailed,
     Send,
     StartHandshake,
@@ -555,16 +556,20 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
     assert end.failure == TOO_MANY
 
 
+def invented(number: int, port: int, **changed: Any) -> PrepareLoad:
+    """By an id of a router, unless `changed` names an engine."""
+    request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
+    values = {"is_early": True, **WITHOUT_NAME, **changed}
+    return prepare_load(request, claim, nonce=nonce, port=port, **values)
+
+
 def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
     machine = decode_machine()
     for number in range(MAX_CONNECTING + 1):
-        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
-        load = prepare_load(
-            request, claim, nonce=nonce, port=1 + number, is_early=True, **WITHOUT_NAME
-        )
+        load = invented(number, port=1 + number)
         actions = machine.handle(load, 100.0)
         assert isinstance(actions[0], Send) is (number < MAX_CONNECTING)
-    (end,) = machine.handle(start_load(request), 100.0)
+    (end,) = machine.handle(start_load(load.request), 100.0)
     assert isinstance(end, LoadEnded)
     assert end.failure == TOO_MANY_PEERS
     (known,) = machine.handle(prepare_load(), 100.0)  # a ticket has a MAC
@@ -578,9 +583,7 @@ def test_endpoints_that_are_probed_count_too(searches: int) -> None:
     machine, now = decode_machine(), 100.0
     probes = min(MAX_PROBED, MAX_CONNECTING - searches)
     for number in range(4 * MAX_CONNECTING):  # each port fails twice, and is probed later
-        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
-        port = 1 + number % (2 * MAX_CONNECTING)
-        load = prepare_load(request, claim, nonce=nonce, port=port, is_early=True, **WITHOUT_NAME)
+        load = invented(number, port=1 + number % (2 * MAX_CONNECTING))
         now += BACKOFF_S * (number == 2 * MAX_CONNECTING)
         machine.handle(Tick(), now)
         machine.handle(load, now)
@@ -590,12 +593,10 @@ def test_endpoints_that_are_probed_count_too(searches: int) -> None:
         if number == searches:
             machine.handle(Tick(), now)
             assert machine.breaker.num_searched == probes
-        request, claim, nonce = RequestId(f"y{number}"), Claim(hex32(number)), Nonce(hex32(number))
-        port = 1 + 2 * MAX_CONNECTING + number
-        load = prepare_load(request, claim, nonce=nonce, port=port, is_early=True, **WITHOUT_NAME)
+        load = invented(1000 + number, port=1 + 2 * MAX_CONNECTING + number)
         machine.handle(load, now)
     assert machine.peers.num_searched == MAX_CONNECTING - probes
-    assert machine._by_request[request].failure == TOO_MANY_PEERS
+    assert machine._by_request[load.request].failure == TOO_MANY_PEERS
     for tick in range(100):
         machine.handle(Tick(), now + tick)
         assert machine.peers.num_searched + machine.breaker.num_searched <= MAX_CONNECTING
@@ -644,8 +645,8 @@ def test_the_link_of_another_incarnation_stays_open() -> None:
 def test_engines_that_tickets_name_leave_room_for_ids() -> None:
     machine = decode_machine()
     for number in range(MAX_CONNECTING):
-        request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
-        machine.handle(prepare_load(request, claim, nonce=nonce, port=1 + number), 100.0)
+        named = {"engine": PEER.engine, "incarnation": PEER.incarnation}
+        machine.handle(invented(number, port=1 + number, is_early=False, **named), 100.0)
     assert machine.peers.num_in[State.CONNECTING] == MAX_CONNECTING
     (describe,) = machine.handle(BY_ID, 100.0)
     assert isinstance(describe, Send)
