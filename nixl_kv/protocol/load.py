@@ -460,8 +460,7 @@ class Load:
         start, part, is_reading = self.start, read.part, read.state is State.READING
         # Prefill may have granted another computation meanwhile, which it digests.
         is_renewed = read.grant is not None and read.grant.fence_token != read.fence_token
-        is_useless = not slot_valid or (is_renewed and self.is_verified)
-        if is_reading and self.is_early and is_useless:
+        if is_reading and self.is_early and (not slot_valid or (is_renewed and self.is_verified)):
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if is_reading and start is not None and part is not None and part.end < start.end:
