@@ -78,8 +78,8 @@ READING_PATH = re.findall(
 )
 
 
-def num_lines(path: str, name: str) -> int:
-    """The lines of a definition such as `Class.method`."""
+def find(path: str, name: str) -> ast.stmt:
+    """The definition of `Class.method` in a file of the package; ValueError without one."""
     body: list[ast.stmt] = ast.parse((PACKAGE / path).read_text(encoding="utf-8")).body
     for part in name.split("."):
         (found,) = [
@@ -88,11 +88,11 @@ def num_lines(path: str, name: str) -> int:
             if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part
         ]
         body = found.body
-    assert found.end_lineno is not None
-    return found.end_lineno - found.lineno + 1
+    return found
 
 
-def test_ten_files_lead_through_one_load_in_1600_lines() -> None:
+def test_the_names_of_the_reading_path_exist() -> None:
     assert len(READING_PATH) == 10
-    names = [(path, name) for path, text in READING_PATH for name in re.findall("`([^`]+)`", text)]
-    assert sum(num_lines(*each) for each in names) <= 1600
+    for path, text in READING_PATH:
+        for name in re.findall("`([^`]+)`", text):
+            find(path, name)

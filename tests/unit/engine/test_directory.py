@@ -265,7 +265,7 @@ def test_without_a_key_nobody_sets_the_label(directory: Directory) -> None:
 def test_a_label_that_is_none_changes_nothing(
     labelled: Directory, caplog: pytest.LogCaptureFixture, label: object
 ) -> None:
-    wire = msgspec.msgpack.encode(["SetWeights", 9, ANY_INCARNATION, label])
+    wire = msgspec.msgpack.encode(["SetWeights", 10, ANY_INCARNATION, label])
     assert labelled.tell(wire) == []
     assert labelled.server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
@@ -355,7 +355,7 @@ def test_the_offers_that_are_remembered_are_bounded(
 # What is of another version
 
 
-@pytest.mark.parametrize("version", [8, 10])
+@pytest.mark.parametrize("version", [9, 11])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,7 +363,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     assert directory.answers(*payloads) == [VersionRefusal()] * 3 + [description()]
-    assert f"wire version {version}; this side speaks 9" in caplog.text
+    assert f"wire version {version}; this side speaks 10" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 

@@ -298,7 +298,7 @@ def test_only_so_many_descriptions_wait_to_be_decoded(
     assert len(world.decode.background) == MAX_DECODING
 
 
-@pytest.mark.parametrize("version", [8, 10])
+@pytest.mark.parametrize("version", [9, 11])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     world: World, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,7 +306,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
     assert decode_answer(stranger.answer()) == VersionRefusal()
     assert counts_of(world.prefill) == {"dropped_messages": 1}
-    words = f"control message dropped: wire version {version}; this side speaks 9"
+    words = f"control message dropped: wire version {version}; this side speaks 10"
     assert caplog.messages == [words]
 
 

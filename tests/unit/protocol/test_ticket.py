@@ -45,7 +45,7 @@ PAYLOAD = (
     "magxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
     "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCg"
 )
-MAC = "885bc95250c99ddff1031434c57e6db6"
+MAC = "469b1bdd02a552f249aa74a62bee22db"
 WRITTEN: dict[str, Any] = {
     "remote_engine_id": "prefill",
     "remote_request_id": NONCE,
@@ -53,7 +53,7 @@ WRITTEN: dict[str, Any] = {
     "remote_port": 5600,
     "remote_block_ids": [[]],
     "tp_size": 0,
-    "nixl_kv_ticket": f"9..{PAYLOAD}",
+    "nixl_kv_ticket": f"10..{PAYLOAD}",
 }
 PARAMS: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **WRITTEN}
 """The same with the flags, which prefill writes or a router adds."""
@@ -66,7 +66,7 @@ def packed(entries: object) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
 
 
-def written(entries: object, *, version: object = 9, mac: str = "") -> dict[str, Any]:
+def written(entries: object, *, version: object = 10, mac: str = "") -> dict[str, Any]:
     """Parameters with these entries in the string, as a client may write them."""
     return {FIELD: f"{version}.{mac}.{packed(entries)}"}
 
@@ -82,7 +82,7 @@ def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
     assert ticket().params(None) == WRITTEN
     assert ticket().params(None, for_in_tree=False) == PARAMS
-    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"9.{MAC}.{PAYLOAD}"}
+    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"10.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
     assert tuple(VALUES) == Ticket.__struct_fields__
 
@@ -161,9 +161,9 @@ NO_TICKET = (
     "allowed: VERSION.MAC.PAYLOAD, as prefill wrote it"
 )
 NO_FORM = [
-    *["", "..", "9.AA", "9...AA", "9..AA=", "9..A+/A", "9..AA\n", " 9..AA", "9.0..AA"],
+    *["", "..", "10.AA", "10...AA", "10..AA=", "10..A+/A", "10..AA\n", " 10..AA", "10.0..AA"],
     *["05..AA", "-9..AA", "\u0665..AA", "1234567890..AA", "A" * MAX_LENGTH, "\ud800"],
-    *[f"9.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
+    *[f"10.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
 ]
 
 
@@ -193,9 +193,9 @@ NO_FORM = [
         ({FIELD: True}, NO_TEXT.format("true")),
         ({FIELD: 10**5000}, NO_TEXT.format("of type int")),
         ({FIELD: [["x"] * 10_000]}, NO_TEXT.format("of type list")),
-        ({FIELD: b"9..AA"}, NO_TEXT.format("of type bytes")),
+        ({FIELD: b"10..AA"}, NO_TEXT.format("of type bytes")),
         (
-            {FIELD: "9.." + "A" * (MAX_LENGTH - 2)},
+            {FIELD: "10.." + "A" * (MAX_LENGTH - 3)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
         ),
         *[({FIELD: text}, NO_TICKET) for text in NO_FORM],
@@ -270,7 +270,7 @@ def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes | None) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=") if payload else "A"
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-            parse({FIELD: f"9..{text}"})
+            parse({FIELD: f"10..{text}"})
 
 
 def test_entries_of_a_later_revision_are_left_out() -> None:
@@ -336,7 +336,7 @@ def mac_of(sealed: SealedTicket, key: bytes) -> str:
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
 
-@pytest.mark.parametrize("version", [0, 1, 8, 10, 999_999_999])
+@pytest.mark.parametrize("version", [0, 1, 9, 11, 999_999_999])
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
 def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     version: int, key: bytes | None
@@ -348,7 +348,7 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
         sealed.open()
     assert refused.value.reason == "version"
     assert str(refused.value) == (
-        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 9"
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 10"
     )
 
 
