@@ -294,6 +294,9 @@ class Config:
     on_load_failure: Annotated[str, _choice(Literal["recompute", "fail"])] = "recompute"
     # Whether to export the metrics of vLLM's own NixlConnector too, for existing dashboards.
     in_tree_metrics: Annotated[bool, SWITCH] = True
+    # What decode has of a prompt's images, audio and video: those of prefill ('own'), what the
+    # platform sends instead ('ticket'), or what the ticket's hash proves ('auto').
+    media: Annotated[str, _choice(Literal["auto", "ticket", "own"])] = "auto"
     # Share of the loads whose bytes decode compares with prefill's by a digest.
     verify: Annotated[float, VERIFY] = 0.0
 

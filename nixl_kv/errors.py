@@ -43,8 +43,8 @@ class RemoteProtocolError(NixlKVError):
 
 
 TICKET_REASONS: Final = (
-    *("malformed", "key", "version", "host", "role", "used", "prompt", "weights"),
-    "other_connector",
+    *("malformed", "key", "version", "host", "role", "used", "prompt", "media", "weights"),
+    *("not_offered", "other_connector"),
 )
 
 

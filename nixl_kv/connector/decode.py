@@ -12,12 +12,13 @@ report the load again, as failed. No vLLM here: the simulator runs this file alo
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec.structs import replace
 
+from nixl_kv.connector.media import NO_MEDIA, Media, MediaRules, MustLoads
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import (
@@ -46,10 +47,20 @@ PAIR_AFTER_RESET: Final = (
     "this engine's cache was reset, and an id does not tell whether prefill's was; label the "
     "weights of both engines (weights, or `nixl-kv set-weights`)"
 )
+AUTO: Final = MediaRules()
 OTHER_PROMPT: Final = (
     "check that prefill and decode have the same chat template, tokenizer and LoRA adapters, and "
     "that the router sends both the same text, cache_salt and media"
 )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Bytes that belong to the tokens of a prompt, such as their embeddings."""
+
+    name: bytes
+    data: memoryview  # flat
+    size: int  # bytes per token
 
 
 @dataclass(frozen=True)
@@ -59,12 +70,31 @@ class Prompt:
     request: RequestId
     num_tokens: int
     token_ids: Sequence[int] | None  # None for prompt embeddings
-    extras: tuple[bytes, ...] = ()  # see `context_hash`
+    extras: tuple[bytes, ...] = ()  # the adapter and the salt
+    rows: tuple[Rows, ...] = ()
+    media: Media = NO_MEDIA
 
-    def context(self, nonce: Nonce, weights: str = "") -> str:
-        """Hash the prompt, and the label of the weights if no ticket carries it."""
-        label = (b"weights" + weights.encode(),) if weights else ()
-        return context_hash(nonce, self.token_ids, (*self.extras, *label))
+    def context(self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None) -> str:
+        """Hash the first tokens (None: all), and the label of the weights if no ticket has it."""
+        count = self.num_tokens if num_tokens is None else num_tokens
+        ids = self.token_ids
+        if ids is not None and count < len(ids):
+            ids = ids[:count]
+        return context_hash(nonce, ids, self._extras(count, weights))
+
+    def hashes(
+        self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None
+    ) -> tuple[str, str]:
+        """The hashes of the first tokens and of the prompt's media; see `Ticket`."""
+        return self.context(nonce, weights, num_tokens=num_tokens), self.media.hash(nonce)
+
+    def _extras(self, num_tokens: int, weights: str) -> Iterator[bytes]:
+        yield from self.extras
+        for rows in self.rows:
+            yield rows.name + rows.data[: num_tokens * rows.size]
+        yield from self.media.before(num_tokens).geometries()
+        if weights:
+            yield b"weights" + weights.encode()
 
 
 @dataclass
@@ -85,21 +115,24 @@ class _Load:
 class DecodeScheduler:
     """The loads of one engine. Scheduler thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts about the engine
         self,
         pagings: Sequence[Paging],  # one for each transferred cache group
         check: Callable[[object], SealedTicket],  # see `Trust.check`
         *,
         computed: int = 1,  # how many of a prompt's last tokens this engine computes, at least
         verify: float = 0.0,  # the share of loads to verify, 0 to 1
+        media: MediaRules = AUTO,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,  # for that share
     ) -> None:
         self.weights = ""  # the label of this engine's weights
+        self.must_load = MustLoads()
         self._pagings = pagings
         self._check_trust = check
         self._computed = computed
         self._verify = verify
+        self._media = media
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
@@ -132,16 +165,14 @@ class DecodeScheduler:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
 
         Raises:
-            TicketRefused: if the ticket is not valid; this engine computes the request.
+            TicketRefused: if the ticket is not valid. `why_not_computed` says whether this engine
+                may compute the request.
         """
         # Checked before anything connects to its host.
-        ticket, label = pair or self._check_trust(params).open(), ""
+        ticket = pair or self._check_trust(params).open()
         is_early = ticket.is_pair
-        if pair is not None:  # prefill's label is in its hash
-            ticket, label = replace(ticket, weights=self.weights), self.weights
-        if is_early:  # prefill compares the hash of this prompt with its own
-            context = prompt.context(ticket.nonce, label)
-            ticket = replace(ticket, num_tokens=prompt.num_tokens, context=context)
+        if is_early:
+            ticket = self._complete(ticket, prompt, has_label=pair is None)
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early)
         self._forget_used()
         if ticket.nonce in self._used:
@@ -152,28 +183,39 @@ class DecodeScheduler:
                 "of n > 1 or a list of prompts, only the first request loads)",
                 "used",
             )
+        if ticket.not_offered:
+            raise TicketRefused(
+                f"kv_transfer_params: prefill does not offer this request: {ticket.not_offered}",
+                "not_offered",
+            )
         if is_rejected:  # by vLLM's frontend, so the prompt is a placeholder
             self._give_back(prepare)
             return
-        is_longer = ticket.num_tokens > prompt.num_tokens
-        if is_longer or not (is_early or self._is_for(ticket, prompt)):
-            raise TicketRefused(
-                f"kv_transfer_params: the ticket is for another prompt: {ticket.num_tokens} tokens "
-                f"there, {prompt.num_tokens} here; {OTHER_PROMPT}",
-                "prompt",
-            )
-        if outdated := self._why_outdated(ticket):
-            self._give_back(prepare)
-            raise TicketRefused(f"kv_transfer_params: {outdated}", "weights")
+        num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
+        if refusal := self._refusal(ticket, prompt, num_tokens, is_early=is_early):
+            words, reason = refusal
+            if reason != "prompt":  # whoever has another prompt must not end this one's offer
+                self._give_back(prepare)
+            raise TicketRefused(f"kv_transfer_params: {words}", reason)
         latest = self._epochs.pop(ticket.incarnation, 0)
         self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
-        num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         load = _Load(prompt.request, num_tokens, prepare.claim, is_ready=not is_early)
         self._loads[load.request] = self._by_claim[prepare.claim] = load
         self._commands.append(prepare)
+        # An early ticket says nothing about prefill's media; prefill compares the hashes.
+        if why := self._media.why_not_computed(prompt.media, None if is_early else ticket):
+            self.must_load.add(prompt.request, why)
+
+    def why_not_computed(self, prompt: Prompt, params: object) -> str:
+        """Why this engine may not compute a request whose ticket it refuses; '' if it may."""
+        try:
+            ticket = self._check_trust(params).open()
+        except TicketRefused:
+            return self._media.why_not_computed(prompt.media, None)
+        return self._media.why_not_computed(prompt.media, None if ticket.is_pair else ticket)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
@@ -204,6 +246,10 @@ class DecodeScheduler:
         if load is None or load.is_started:
             return  # only the first allocation of a request counts
         if num_tokens == 0:
+            if load.local >= load.num_tokens:
+                self.must_load.on_loaded(request)
+            else:
+                self.must_load.fail(request, "other_load", "another connector loads its KV")
             self._release(request)
             return
         load.is_started = True
@@ -246,7 +292,7 @@ class DecodeScheduler:
                 load.landed.add(hint.reader.rank)
             is_unknown = not load.is_retracted and load.request not in self._told
             if is_unknown and len(load.landed) == num_ranks:
-                self._forget(load.request)
+                self._end(load.request)
                 landed.add(load.request)
                 self._told.add(load.request)
         return landed
@@ -261,7 +307,7 @@ class DecodeScheduler:
         return told
 
     def update_connector_output(
-        self, finished_recving: Iterable[RequestId], failed_recving: Iterable[RequestId] = ()
+        self, finished_recving: Iterable[RequestId], failed_recving: Collection[RequestId] = ()
     ) -> set[RequestId]:
         """Returns the loads whose good end vLLM must not see: their KV is from before a reset."""
         ended = self._loads.keys() & finished_recving
@@ -269,7 +315,7 @@ class DecodeScheduler:
             name for name in ended.difference(failed_recving) if self._loads[name].is_retracted
         }
         for request in ended - held_back:
-            self._forget(request)
+            self._end(request, is_good=request not in failed_recving)
         self._held_back += held_back
         return held_back
 
@@ -294,6 +340,7 @@ class DecodeScheduler:
                 load.is_retracted = True
                 self._commands.append(events.CancelLoad(request))
             else:
+                self.must_load.fail(request, "cancelled", "this engine's cache was reset")
                 self._release(request)
 
     def accept_outdated(self) -> None:
@@ -302,6 +349,7 @@ class DecodeScheduler:
         self._was_reset = False
 
     def request_finished(self, request: RequestId) -> None:
+        self.must_load.forget(request)
         if request in self._loads:
             self._release(request)
 
@@ -314,6 +362,13 @@ class DecodeScheduler:
         self._used[prepare.ticket.nonce] = self._clock()
         self._commands += [prepare, events.CancelLoad(prepare.request)]
 
+    def _end(self, request: RequestId, *, is_good: bool = True) -> None:
+        if is_good:
+            self.must_load.on_loaded(request)
+        else:
+            self.must_load.fail(request, "load", "its KV load failed")
+        self._forget(request)
+
     def _forget(self, request: RequestId) -> None:
         load = self._loads.pop(request)
         if load.claim is not None:
@@ -323,10 +378,38 @@ class DecodeScheduler:
         self._forget(request)
         self._commands.append(events.CancelLoad(request))
 
+    def _complete(self, ticket: Ticket, prompt: Prompt, *, has_label: bool) -> Ticket:
+        """Give a pair ticket the hashes of this prompt; prefill compares them with its own."""
+        if has_label:
+            weights, label = ticket.weights, ""
+        else:  # the hash has prefill's label
+            weights = label = self.weights
+        context, media = prompt.hashes(ticket.nonce, label)
+        return replace(
+            ticket, num_tokens=prompt.num_tokens, context=context, media=media, weights=weights
+        )
+
+    def _refusal(
+        self, ticket: Ticket, prompt: Prompt, num_tokens: int, *, is_early: bool
+    ) -> tuple[str, str] | None:
+        """Why the first `num_tokens` of a prompt cannot be loaded by a ticket, and the reason."""
+        if not (is_early or self._is_for(ticket, prompt)):
+            counts = f"{ticket.num_tokens} tokens there, {prompt.num_tokens} here"
+            return f"the ticket is for another prompt: {counts}; {OTHER_PROMPT}", "prompt"
+        if outdated := self._why_outdated(ticket):
+            return outdated, "weights"
+        if why := self._media.why_not_loaded(prompt.media, ticket, num_tokens):
+            return why, "media"
+        return None
+
     def _is_for(self, ticket: Ticket, prompt: Prompt) -> bool:
+        # The prompt may be longer: a router may have added prefill's first token.
+        nonce, num_tokens = ticket.nonce, ticket.num_tokens
         # With the label if the router has also sent an id.
         labels = {"", self.weights}
-        return any(prompt.context(ticket.nonce, each) == ticket.context for each in labels)
+        return num_tokens <= prompt.num_tokens and any(
+            prompt.context(nonce, each, num_tokens=num_tokens) == ticket.context for each in labels
+        )
 
     def _why_outdated(self, ticket: Ticket) -> str:
         """Why this prompt's KV may come from other weights, or ''."""

@@ -147,7 +147,9 @@ class EarlyAnswer:
         is_full = len(self._tasks) > MAX_OPEN
         if self._latest is None or self._trust is None or is_full or not may_answer_early(request):
             return None
-        pair = msgspec.structs.replace(self._latest, nonce=new_nonce(), num_tokens=0, context="")
+        pair = msgspec.structs.replace(
+            self._latest, nonce=new_nonce(), num_tokens=0, context="", media=""
+        )
         return pair, self._trust.seal(pair, for_in_tree=self._for_in_tree)
 
     def watch(self, pair: Ticket, released: asyncio.Event) -> None:
@@ -161,7 +163,8 @@ class EarlyAnswer:
         self._latest = None
         if self._trust is not None and isinstance(params, dict) and FIELD in params:
             try:
-                self._latest = self._trust.open_own({FIELD: params[FIELD]})
+                ticket = self._trust.open_own({FIELD: params[FIELD]})
+                self._latest = None if ticket.not_offered else ticket
             except TicketRefused as error:
                 logger.warning("EarlyAnswer cannot read this engine's ticket: %s", error)
 

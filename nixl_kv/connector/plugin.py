@@ -21,6 +21,8 @@ from nixl_kv.errors import ConfigError, get_logger
 logger = get_logger(__name__)
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
+# Tells the engine's process that Dynamo's worker has started it.
+DYNAMO: Final = "NIXL_KV_DYNAMO"
 
 # The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
@@ -29,6 +31,8 @@ PORT_RETRY_S: Final = 0.1
 
 def register() -> None:
     """Tell vLLM's factory where `NixlKVConnector` is. May be called again."""
+    if "dynamo" in sys.modules:
+        os.environ[DYNAMO] = "1"
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
             KVConnectorFactory,
@@ -121,7 +125,8 @@ def check_before_weights(executor: Any) -> None:
     @functools.wraps(begin)
     def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
         whole = vllm_config.kv_transfer_config
-        for transfer in () if whole is None else own_transfers(vars(whole)):
+        ours = [] if whole is None else own_transfers(vars(whole))
+        for transfer in ours:
             if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
                 extra = transfer.get("kv_connector_extra_config") or {}
                 is_prefill = transfer.get("kv_role") != "kv_consumer"
@@ -129,6 +134,11 @@ def check_before_weights(executor: Any) -> None:
                 check_address(config, vllm_config, is_prefill=is_prefill)
                 check_key_and_backends(config)
         begin(self, vllm_config, *args, **options)
+        if ours:
+            # Imports vLLM's scheduler, which exists in the engine's process alone.
+            from nixl_kv.connector.request_ends import hook_scheduler  # noqa: PLC0415
+
+            hook_scheduler(vllm_config)
 
     setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin

@@ -63,7 +63,8 @@ class _Offer:
 
     request: RequestId
     num_tokens: int
-    make_context: Callable[[Nonce], str] = field(repr=False)  # deleted when the ticket leaves
+    # Hashes the prompt and its media with a nonce; deleted when the ticket leaves.
+    make_hashes: Callable[[Nonce], tuple[str, str]] = field(repr=False)
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
     pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
@@ -71,7 +72,7 @@ class _Offer:
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
-    context: str = ""
+    hashes: tuple[str, str] = ("", "")  # of the prompt and of its media
     tables: tuple[Table, ...] = ()
     held: _Indices = field(init=False, repr=False)  # set when the ticket leaves
     left_at: float = 0.0  # when that was, in Unix seconds
@@ -134,21 +135,22 @@ class PrefillScheduler:
         self,
         request: RequestId,
         num_tokens: int,
-        make_context: Callable[[Nonce], str],
+        make_hashes: Callable[[Nonce], tuple[str, str]],
         pair: Ticket | None = None,
     ) -> None:
-        """Another engine decodes this request. `make_context` hashes its prompt with a nonce.
+        """Another engine decodes this request. `make_hashes` hashes prompt and media with a nonce.
 
         A `pair` ticket of this engine is out already. One that was used before is ignored.
         """
-        offer = self._awaited[request] = _Offer(request, num_tokens, make_context)
+        offer = self._awaited[request] = _Offer(request, num_tokens, make_hashes)
         if pair is not None and self.is_new(pair):
             offer.pair = pair.nonce
             self._pairs[pair.nonce] = None
             if len(self._pairs) > MAX_PAIRS:
                 del self._pairs[next(iter(self._pairs))]
-            offer.context = make_context(pair.nonce)
-            self._commands.append(events.ExpectOffer(pair.nonce, request, offer.context))
+            offer.hashes = make_hashes(pair.nonce)
+            expect = events.ExpectOffer(pair.nonce, request, "".join(offer.hashes))
+            self._commands.append(expect)
 
     def decline(self, pair: Ticket) -> None:
         """A request with a pair ticket of this engine will not be offered."""
@@ -237,12 +239,14 @@ class PrefillScheduler:
         self._commands.append(events.PublishOffer(offer.nonce, request))
         self._expect(offer, 0)
         self._hold(offer, distinct_ids(tables))
-        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
+        del offer.make_hashes  # it holds the prompt: embeddings may be hundreds of megabytes
+        context, media = offer.hashes
         ticket = Ticket(
             **asdict(self.address),
             nonce=offer.nonce,
             num_tokens=offer.num_tokens,
-            context=offer.context,
+            context=context,
+            media=media,
         )
         return True, self._seal(ticket)
 
@@ -281,14 +285,14 @@ class PrefillScheduler:
         """This step computes all of the prompt, or the first `computed` tokens of a pair."""
         offer.nonce = offer.pair or new_nonce()
         if not offer.pair:
-            offer.context = offer.make_context(offer.nonce)
+            offer.hashes = offer.make_hashes(offer.nonce)
         current = self._blocks.current(offer.request)
         offer.tables = self._blocks.tables(computed or offer.num_tokens, current, offer.pins)
         self._commands.append(
             events.PrepareOffer(
                 offer.nonce,
                 offer.request,
-                offer.context,
+                "".join(offer.hashes),
                 offer.num_tokens,
                 offer.tables,
                 is_written=not (self._writes_late or offer.pair),

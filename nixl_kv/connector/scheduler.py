@@ -7,7 +7,6 @@ client's input may cause an exception beyond `on_new_request`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -27,9 +26,13 @@ from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
 from nixl_kv.connector.traces import Traces
 from nixl_kv.connector.vllm_config import (
+    MediaReader,
+    check_ends_requests,
     computed_on_decode,
     draft_facts,
     engine_id,
+    keep_private,
+    media_rules,
     model_facts,
     pagings,
     parallel_shape,
@@ -46,7 +49,7 @@ from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMeta
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportError, get_logger
-from nixl_kv.ids import RequestId, endpoint_at
+from nixl_kv.ids import RequestId, endpoint_at, new_nonce
 from nixl_kv.protocol import events, pair
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import FIELD, Ticket
@@ -109,7 +112,9 @@ class Scheduler:
             self._trust.check,
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
+            media=media_rules(self._config.media),
         )
+        self._media = MediaReader.of(vllm_config)
         self._decode.weights = self._config.weights
         self._blocks = RequestBlocks(groups, kv_cache_config.num_blocks)
         self._prefill = PrefillScheduler(
@@ -121,6 +126,9 @@ class Scheduler:
             in_parts=len(groups) == 1 and not zeroes_blocks(kv_cache_config),
             is_decoding=lambda: self._decode.is_in_use,
         )
+        if self._is_decode and self._media and self._config.media != "own":
+            check_ends_requests(vllm_config)
+        self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
@@ -210,7 +218,23 @@ class Scheduler:
         if params is not None:
             self.stats.count("offers")
             self._traces.begin_offer(request)
+        elif request.mm_features:
+            params = self._ticket_without_offer(request)
+        self._not_offered.pop(request_id, None)
         return keeps_blocks, params
+
+    # Called by `EndsRequests` before each step.
+    def pop_failed(self, requests: Mapping[str, Request]) -> list[str]:
+        """The requests that vLLM must end with an error now: decode may not compute them."""
+        must_load = self._decode.must_load
+        for request_id in must_load.loaded:
+            if requests[request_id].status is RequestStatus.PREEMPTED:
+                must_load.fail(request_id, "preempted", "vLLM preempted it, which frees its KV")
+        failed = must_load.pop_failed()
+        for request_id, (reason, words) in failed.items():
+            self.stats.count("failed_requests", 1, reason)
+            logger.error("request %s fails with HTTP 500: %s", request_id, words)
+        return [each for each in failed if each in requests]
 
     def end_landed(self, end_loads: Callable[[KVConnectorOutput], None]) -> None:
         """Tell vLLM's scheduler which loads have landed since its last step.
@@ -242,7 +266,9 @@ class Scheduler:
         self._traces.end_offers(self._counts.count_offers(sent))
         told, failed = self._decode.pop_told(received), _own(output.failed_recving)
         held_back = self._decode.update_connector_output(received - told, failed)
-        self._traces.end_loads(self._counts.count_loads(received, held_back))
+        self._traces.end_loads(
+            self._counts.count_loads(received, held_back, self._decode.must_load)
+        )
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if output.finished_recving:
             output.finished_recving -= held_back | told
@@ -400,11 +426,14 @@ class Scheduler:
         else:
             found = pair.on_decode(fields, self._config.pair_ids, request.request_id)
             self._decode.on_new_request(
-                prompt_of(request),
+                prompt_of(request, self._media),
                 params,
                 is_rejected=request.abort_immediately,
                 pair=None if found is None else self._trust.open_pair(*found),
             )
+            is_restricted = RequestId(request.request_id) in self._decode.must_load
+            if is_restricted and self._config.media == "ticket":
+                keep_private(request)  # its ids may be those of other media
             self._traces.begin_load(request)
 
     def _note(self, reason: str, detail: str = "") -> None:
@@ -416,17 +445,27 @@ class Scheduler:
         """Follow on_load_failure; returns the outcome for the log."""
         self._note(f"ticket_{reason}", detail)
         request_id = RequestId(request.request_id)
-        self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
         self._traces.refuse(request, reason)
+        if self._is_decode and not request.abort_immediately:
+            why = self._decode.why_not_computed(
+                prompt_of(request, self._media), request.kv_transfer_params
+            )
+            if why:
+                self.stats.count("refused_tickets", 1, reason)
+                self._decode.must_load.add(request_id, why)
+                self._decode.must_load.fail(request_id, reason, "its ticket was refused")
+                return OUTCOMES["fail"]
+        self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
         if self._recomputes or not self._is_decode:
             return OUTCOMES["recompute"]
         self._decode.refuse(request_id, request.num_prompt_tokens)
         return OUTCOMES["fail"]
 
     def _begin_offer(self, request: Request) -> None:
-        arrived, reason = copy(request), ""  # `shorten` changes the request
+        prompt, reason = prompt_of(request, self._media), ""
         fields = request.kv_transfer_params or {}
         ticket = self._pair_of(request)
+        is_pair = ticket is not None and self._prefill.is_new(ticket)
         # Without a ticket, decode cannot compare labels: the hash does.
         label = "" if FIELD in fields or ticket is None else ticket.weights
         if self._directory is not None and self._directory.is_draining:
@@ -435,14 +474,14 @@ class Scheduler:
             reason = "vLLM refused it, or it failed"
         elif request.resumable:
             reason = "it is resumable: more input may follow"
-        elif pair.has_no_ticket(fields, self._config.pair_ids) and not (
-            ticket and self._prefill.is_new(ticket)
-        ):
+        elif pair.has_no_ticket(fields, self._config.pair_ids) and not is_pair:
             reason = "its kv_request_id is not valid, or was used before"
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
             logger.info("request %s is not offered: %s", request.request_id, reason)
+            if prompt.media.items:
+                self._not_offered[RequestId(request.request_id)] = reason
             if ticket is not None:
                 self._prefill.decline(ticket)
             return
@@ -450,12 +489,34 @@ class Scheduler:
             # Decode computes the last token itself. It needs the recurrent state before that
             # token, but prefill keeps only the state after the last token that it computes.
             shorten(request)
+        # Decode asks for a pair's offer with the hash of its whole prompt.
+        num_tokens = prompt.num_tokens if is_pair else request.num_prompt_tokens
         self._prefill.on_new_request(
-            RequestId(request.request_id),
+            prompt.request,
             request.num_prompt_tokens,
-            lambda nonce: prompt_of(arrived).context(nonce, label),
+            partial(prompt.hashes, weights=label, num_tokens=num_tokens),
             ticket,
         )
+
+    def _ticket_without_offer(self, request: Request) -> dict[str, Any] | None:
+        """Of a prompt with media: decode may have stand-ins for them, so it needs the hashes."""
+        fields = request.kv_transfer_params
+        is_leg = isinstance(fields, Mapping) and pair.is_prefill_leg(fields, self._config.pair_ids)
+        if not is_leg or self._prefill.address is None:
+            return None
+        prompt = prompt_of(request, self._media)
+        nonce = new_nonce()
+        context, media = prompt.hashes(nonce)
+        reason = self._not_offered.get(prompt.request) or why_not_offered(request)
+        ticket = Ticket(
+            **asdict(self._prefill.address),
+            nonce=nonce,
+            num_tokens=prompt.num_tokens,
+            context=context,
+            media=media,
+            not_offered=reason or "its KV is incomplete; prefill's log has the reason",
+        )
+        return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
 
     def _pair_of(self, request: Request) -> Ticket | None:
         """The pair ticket of a request: from `EarlyAnswer`, or for the router's id."""

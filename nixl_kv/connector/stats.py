@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 import nixl_kv
 from nixl_kv.config import Config
+from nixl_kv.connector.media import FAIL_REASONS
 from nixl_kv.connector.plugin import own_config
 from nixl_kv.errors import TICKET_REASONS, get_logger
 from nixl_kv.ids import Nonce, RequestId
@@ -98,6 +99,11 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "refused_tickets": _decode(
         "Requests with a ticket that decode refused before it asked prefill, by reason.",
         reason=TICKET_REASONS,
+    ),
+    "failed_requests": _decode(
+        "Requests that decode ended with an error because it may not compute them itself (media), "
+        "by reason.",
+        reason=(*TICKET_REASONS, *FAIL_REASONS),
     ),
     "recomputed_requests": _decode(
         "Requests whose prompt decode computed because it did not get its KV, by reason.",
@@ -449,19 +455,25 @@ class RequestCounts:
         self._reports.join(RankReports(reports.loads, reports.offers))
 
     def count_loads(
-        self, ended: Iterable[RequestId], held_back: Iterable[RequestId]
+        self,
+        ended: Iterable[RequestId],
+        held_back: Iterable[RequestId],
+        must_load: Container[RequestId] = (),
     ) -> dict[RequestId, LoadReport]:
-        """Returns the loads that have ended. `held_back` will be reported once more, as failed."""
+        """Returns the loads that have ended. `held_back` will be reported once more, as failed.
+
+        A request in `must_load` is not recomputed if its load fails.
+        """
         counted = {}
         for request in ended:
             load = self._reports.loads.pop(request, None)
             is_load = request not in self._refused and request not in held_back
             if load is not None and is_load:
-                self._count_load(load)
+                self._count_load(load, is_recomputed=request not in must_load)
                 counted[request] = load
         return counted
 
-    def _count_load(self, load: LoadReport) -> None:
+    def _count_load(self, load: LoadReport, *, is_recomputed: bool) -> None:
         stats, reason = self._stats, load.reason
         peer = "" if load.source is None else self._entry_of(load.source.endpoint)
         stats.count("loads", 1, load.outcome, peer)
@@ -471,7 +483,8 @@ class RequestCounts:
             stats.observe("wait_seconds", [seconds], phase)
         if reason:
             stats.count("load_failures", 1, reason, peer)
-            self.count_recomputed(reason, load.num_tokens)
+            if is_recomputed:
+                self.count_recomputed(reason, load.num_tokens)
             return
         stats.count("loaded_tokens", load.num_tokens)
         if load.verified:

@@ -8,7 +8,11 @@ that the connector cannot serve; their start fails.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+import secrets
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeGuard, cast
 
 import torch
@@ -33,8 +37,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
-from nixl_kv.connector.decode import Prompt
+from nixl_kv.connector.decode import Prompt, Rows
+from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
 from nixl_kv.connector.paging import Paging, StatePaging
+from nixl_kv.connector.plugin import DYNAMO
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
@@ -148,10 +154,9 @@ def counts_media(vllm_config: VllmConfig) -> bool:
     model = vllm_config.model_config
     media = model.multimodal_config
     return bool(
-        media is not None
+        takes_media(vllm_config)
         and media.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
-        and model.supports_multimodal_inputs
     )
 
 
@@ -430,28 +435,126 @@ def worker_rank(vllm_config: VllmConfig) -> Rank:
 # --- requests and steps
 
 
-def prompt_of(request: Request) -> Prompt:
+def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
+    """`reader` is None for a model without images, audio and video."""
     return Prompt(
         RequestId(request.request_id),
         request.num_prompt_tokens,
         request.prompt_token_ids,
         tuple(_extras(request)),
+        tuple(_rows(request)),
+        NO_MEDIA if reader is None else reader.media_of(request),
     )
 
 
 def _extras(request: Request) -> Iterator[bytes]:
-    """Everything except token ids that a request's KV depends on. See `ticket.context_hash`."""
+    """What a request's KV depends on, beside its tokens and its media."""
     if request.lora_request is not None:
         yield b"lora" + str(request.lora_request.lora_name).encode()
     if request.cache_salt:
         yield b"salt" + str(request.cache_salt).encode()
-    for feature in request.mm_features:
-        position = feature.mm_position
-        yield f"mm {position.offset} {position.length} {feature.identifier}".encode()
+
+
+def _rows(request: Request) -> Iterator[Rows]:
     if request.prompt_embeds is not None:
-        yield b"embeds" + request.prompt_embeds.contiguous().view(torch.uint8).numpy().tobytes()
+        embeds = request.prompt_embeds.contiguous().view(torch.uint8)
+        yield Rows(b"embeds", memoryview(embeds.flatten().numpy()), embeds[0].numel())
     if request.prompt_is_token_ids is not None:
-        yield b"mask" + bytes(request.prompt_is_token_ids)
+        yield Rows(b"mask", memoryview(bytes(request.prompt_is_token_ids)), 1)
+
+
+# Settings of a model's config that name the token that stands for a part of an image, an audio or a
+# video, such as `image_token_id`. Others name tokens before and after it.
+_PLACEHOLDER: Final = re.compile(
+    "(image|img|video|audio|vision|speech)_(pad_|context_)?token_(id|index)"
+)
+
+# The sizes in a feature's data from which vLLM computes M-RoPE positions.
+_GEOMETRY: Final = (
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
+    *("audio_feature_lengths", "use_audio_in_video"),
+)
+
+
+def takes_media(vllm_config: VllmConfig) -> bool:
+    model = vllm_config.model_config
+    return model.multimodal_config is not None and bool(model.supports_multimodal_inputs)
+
+
+def check_ends_requests(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError unless the scheduler can end single requests (`request_ends.py`)."""
+    # Its class has the hooks while vLLM creates it, and with it this connector.
+    if not getattr(vllm_config.scheduler_config.scheduler_cls, "ends_requests", False):
+        raise ConfigError(
+            "media is not 'own', but nixl_kv's hooks over vLLM's scheduler are missing, so decode "
+            "cannot fail a request whose images, audio or video it does not have; allowed: with a "
+            "model that takes media, a start that loads vLLM's plugins (VLLM_PLUGINS), or media "
+            "'own', if the router sends decode the same media as prefill"
+        )
+
+
+def media_rules(setting: str) -> MediaRules:
+    """The rules of this process: Dynamo's worker has loaded `dynamo`, or its parent process has."""
+    return MediaRules(setting, has_stand_ins="dynamo" in sys.modules or DYNAMO in os.environ)
+
+
+@dataclass(frozen=True)
+class MediaReader:
+    """Reads the images, audio and video of requests."""
+
+    placeholders: frozenset[int]  # token ids, as far as the model's config names them
+    has_geometry: bool  # positions depend on sizes (M-RoPE)
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> "MediaReader | None":
+        if not takes_media(vllm_config):
+            return None
+        model = vllm_config.model_config
+        tokens = frozenset(
+            value
+            for config in mappings(model.hf_config.to_dict())
+            for name, value in config.items()
+            if _PLACEHOLDER.fullmatch(str(name)) and type(value) is int
+        )
+        return cls(tokens, bool(model.uses_mrope))
+
+    def media_of(self, request: Request) -> Media:
+        items = []
+        for feature in request.mm_features:
+            begin = feature.mm_position.offset
+            data: Mapping[str, Any] = feature.data or {}
+            items.append(
+                MediaItem(
+                    begin,
+                    begin + feature.mm_position.length,
+                    feature.identifier,
+                    # vLLM's cache in shared memory leaves an address here.
+                    is_data=bool(data)
+                    and not any(name.endswith("_embeds") or name == "address" for name in data),
+                    geometry=_geometry(data) if self.has_geometry else b"",
+                )
+            )
+        return Media(tuple(items), tuple(self._bare(request.prompt_token_ids or (), items)))
+
+    def _bare(self, token_ids: Sequence[int], items: Sequence[MediaItem]) -> Iterator[int]:
+        if self.placeholders.isdisjoint(token_ids):
+            return
+        covered = {at for item in items for at in range(item.begin, item.end)}
+        for at, token in enumerate(token_ids):
+            if token in self.placeholders and at not in covered:
+                yield at
+
+
+def _geometry(data: Mapping[str, Any]) -> bytes:
+    values = {name: torch.as_tensor(data[name].data).tolist() for name in _GEOMETRY if name in data}
+    return json.dumps(values, sort_keys=True).encode() if values else b""
+
+
+def keep_private(request: Request) -> None:
+    """Keep vLLM from using a new request's blocks for another one, and from finding some for it."""
+    request.cache_salt = secrets.token_hex(16)
+    request.block_hashes = []
+    request.update_block_hashes()
 
 
 def progress(

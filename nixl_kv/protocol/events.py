@@ -84,7 +84,7 @@ class ExpectOffer(msgspec.Struct, frozen=True):
 
     nonce: Nonce
     request: RequestId
-    context: str
+    context: str  # `Ticket.hashes`
 
 
 class PrepareOffer(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
     nonce: Nonce
     request: RequestId
-    context: str
+    context: str  # `Ticket.hashes`
     num_tokens: int
     tables: tuple[Table, ...]  # one per cache group
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet

@@ -346,7 +346,7 @@ class Load:
         match read.state:
             case State.ASKING | State.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
-                context, number = self.ticket.context, self.numbers.next()
+                context, number = self.ticket.hashes, self.numbers.next()
                 fields = {"context": context, "number": number, "readers": read.route.readers}
                 return [self._send(read, messages.Ask, **fields, is_early=self.is_early)]
             case State.READING:

@@ -37,6 +37,7 @@ MAC_BYTES: Final = 16
 FIELD: Final = "nixl_kv_ticket"
 MAX_LENGTH: Final = 4096  # characters
 MAX_REASON: Final = 300  # characters of an error about a payload; msgspec quotes the client
+MAX_WHY: Final = 128  # characters of the reason why a prompt is not offered
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
 # vLLM's flags beside the ticket. Routers may leave them out, or set them to null.
@@ -45,7 +46,8 @@ FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 NAME: Final = Meta(min_length=1, max_length=256)
 
-Context = Annotated[str, HEX32]  # from `context_hash`
+Context = Annotated[str, Meta(pattern=r"^([0-9a-f]{32}){1,2}\Z")]  # `Ticket.hashes`
+_Hash = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # from `context_hash`, or empty
 
 _decoder = msgspec.msgpack.Decoder(list)
 _Head = TypeVar("_Head", bound="TicketHead")
@@ -73,19 +75,24 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     """One finished prefill on offer, or a pair ticket, which precedes its offer.
 
     A pair ticket has no tokens and no hash, because the prompt is not tokenized yet. Decode sends
-    the hash of its own prompt with its asks, and prefill compares.
+    the hashes of its own prompt with its asks, and prefill compares.
+
+    The ticket of a prompt with media that prefill does not offer still has both hashes: by them
+    decode knows whether it may compute the prompt itself.
     """
 
     engine: Annotated[EngineId, NAME]
     incarnation: Annotated[Incarnation, HEX32]
     num_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    context: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    context: _Hash = ""  # of these tokens, the adapter and the salt
     epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0  # counts resets of prefill's cache
     weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the label of prefill's weights
+    media: _Hash = ""  # of the images, audio and video; empty: the prompt has none
+    not_offered: Annotated[str, Meta(max_length=MAX_WHY)] = ""  # why there is no offer
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("engine", "weights"):
+        for name in ("engine", "weights", "not_offered"):
             if not getattr(self, name).isprintable():
                 raise ValueError(f"{name} has characters that cannot be printed")
         if bool(self.num_tokens) != bool(self.context):
@@ -98,6 +105,11 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     @property
     def is_pair(self) -> bool:
         return not self.num_tokens
+
+    @property
+    def hashes(self) -> str:
+        """What prefill compares once more when decode asks."""
+        return self.context + self.media
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer, as JSON types; without a `key` no MAC.
@@ -232,10 +244,10 @@ def _words(value: object) -> str:
 
 
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:
-    """Hash everything that the KV of a prompt depends on; 32 hex digits.
+    """Hash what the KV of a prompt depends on; 32 hex digits.
 
-    `token_ids` are None if the client sent embeddings. `extras` are the adapter, the cache salt,
-    multimodal identifiers and positions, and embeddings.
+    `token_ids` are None if the client sent embeddings. `extras` are the adapter, the cache salt
+    and embeddings. The media have a hash of their own (`connector.media.Media.hash`).
     """
     # The nonce is the key, so a hash in a log confirms no guess of the prompt.
     # vLLM's scheduler waits for this. msgpack's short numbers take half the time of 8 bytes each

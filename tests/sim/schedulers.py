@@ -73,7 +73,7 @@ class PrefillHalf(_Half):
     def add(self, request: Request, pair: Ticket | None = None) -> None:
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
-        self.admission.on_new_request(name, length, request.connector_prompt.context, pair)
+        self.admission.on_new_request(name, length, request.connector_prompt.hashes, pair)
 
     def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""

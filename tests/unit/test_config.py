@@ -177,7 +177,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(key: str, close: str | No
         "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
         "wait_for_prefill_s, pair_ids, layout, key_file, insecure, peers, peer_timeout_s, "
         "paced_reads, path, staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
-        "in_tree_metrics, verify"
+        "in_tree_metrics, media, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {key!r} (value '00'); "

@@ -49,7 +49,7 @@ class Prefill:
         self.step = self.scheduler.build_connector_meta
 
     def arrive(self, pair: Ticket = PAIR, request: RequestId = P1) -> list[Command]:
-        self.scheduler.on_new_request(request, NUM_TOKENS, prompt().context, pair)
+        self.scheduler.on_new_request(request, NUM_TOKENS, prompt().hashes, pair)
         return self.step()
 
     def compute(self) -> PrepareOffer:

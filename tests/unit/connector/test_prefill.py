@@ -48,7 +48,7 @@ class Side:
 
     def arrive(self, request: RequestId = P1) -> None:
         prompt = Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",))
-        self.scheduler.on_new_request(request, NUM_TOKENS, prompt.context)
+        self.scheduler.on_new_request(request, NUM_TOKENS, prompt.hashes)
 
     def step(self, *scheduled: tuple[RequestId, range]) -> list[Command]:
         return self.scheduler.build_connector_meta(scheduled)
@@ -126,12 +126,12 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
 def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:
     """Its embeddings may be hundreds of megabytes."""
 
-    def make_context(nonce: Nonce) -> str:
-        return Prompt(P1, NUM_TOKENS, TOKEN_IDS).context(nonce)
+    def make_hashes(nonce: Nonce) -> tuple[str, str]:
+        return Prompt(P1, NUM_TOKENS, TOKEN_IDS).hashes(nonce)
 
-    maker = weakref.ref(make_context)
-    side.scheduler.on_new_request(P1, NUM_TOKENS, make_context)
-    del make_context
+    maker = weakref.ref(make_hashes)
+    side.scheduler.on_new_request(P1, NUM_TOKENS, make_hashes)
+    del make_hashes
     side.compute()
     assert maker() is not None
     side.finish()
@@ -236,7 +236,7 @@ class Budget:
 
     def arrive(self, number: int, num_blocks: int) -> RequestId:
         request = RequestId(f"p{number}")
-        self.scheduler.on_new_request(request, num_blocks, lambda nonce: nonce)
+        self.scheduler.on_new_request(request, num_blocks, lambda nonce: (nonce, ""))
         return request
 
     def offer(self, number: int, blocks: set[int], request: RequestId | None = None) -> list[int]:

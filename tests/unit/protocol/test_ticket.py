@@ -38,14 +38,16 @@ VALUES: dict[str, Any] = {
     "context": CONTEXT,
     "epoch": 0,
     "weights": "",
+    "media": "",
+    "not_offered": "",
 }
 """What is in the string, in this order."""
 
 PAYLOAD = (
-    "magxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
-    "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCg"
+    "m6gxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
+    "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCgoKA"
 )
-MAC = "469b1bdd02a552f249aa74a62bee22db"
+MAC = "35953015746c47066ede438f1e9cf1f6"
 WRITTEN: dict[str, Any] = {
     "remote_engine_id": "prefill",
     "remote_request_id": NONCE,
@@ -106,13 +108,19 @@ tickets = st.builds(
     context=st.integers(0, 2**128 - 1).map(hex32),
     epoch=st.integers(0, 2**62),
     weights=st.text(string.printable[:95], max_size=256),
+    media=st.just("") | st.integers(0, 2**128 - 1).map(hex32),
+    not_offered=st.text(string.printable[:95], max_size=128),
 )
 
 
 @given(made=tickets, key=st.none() | st.binary(min_size=1, max_size=64))
 @example(
     made=ticket(
-        host="f" * 4 + ":ffff" * 7, engine=EngineId("\U0001f600" * 256), weights="\U0001f600" * 256
+        host="f" * 4 + ":ffff" * 7,
+        engine=EngineId("\U0001f600" * 256),
+        weights="\U0001f600" * 256,
+        media=hex32(1),
+        not_offered="\U0001f600" * 128,
     ),
     key=KEY,
 )
@@ -222,6 +230,8 @@ NOT_ALLOWED: dict[str, list[object]] = {
     "context": ["x" * 32, LINE],
     "epoch": [-1, "1"],
     "weights": ["w" * 257, 7],
+    "media": ["x" * 32, "a" * 64, LINE, None],
+    "not_offered": ["n" * 129, 7, None],
 }
 
 
@@ -243,7 +253,7 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
         ([], "missing required field `host`"),
         (list(VALUES.values())[:2], "missing required field `nonce`"),
         (
-            list(VALUES.values())[:-3],
+            list(VALUES.values())[:-5],
             "num_tokens is 8, without a context; allowed: both, or neither",
         ),
         (list((VALUES | {"num_tokens": 0}).values()), "num_tokens is 0, with a context"),

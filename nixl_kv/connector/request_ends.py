@@ -1,0 +1,77 @@
+"""Ends single requests with an error: hooks over whatever scheduler class was chosen.
+
+vLLM has one failure policy per engine, and a connector cannot end a request. But decode must not
+compute a prompt whose media it does not have (`media.py`). So the class of these hooks becomes the
+first base of the scheduler's class, whether vLLM or the operator has chosen that.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from nixl_kv.connector.connector import NixlKVConnector
+
+
+class EndsRequests:
+    """The hooks. `hook_scheduler` mixes them into a scheduler class of vLLM's."""
+
+    ends_requests = True
+    chosen: Any = None  # the setting scheduler_cls, as it was
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        # A class that is made here cannot be pickled, and vLLM may send the configuration again.
+        scheduler.scheduler_config.scheduler_cls = self.chosen
+        self._connectors = list(_own(scheduler.connector))
+        self._ended: list[Request] = []
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        scheduler: Any = self
+        for connector in self._connectors:
+            if failed := connector.pop_failed(scheduler.requests):
+                self._ended += [scheduler.requests[each] for each in failed]
+                scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs]
+        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        ended, self._ended = self._ended, []
+        for request in ended:
+            # The API server forgets a request only when it gets its last output.
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        return outputs
+
+
+def hook_scheduler(vllm_config: VllmConfig) -> None:
+    """Make vLLM create its scheduler with these hooks.
+
+    Call it after the executor has started its workers, which get a copy of the configuration, and
+    before vLLM creates the scheduler.
+    """
+    config: Any = vllm_config.scheduler_config
+    base = config.get_scheduler_cls()
+    if not issubclass(base, EndsRequests):
+        fields = {"chosen": config.scheduler_cls}
+        config.scheduler_cls = type(base.__name__, (EndsRequests, base), fields)
+
+
+def _own(connector: Any) -> Iterator[NixlKVConnector]:
+    """This connector, also as a child of a MultiConnector."""
+    if isinstance(connector, NixlKVConnector):
+        yield connector
+    for child in getattr(connector, "_connectors", ()):
+        yield from _own(child)
