@@ -69,8 +69,8 @@ LOOPBACK: Final = (
     "to 'auto', or to an address that they reach"
 )
 IN_TREE_PREFILL: Final = (
-    "request %s %s: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
-    'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
+    "request %s %s: %s; load the same connector on both engines: add "
+    '"kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
 WITHOUT_TICKET: Final = (
@@ -126,7 +126,7 @@ class Scheduler:
             in_parts=len(groups) == 1 and not zeroes_blocks(kv_cache_config),
             is_decoding=lambda: self._decode.is_in_use,
         )
-        if self._is_decode and self._media and self._config.media != "own":
+        if self._media and self._config.media != "own":
             check_ends_requests(vllm_config)
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
@@ -158,8 +158,8 @@ class Scheduler:
         try:
             self._dispatch(request)
         except TicketRefused as error:
-            outcome = self._refuse(request, error.reason, str(error))
-            logger.warning("request %s %s: %s", request.request_id, outcome, error)
+            if outcome := self._refuse(request, error.reason, str(error)):
+                logger.warning("request %s %s: %s", request.request_id, outcome, error)
 
     # For each waiting request, in each step until it is allocated.
     def get_num_new_matched_tokens(
@@ -421,8 +421,9 @@ class Scheduler:
             )
         elif _is_in_tree(fields):
             engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
-            outcome = self._refuse(request, "other_connector", f"engine {engine} at {host}")
-            self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, engine, host)
+            prefill = f"prefill runs vLLM's own NixlConnector (engine {engine} at {host})"
+            if outcome := self._refuse(request, "other_connector", prefill):
+                self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, prefill)
         else:
             found = pair.on_decode(fields, self._config.pair_ids, request.request_id)
             self._decode.on_new_request(
@@ -442,19 +443,20 @@ class Scheduler:
             self._directory.history.count(reason, detail=detail)
 
     def _refuse(self, request: Request, reason: str, detail: str) -> str:
-        """Follow on_load_failure; returns the outcome for the log."""
+        """Follow on_load_failure; returns the outcome for the log.
+
+        '' if `pop_failed` ends the request and logs that, because its media may be stand-ins.
+        """
         self._note(f"ticket_{reason}", detail)
-        request_id = RequestId(request.request_id)
+        request_id, params = RequestId(request.request_id), request.kv_transfer_params
         self._traces.refuse(request, reason)
-        if self._is_decode and not request.abort_immediately:
-            why = self._decode.why_not_computed(
-                prompt_of(request, self._media), request.kv_transfer_params
-            )
+        if not (request.abort_immediately or self._is_prefill_leg(params)):
+            why = self._decode.why_not_computed(prompt_of(request, self._media), params)
             if why:
                 self.stats.count("refused_tickets", 1, reason)
                 self._decode.must_load.add(request_id, why)
-                self._decode.must_load.fail(request_id, reason, "its ticket was refused")
-                return OUTCOMES["fail"]
+                self._decode.must_load.fail(request_id, reason, detail)
+                return ""
         self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
         if self._recomputes or not self._is_decode:
             return OUTCOMES["recompute"]
@@ -498,10 +500,12 @@ class Scheduler:
             ticket,
         )
 
+    def _is_prefill_leg(self, params: object) -> bool:
+        return isinstance(params, Mapping) and pair.is_prefill_leg(params, self._config.pair_ids)
+
     def _ticket_without_offer(self, request: Request) -> dict[str, Any] | None:
         """Of a prompt with media: decode may have stand-ins for them, so it needs the hashes."""
-        fields = request.kv_transfer_params
-        is_leg = isinstance(fields, Mapping) and pair.is_prefill_leg(fields, self._config.pair_ids)
+        is_leg = self._is_prefill_leg(request.kv_transfer_params)
         if not is_leg or self._prefill.address is None:
             return None
         prompt = prompt_of(request, self._media)
