@@ -72,6 +72,7 @@ def in_shell(text: str) -> Iterator[EngineCommand]:
         lambda match: shlex.quote((REPO / match[1]).read_text("utf-8")),
         code,
     )
+    code = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", code)  # a variable's default
     for start in STARTS.finditer(code):
         before = code[code.rfind("\n", 0, start.start()) + 1 : start.start()]
         assigned = [word.partition("=") for word in shlex.split(before) if "=" in word]
