@@ -62,8 +62,15 @@ def test_random_schedules_find_a_planted_bug(
 
 def test_a_failing_schedule_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
     slot_cleared_after_the_free(monkeypatch)
-    words = [line.split()[0] for line in shrink(run_random(0)).lines]
-    assert words == ["world", "prefill", "step", "decode", "end"]
+    words = (line.split()[0] for line in shrink(run_random(0)).lines)
+    # A long prompt takes several steps.
+    assert [word for word, _ in itertools.groupby(words)] == [
+        "world",
+        "prefill",
+        "step",
+        "decode",
+        "end",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(0, len(PROFILES), 5))

@@ -9,15 +9,16 @@ from msgspec.structs import replace
 
 from harness.local.memory import Fabric
 from nixl_kv import addresses
+from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.vllm_config import parse_config
 from nixl_kv.connector.worker import (
     LOAD_WAIT_S,
     StepMetadata,
-    UnwrittenOffers,
     Worker,
     rank_port,
     rank_spec,
 )
+from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
@@ -291,7 +292,7 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
 
 def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() -> None:
     """And one without draft layers needs no mark; see test_connector.py for GPUs."""
-    offers = UnwrittenOffers()
+    offers = UnwrittenOffers(worker_module._record_event)
     offers.add([prepare_offer(is_written=False), publish_offer(), prepare_offer(nonce=NONCE2)])
     assert offers.pop() == [MarkWritten(NONCE)]
     assert offers.pop() == []
