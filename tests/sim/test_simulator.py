@@ -20,8 +20,9 @@ from sim.planted import BUGS, Plant, slot_cleared_after_the_free
 from sim.random_schedules import PROFILES, run_random
 from sim.schedule import replay
 from sim.shrink import shrink
+from support.seeds import seed_or
 
-SEED = int(os.environ.get("NIXL_KV_SEED", "0"))
+SEED = seed_or(0)
 SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "15"))
 MANY_SECONDS = 20 * 60.0
 MAX_SCHEDULES = 1000

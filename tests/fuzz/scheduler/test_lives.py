@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 from fuzz.scheduler.life import BrokenPromiseError, Life
+from support.seeds import seed_or
 
-SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
+SEED = seed_or(1)
 LIVES = int(os.environ.get("NIXL_KV_LIVES", "120"))
 MANY_LIVES = 20_000
 ENOUGH = 100  # in so many lives everything happens
