@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from nixl_kv import addresses
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.vllm_config import parse_config
 from nixl_kv.connector.worker import (
+    GRANTING_S,
     LOAD_WAIT_S,
     StepMetadata,
     Worker,
@@ -296,6 +298,28 @@ def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() 
     offers.add([prepare_offer(is_written=False), publish_offer(), prepare_offer(nonce=NONCE2)])
     assert offers.pop() == [MarkWritten(NONCE)]
     assert offers.pop() == []
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_the_step_thread_lets_a_chunk_be_granted_before_it_samples(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool
+) -> None:
+    """Sampling keeps the GIL. Steps without a chunk, and all on CPUs, wait for nothing."""
+    order: list[Any] = []
+    worker.register_kv_caches(kv_caches())
+    engine = worker._engine
+    assert engine is not None
+    monkeypatch.setattr(worker_module.current_platform, "is_cpu", lambda: is_cpu)
+    monkeypatch.setattr(worker_module.time, "sleep", order.append)
+    engine.submit = order.append  # type: ignore[method-assign, assignment]
+    offer = prepare_offer(is_written=False, computed=4)
+    worker._unwritten = UnwrittenOffers(lambda: None)
+    worker._unwritten.add([offer])
+    worker.wait_for_save()
+    assert order == [[MarkWritten(NONCE, 4)], *([] if is_cpu else [GRANTING_S])]
+    order.clear()
+    worker.wait_for_save()
+    assert order == [[]]
 
 
 # --- what its transfer engine is made of
