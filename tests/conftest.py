@@ -1,6 +1,6 @@
 """For all tests: what random tests draw, and failures of `support` that show values."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +29,8 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[Any]:
-    report: pytest.TestReport = yield
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     if GIVEN and report.failed:
         report.sections.append(("seed of random tests", f"{ENVIRONMENT}={GIVEN}"))
     return report

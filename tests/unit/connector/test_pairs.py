@@ -177,18 +177,21 @@ class Reset:
 
 
 OTHER_TABLE = [6, 7, 8, 9, 10]
-Chunks: TypeAlias = Sequence[tuple[Begin | Preempt | Reset | range, Offered]]
-FIRST_CHUNK: Chunks = [(Begin(), None), (range(8), (8, 0, True))]
-CHUNKS: dict[str, Chunks] = {
+Chunk: TypeAlias = tuple[Begin | Preempt | Reset | range, Offered]
+BEGIN: Chunk = (Begin(), None)
+PREEMPT: Chunk = (Preempt(), None)
+RESET: Chunk = (Reset(), None)
+FIRST: Sequence[Chunk] = [BEGIN, (range(8), (8, 0, True))]
+CHUNKS: dict[str, Sequence[Chunk]] = {
     "each step offers what it has computed": [
-        *FIRST_CHUNK,
+        *FIRST,
         (range(8, 13), (13, 0, True)),
         (range(13, 20), (None, 0, True)),
         (range(20, 21), None),
     ],
-    "a prompt that one step computes": [(Begin(), None), (range(20), (None, 0, True))],
+    "a prompt that one step computes": [BEGIN, (range(20), (None, 0, True))],
     "a last token that a step of its own computes": [
-        *FIRST_CHUNK,
+        *FIRST,
         (range(8, 19), (19, 0, True)),
         (range(19, 20), (None, 0, True)),
     ],
@@ -199,7 +202,7 @@ CHUNKS: dict[str, Chunks] = {
     ],
     # vLLM may void what another connector loads, and compute it again.
     "another connector loads the beginning": [
-        (Begin(), None),
+        BEGIN,
         (range(8, 12), None),
         (range(12, 20), (None, 0, False)),
     ],
@@ -209,49 +212,68 @@ CHUNKS: dict[str, Chunks] = {
         (range(12, 20), (None, 0, False)),
     ],
     "another connector loads between two chunks": [
-        *FIRST_CHUNK,
+        *FIRST,
         (range(12, 16), None),
         (range(16, 20), (None, 0, False)),
     ],
     "a preemption": [
-        *FIRST_CHUNK,
-        (Preempt(), None),
-        (Begin(), None),
+        *FIRST,
+        PREEMPT,
+        BEGIN,
         (range(4), (4, 1, True)),
         (range(4, 20), (None, 1, True)),
     ],
     "a preemption after all was computed": [
-        *FIRST_CHUNK,
+        *FIRST,
         (range(8, 20), (None, 0, True)),
-        (Preempt(), None),
+        PREEMPT,
         (Begin(local=16), None),
         (range(16, 20), (None, 1, True)),
     ],
     "two preemptions": [
-        *FIRST_CHUNK,
-        *[(Preempt(), None), (Begin(), None), (range(12), (12, 1, True))],
-        *[(Preempt(), None), (Begin(), None), (range(6), (6, 2, True))],
+        *FIRST,
+        PREEMPT,
+        BEGIN,
+        (range(12), (12, 1, True)),
+        PREEMPT,
+        BEGIN,
+        (range(6), (6, 2, True)),
         (range(6, 20), (None, 2, True)),
     ],
     "a preemption before the first chunk ends no life": [
-        *[(Begin(), None), (Preempt(), None), (Begin(), None), (range(8), (8, 0, True))],
+        BEGIN,
+        PREEMPT,
+        BEGIN,
+        (range(8), (8, 0, True)),
     ],
     "after a preemption another connector has the beginning": [
-        *FIRST_CHUNK,
-        *[(Preempt(), None), (Begin(), None)],
-        *[(range(8, 12), None), (range(12, 20), (None, 1, False))],
+        *FIRST,
+        PREEMPT,
+        BEGIN,
+        (range(8, 12), None),
+        (range(12, 20), (None, 1, False)),
     ],
     "after a preemption it has it no longer": [
-        *[(Begin(), None), (range(8, 12), None), (Preempt(), None), (Begin(), None)],
-        *[(range(8), (8, 0, True)), (range(8, 20), (None, 0, True))],
+        BEGIN,
+        (range(8, 12), None),
+        PREEMPT,
+        BEGIN,
+        (range(8), (8, 0, True)),
+        (range(8, 20), (None, 0, True)),
     ],
     "a cache reset between two chunks": [
-        *FIRST_CHUNK,
-        *[(Reset(), None), (range(8, 16), None), (range(16, 20), None)],
+        *FIRST,
+        RESET,
+        (range(8, 16), None),
+        (range(16, 20), None),
     ],
     "a cache reset after a preemption": [
-        *FIRST_CHUNK,
-        *[(Preempt(), None), (Reset(), None), (Begin(), None), (range(8), None), (range(20), None)],
+        *FIRST,
+        PREEMPT,
+        RESET,
+        BEGIN,
+        (range(8), None),
+        (range(8, 20), None),
     ],
 }
 
@@ -268,7 +290,7 @@ def offered(commands: Sequence[Command], table: Sequence[int]) -> Offered:
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
-def test_a_pair_is_offered_in_parts(chunks: Chunks) -> None:
+def test_a_pair_is_offered_in_parts(chunks: Sequence[Chunk]) -> None:
     prefill, table = Prefill(in_parts=True), TABLE
     prefill.arrive()
     for number, (act, expected) in enumerate(chunks):

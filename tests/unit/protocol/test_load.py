@@ -1015,7 +1015,8 @@ def test_parts_follow_each_other_and_end_with_an_entry(
             assert part.begin == done
             assert part.end == end or part.end % ENTRY == 0
             assert part.begin < part.end <= (end if written is None else written)
-            parts.append(read_done(**{name: numbers.randint(0, 99) for name in MEASURED}))
+            numbers_of: dict[str, Any] = {name: numbers.randint(0, 99) for name in MEASURED}
+            parts.append(read_done(**numbers_of))
             actions, done = machine.handle(parts[-1], 110.0), part.end
     assert done == end
     (ended,) = [each for each in actions if isinstance(each, LoadEnded)]
