@@ -62,13 +62,13 @@ class Machine(Protocol):
 
 
 def play(machine: Machine, script: Script, now: float = 100.0) -> None:
-    for step in script:
+    for number, step in enumerate(script, 1):
         has_time = isinstance(step[0], float)
         now = step[0] if has_time else now
         event, *expected = step[1:] if has_time else step
         actions = machine.handle(event, now)
         assert [*map(_reworded, actions, expected), *actions[len(expected) :]] == expected, (
-            f"at {now}: {event}"
+            f"step {number} of {len(script)}, at {now}: {event}"
         )
 
 

@@ -62,4 +62,6 @@ def test_lives_break_no_promise(count: int) -> None:
     if count >= ENOUGH:
         assert min(counts[event] for event in ("offers read", "loads", "reset")) > count // 2
         assert counts["weights replaced"] > count // 10
-        assert counts["loads told between steps"] > count // 2
+        assert counts["loads told between steps"] > count // 5
+        assert counts["prompts offered in parts"] > 2 * count
+        assert counts["pairs preempted"] > count // 10
