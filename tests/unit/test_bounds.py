@@ -203,7 +203,7 @@ def pair_tickets() -> Growth:
     scheduler.address = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
     for number in range(MANY):
         pair = ticket(nonce=nonce_of(number), num_tokens=0, context="")
-        scheduler.on_new_request(request_of(number), 8, lambda _: CONTEXT, pair)
+        scheduler.on_new_request(request_of(number), 8, lambda _: (CONTEXT, ""), pair)
         scheduler.request_finished(request_of(number), [[]], reason="aborted")
         yield len(scheduler._pairs)
 
