@@ -348,7 +348,12 @@ NO_TABLES: Final = {
     *["transport.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["engine.history.MAX_DETAIL", "protocol.messages.MAX_REASON", "protocol.ticket.MAX_LENGTH"],
-    *["protocol.ticket.MAX_REASON", "connector.vllm_config.MAX_FACT", "cli.options.MAX_ERROR"],
+    *[
+        "protocol.ticket.MAX_REASON",
+        "protocol.ticket.MAX_WHY",
+        "connector.vllm_config.MAX_FACT",
+        "cli.options.MAX_ERROR",
+    ],
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
@@ -367,21 +372,6 @@ NO_TABLES: Final = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "fill"),
-    [
-        pytest.param(name, fill, id=fill.__name__)
-        for name, fills in TABLES_OF.items()
-        for fill in fills
-    ],
-)
-def test_a_table_grows_to_its_bound(name: str, fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"nixl_kv.{name}", BOUND)
-    sizes = list(fill())
-    assert len(sizes) == MANY
-    assert max(sizes) == BOUND, f"{name} is {BOUND}"
-
-
 def bounds_in(path: Path) -> Iterator[str]:
     module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     for node in ast.parse(path.read_text()).body:
@@ -391,10 +381,28 @@ def bounds_in(path: Path) -> Iterator[str]:
                 yield f"{module}.{target.id}"
 
 
+FOUND: Final = {name for path in PACKAGE.rglob("*.py") for name in bounds_in(path)}
+
+
+@pytest.mark.parametrize(
+    ("name", "fill"),
+    [
+        pytest.param(name, fill, id=fill.__name__)
+        for name, fills in TABLES_OF.items()
+        for fill in fills
+        if name in FOUND  # a tree may lack a feature's folder
+    ],
+)
+def test_a_table_grows_to_its_bound(name: str, fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"nixl_kv.{name}", BOUND)
+    sizes = list(fill())
+    assert len(sizes) == MANY
+    assert max(sizes) == BOUND, f"{name} is {BOUND}"
+
+
 def test_each_bound_is_tested() -> None:
-    """A new one gets a row in `TABLES_OF`, or is named beside it."""
-    found = {name for path in PACKAGE.rglob("*.py") for name in bounds_in(path)}
-    listed = [*TABLES_OF, *ELSEWHERE, *NO_TABLES]
-    assert sorted(found) == sorted(listed)
-    for name, path in ELSEWHERE.items():
-        assert name.rpartition(".")[2] in (Path(__file__).parent / path).read_text(), path
+    untested = FOUND.difference(TABLES_OF, ELSEWHERE, NO_TABLES)
+    assert not untested, "give it a row in TABLES_OF, or name it in ELSEWHERE or NO_TABLES"
+    for name in FOUND.intersection(ELSEWHERE):
+        path = Path(__file__).parent / ELSEWHERE[name]
+        assert name.rpartition(".")[2] in path.read_text(), path
