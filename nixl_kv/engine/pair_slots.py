@@ -1,4 +1,4 @@
-"""What the caller's thread does in a step for offers whose KV is not written yet.
+"""Fence slots and write marks, for offers whose KV is not all written yet. The caller owns both.
 
 `PairSlots` has the fence slots of offers that are still being computed. vLLM may preempt such a
 request in any step, and reuse its blocks in that step. Only the caller's thread knows that before
