@@ -94,13 +94,13 @@ class Stream:
         self._work.append(work)
 
     def end(self, *, keep: int = 0) -> None:
-        """Do what is on the stream, but for the last `keep`."""
+        """End the work on the stream, except the last `keep` items."""
         while len(self._work) > max(0, keep):
             self._work.popleft()()
             self._num_ended += 1
 
     def record_event(self) -> Callable[[], bool] | None:
-        """As `UnwrittenOffers` asks for it."""
+        """Whether the work that is on the stream now has ended; None if the stream is empty."""
         last = self._num_ended + len(self._work)
         return (lambda: self._num_ended >= last) if self._work else None
 

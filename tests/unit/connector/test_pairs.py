@@ -163,7 +163,7 @@ Offered: TypeAlias = tuple[int | None, int, bool] | None
 
 @dataclass(frozen=True)
 class Begin:
-    """vLLM asks whether the request may begin, with so many tokens in its own prefix cache."""
+    """vLLM asks whether the request may begin; `local` tokens are in its own prefix cache."""
 
     local: int = 0
 
@@ -173,7 +173,7 @@ class Preempt:
 
 
 class Reset:
-    """Of the cache."""
+    """vLLM resets the connector's cache."""
 
 
 OTHER_TABLE = [6, 7, 8, 9, 10]
@@ -183,7 +183,7 @@ PREEMPT: Chunk = (Preempt(), None)
 RESET: Chunk = (Reset(), None)
 FIRST: Sequence[Chunk] = [BEGIN, (range(8), (8, 0, True))]
 CHUNKS: dict[str, Sequence[Chunk]] = {
-    "each step offers what it has computed": [
+    "each step offers the tokens computed so far": [
         *FIRST,
         (range(8, 13), (13, 0, True)),
         (range(13, 20), (None, 0, True)),

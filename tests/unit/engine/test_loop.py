@@ -638,7 +638,7 @@ def test_after_a_restart_a_part_is_granted_in_no_slot_that_was_cleared(
     freed = [each for each in results if isinstance(each, PairSlotFree)]
     assert freed == [PairSlotFree(None), PairSlotFree(first.slot, first.fence_token)]
     ends = [each.end for each in results if isinstance(each, OfferEnded)]
-    if is_known:  # what was granted before is lost
+    if is_known:  # the restart ended the offer
         assert ends == [OfferEnd.LOST]
         return
     answer = decode_answer(stranger.answer())

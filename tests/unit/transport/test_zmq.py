@@ -118,7 +118,7 @@ def open_sockets(control: ZmqControl) -> list[zmq.Socket[bytes]]:
 def test_a_link_is_lost_after_its_last_message(
     reader: ZmqControl, raw: RawSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more than one batch: a grant would be lost with a link that is closed too early."""
+    """Closing it after the first batch would lose a grant in the second."""
     monkeypatch.setattr(module, "MAX_BATCH", 2)
     peer = raw(zmq.ROUTER)
     peer.setsockopt(zmq.LINGER, -1)  # it sends all before it closes
