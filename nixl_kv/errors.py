@@ -104,7 +104,7 @@ class LimitedLog:
         if now < next_at:
             self._kinds[kind] = next_at, left_out + 1
             return
-        if len(self._kinds) > MAX_KINDS:
+        if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = now + self._interval_s, 0
         self._logger.warning(message, *args)

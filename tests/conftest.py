@@ -1,15 +1,39 @@
-"""For all tests: how much hypothesis draws, and failures of `support` that show values."""
+"""For all tests: what random tests draw, and failures of `support` that show values."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
-settings.register_profile("default", deadline=None)
-settings.register_profile("slow", deadline=None, max_examples=1000)
+from support.seeds import ENVIRONMENT, GIVEN  # noqa: E402 - after the line above
+
+# A run repeats the one before, unless it is given a seed. Where CI sets CI, hypothesis would
+# otherwise draw the same in each run, seed or not.
+common: dict[str, Any] = {"deadline": None, "database": None, "print_blob": True}
+settings.register_profile("default", **common, derandomize=not GIVEN)
+settings.register_profile("slow", **common, derandomize=False, max_examples=1000)
 settings.load_profile("default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if GIVEN and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = GIVEN
+
+
+def pytest_report_header() -> str:
+    return f"random tests: {ENVIRONMENT} is {GIVEN or 'not set, each has a constant seed'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if GIVEN and report.failed:
+        report.sections.append(("seed of random tests", f"{ENVIRONMENT}={GIVEN}"))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,7 +87,7 @@ class PrefillScheduler:
         offer_share: float,  # of the cache's blocks, 0 to 1
         seal: Callable[[Ticket], dict[str, Any]],  # makes `kv_transfer_params`, with the MAC
         *,
-        writes_late: bool = False,  # see `UnwrittenOffers` in `worker.py`
+        writes_late: bool = False,  # see `UnwrittenOffers`
         # Whether decode may read a prompt of a pair before all of it is computed. vLLM must not
         # write into new blocks before it calls the workers' hooks: not zeroes, nor copies.
         in_parts: bool = False,

@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -40,6 +40,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
+from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout
@@ -126,7 +127,7 @@ class Worker:
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._engine: TransferEngine | None = None
         self._ending: TransferEngine | None = None  # told to stop; may still write
-        self._unwritten = UnwrittenOffers()
+        self._unwritten = UnwrittenOffers(_record_event)
         self._stale_tails = StaleTails(kv_cache_config, {})
         self._handshake: HandshakeMetadata | None = None  # once registered
         self._new_life: HandshakeMetadata | None = None  # if the scheduler does not know it yet
@@ -234,7 +235,10 @@ class Worker:
         self._engine.submit([*self._unwritten.pop(), *commands])
         self._unwritten.add(commands)
 
-    # After the forwards of a step, including a draft model's; see `UnwrittenOffers`.
+    # After the forwards of a step. vLLM 0.31 to 0.33 call it after the draft model, in both model
+    # runners. The V1 runner calls `get_transfer_results` before it; the V2 runner does so from 0.33
+    # on. On a pipeline rank without the draft model the V1 runner does not call it. There the next
+    # step's `bind_connector_metadata` comes after the whole step.
     def wait_for_save(self) -> None:
         written = self._unwritten.pop()
         if self._engine is not None:
@@ -307,41 +311,14 @@ class Worker:
 # --- the GPU's stream
 
 
-class UnwrittenOffers:
-    """Offers that prefill must not grant before an event on the GPU's stream.
-
-    With speculative decoding, a step's output leaves before the draft model writes the KV of its
-    own layers. The offer of a pair is granted in parts, while prefill still computes it.
-    """
-
-    # vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
-    # runner calls `get_transfer_results` before it; the V2 runner does so from 0.33 on. On a
-    # pipeline rank without the draft model the V1 runner calls no `wait_for_save`. There the next
-    # step's `bind_connector_metadata` comes after the whole step.
-
-    def __init__(self) -> None:
-        self._current: list[events.MarkWritten] = []  # of the current step
-
-    def add(self, commands: Iterable[events.Command]) -> None:
-        self._current += [
-            events.MarkWritten(command.nonce, command.computed, command.life)
-            for command in commands
-            if isinstance(command, events.PrepareOffer) and not command.is_written
-        ]
-
-    def pop(self) -> Sequence[events.Command]:
-        """All writes of the step are on the stream. May be called twice per step."""
-        marks, self._current = self._current, []
-        event = _record_event() if marks else None
-        return marks if event is None else [events.AwaitWrites(tuple(marks), event.query)]
-
-
-def _record_event() -> torch.Event | None:
+def _record_event() -> Callable[[], bool] | None:
+    """Whether all work that is on the stream now has ended; None on CPUs, which do it at once."""
     if current_platform.is_cpu():
         return None
     event = torch.Event(current_platform.device_type)
     event.record()
-    return event
+    query: Callable[[], bool] = event.query
+    return query
 
 
 class StaleTails:

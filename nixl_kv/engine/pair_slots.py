@@ -1,11 +1,13 @@
-"""The fence slots of offers that are still being computed.
+"""Fence slots and write marks, for offers whose KV is not all written yet. The caller owns both.
 
-vLLM may preempt such a request in any step, and reuse its blocks in that step. Only the caller's
-thread knows that before the step runs. So it writes and clears these slots itself, and waits for no
-other thread. A slot is free when the transfer thread reports `PairSlotFree`.
+`PairSlots` has the fence slots of offers that are still being computed. vLLM may preempt such a
+request in any step, and reuse its blocks in that step. Only the caller's thread knows that before
+the step runs. So it writes and clears these slots itself, and waits for no other thread. A slot is
+free when the transfer thread reports `PairSlotFree`. `UnwrittenOffers` tells the transfer thread
+when the KV of a step is written.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -75,3 +77,32 @@ class PairSlots:
         for nonce, held in self._held.items():
             if held is not None and self._tokens.get(held[0]) != held[1]:
                 self._held[nonce] = None
+
+
+class UnwrittenOffers:
+    """Offers that prefill must not grant before an event on the GPU's stream.
+
+    With speculative decoding, a step's output leaves before the draft model writes the KV of its
+    own layers. The offer of a pair is granted in parts, while prefill still computes it.
+    """
+
+    def __init__(self, record_event: Callable[[], Callable[[], bool] | None]) -> None:
+        """`record_event` tells whether all writes that are on the stream now have ended.
+
+        It returns None if they have ended already.
+        """
+        self._record_event = record_event
+        self._current: list[events.MarkWritten] = []  # of the current step
+
+    def add(self, commands: Iterable[events.Command]) -> None:
+        self._current += [
+            events.MarkWritten(command.nonce, command.computed, command.life)
+            for command in commands
+            if isinstance(command, events.PrepareOffer) and not command.is_written
+        ]
+
+    def pop(self) -> Sequence[events.Command]:
+        """All writes of the step are on the stream. May be called twice per step."""
+        marks, self._current = self._current, []
+        is_done = self._record_event() if marks else None
+        return marks if is_done is None else [events.AwaitWrites(tuple(marks), is_done)]

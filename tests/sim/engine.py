@@ -147,6 +147,7 @@ class Engine:
     def _fall_asleep(self) -> None:
         """Discard the cache; reports that are owed come with the next step."""
         for rank in self.ranks:
+            rank.stream.end()  # vLLM waits for the GPU
             rank.stop()
             self._take_report(rank)
         self.ranks = []
@@ -176,13 +177,15 @@ class Engine:
         self._pieces = [*pieces, (None, self._end)]
 
     def _work(self, rank: RankLife, freed: list[int], forwards: list[Forward]) -> None:
+        rank.compute(partial(self._write, rank, freed, forwards))
+        self._take_report(rank)
+
+    def _write(self, rank: RankLife, freed: list[int], forwards: list[Forward]) -> None:
         """Others may write all blocks that were freed before this step; then its requests do."""
         self._environment.observer.on_overwritten(rank, freed)
         rank.seat.cache.overwrite(freed)
         for forward in forwards:
             rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
-        rank.mark_written()
-        self._take_report(rank)
 
     def _take_report(self, rank: RankLife) -> None:
         ended, failed = rank.pop_ended()
@@ -194,6 +197,8 @@ class Engine:
         self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
 
     def _end(self) -> None:
+        for rank in self.ranks:
+            rank.stream.end(keep=1)  # its sampled tokens, which vLLM waits for, come after those
         self.scheduler.on_ends(self._ended.pop_complete(), self._failed)
         self.scheduler.update()
         released, self._released = self._released, set()

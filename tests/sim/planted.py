@@ -217,6 +217,19 @@ def pair_granted_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillMachine, "_prepare", prepare_as_written)
 
 
+@breaks("granted before it is written", in_="early")
+def writes_of_a_former_life_count(patch: pytest.MonkeyPatch) -> None:
+    """A step's writes end after a preemption, when the offer has been prepared again."""
+    withdraw = PrefillScheduler._withdraw
+
+    def withdraw_in_one_life(scheduler: PrefillScheduler, offer: Any, **given: Any) -> None:
+        life = offer.life
+        withdraw(scheduler, offer, **given)
+        offer.life = life
+
+    patch.setattr(PrefillScheduler, "_withdraw", withdraw_in_one_life)
+
+
 @breaks("wrong bytes", in_="early")
 def fence_of_a_part_not_compared(patch: pytest.MonkeyPatch) -> None:
     def on_done(load: Load, read: Any, done: events.ReadDone, now: float) -> list[events.Action]:

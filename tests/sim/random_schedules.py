@@ -34,7 +34,7 @@ def _weights(*texts: str) -> dict[str, float]:
 
 EVERY_DAY: Final = (
     "prefill 4, step 14, piece 8, decode 5, turn 40, deliver 34, land 22, work 3, join 6, "
-    "round 1.5, wait briefly 4"
+    "round 1.5, wait briefly 4, written 8"
 )
 BUSY: Final = "abort 3, preempt 1, occupy 0.5, vacate 1, foreign 0.5"
 NETWORK: Final = "repeat 4, lose 3, cut 0.7, report 2"
@@ -77,6 +77,7 @@ FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.3, "apart", (1,)),
     (0.25, "staged", (1024, 8192)),
     (0.3, "fast", (1,)),
+    (0.3, "late", (1,)),
 )
 """Further features of a world and how often it has them, unless its schedules are gentle."""
 
@@ -193,6 +194,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
 }
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
+LATE: Final = 0.5  # how many of the gentle worlds have writes that end late
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
 MORE_STEPS: Final = 40  # for each engine beyond the second
@@ -207,8 +209,8 @@ def run_random(seed: int, profiles: Sequence[str] = ()) -> Outcome:
     shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
     if profile.gentle:
         share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-        fast = rounds % 2 == 1
-        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True, fast=fast)
+        features = {"fast": rounds % 2 == 1, "late": _random(seed, "world").random() < LATE}
+        shape = replace(shape, slots=MANY_SLOTS, share=share, gentle=True, **features)
     else:
         shape = _with_features(shape, _random(seed, "world"))
     return follow(shape, lambda run: _random_lines(run, profile, _random(seed, "lines")))

@@ -13,6 +13,7 @@ from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
+from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
@@ -58,6 +59,7 @@ class Environment:
     window: int = 0
     num_pair_slots: int = 0
     takes_hints: bool = False  # decode's schedulers hear of loads between their steps
+    writes_late: bool = False  # prefill's steps may still write after their output, on a stream
     has_copy_failed: bool = False
     observer: Any = field(init=False)  # `Invariants`
 
@@ -78,6 +80,31 @@ class Seat:
         return f"{self.process.name}.{self.number}"
 
 
+class Stream:
+    """A GPU's stream: it does the writes of steps in their order, some time later."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def end(self, *, keep: int = 0) -> None:
+        """End the work on the stream, except the last `keep` items."""
+        while len(self._work) > max(0, keep):
+            self._work.popleft()()
+            self._num_ended += 1
+
+    def record_event(self) -> Callable[[], bool] | None:
+        """Whether the work that is on the stream now has ended; None if the stream is empty."""
+        last = self._num_ended + len(self._work)
+        return (lambda: self._num_ended >= last) if self._work else None
+
+
 class RankLife:
     def __init__(self, seat: Seat, environment: Environment) -> None:
         self.seat = seat
@@ -88,7 +115,8 @@ class RankLife:
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.ready: set[RequestId] = set()  # early loads that were reported as ready
         self.released: set[RequestId] = set()  # pairs whose offers decode needs no longer
-        self._unwritten: list[events.Command] = []
+        self.stream = Stream()
+        self._unwritten = UnwrittenOffers(self.stream.record_event)
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
         self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
@@ -199,19 +227,17 @@ class RankLife:
     def submit(self, commands: Iterable[events.Command]) -> None:
         with self._on_step_thread():
             commands = self.engine.pair_slots.apply(commands)
-        self._unwritten += [
-            events.MarkWritten(each.nonce, each.computed, each.life)
-            for each in commands
-            if isinstance(each, events.PrepareOffer) and not each.is_written
-        ]
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
-        self.engine.submit(commands)
+        self.engine.submit([*self._unwritten.pop(), *commands])
+        self._unwritten.add(commands)
 
-    def mark_written(self) -> None:
-        """`Worker.wait_for_save`, after the forwards of the step."""
-        written, self._unwritten = self._unwritten, []
-        self.engine.submit(written)
+    def compute(self, write: Callable[[], None]) -> None:
+        """The forwards of a step, and then `Worker.wait_for_save`."""
+        self.stream.add(write)
+        if not self._environment.writes_late or self.seat.is_decode:
+            self.stream.end()
+        self.engine.submit(self._unwritten.pop())
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
         """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""

@@ -326,6 +326,7 @@ class EngineScheduler:
             RequestBlocks(pagings, seats[0].cache.num_blocks, blocks),
             config.offer_share,
             trust.seal,
+            writes_late=environment.writes_late,
             in_parts=True,
             is_decoding=lambda: decode.is_in_use,
             clock=clock,

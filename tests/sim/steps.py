@@ -13,6 +13,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     sleep E, freeze E                all requests end, or stay, and the cache is discarded
     wake E                           a new life begins
     drain E                          no new request is accepted
+    written R                        the oldest writes on its GPU's stream end (worlds with `late`)
     turn R                           a turn of the transfer thread
     abort E N                        a client leaves
     preempt E N                      vLLM frees a request's blocks
@@ -209,6 +210,10 @@ def _faults(world: World, name: str) -> Faults | None:
 
 _any_rank: Final = rank_where(lambda _rank: True)
 TURNING: Final = Argument(_rank, _mostly(0.8, rank_where(lambda rank: rank.has_work), _any_rank))
+WRITING: Final = Argument(
+    lambda world, name: next(iter(_ranks(world, name)), None),  # also while its process is stopped
+    rank_where(lambda rank: len(rank.stream)),
+)
 WORKING: Final = Argument(_rank, rank_where(lambda rank: rank.num_waiting))
 JOINING: Final = Argument(_rank, rank_where(lambda rank: len(rank.joining)))
 FAULTS: Final = Argument(_faults, _any_rank)
@@ -340,6 +345,8 @@ def round_lines(world: World) -> Iterator[str]:
     for _ in world.network.unreported():
         yield "report 0"
     for rank in list(world.ranks()):
+        for _ in range(len(rank.stream)):
+            yield f"written {rank.seat.name}"
         yield from _turns(rank)
         for _ in range(rank.num_waiting):
             yield f"work {rank.seat.name}"
@@ -380,6 +387,7 @@ STEPS: Final[Mapping[str, Step]] = {
     "drain": (_set("is_draining", value=True), ENGINE),
     "occupy": (lambda _, engine: engine.scheduler.occupy(), ENGINE),
     "vacate": (lambda _, engine: engine.scheduler.vacate(), ENGINE),
+    "written": (lambda _, rank: rank.stream.end(keep=len(rank.stream) - 1), WRITING),
     "turn": (lambda _, rank: rank.turn(), TURNING),
     "die": (_set("dies_after"), FAULTS, one_of(*range(12))),
     "refuse": (_set("refuses_peer", value=True), FAULTS),

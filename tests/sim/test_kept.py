@@ -25,6 +25,13 @@ KEPT = {  # how its loads end, the good ones first, and the schedule
         {OFFERED}; decode d1 1 0; step d1; turn d1.0; deliver 0 *2; turn d1.0; deliver 0; turn p.0
         """,
     ),
+    "a chunk whose writes end after a preemption": (
+        "good",
+        """
+        world late=1; pair 9 p; arrive 0; step p; preempt p 0; step p; decode d0 0 0; step d0
+        turn d0.0; deliver 0 *2; turn d0.0; deliver 0; turn p.0
+        """,
+    ),
     # readers
     "a bit that changes on its way": ("corrupt", f"world verify=1; {READING}; damage"),
     "two readers of one ticket": (
@@ -65,6 +72,10 @@ KEPT = {  # how its loads end, the good ones first, and the schedule
         """,
     ),
     # what waits
+    "a pair whose decode engine starts no read": (
+        "recalled",
+        "world; pair 17 p; decode d0 9 0; step d0; end prefill drains",
+    ),
     "caches full of each other's offers": (
         "good good good good good good recalled recalled",
         """

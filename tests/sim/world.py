@@ -48,6 +48,7 @@ class Shape:
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
     apart: bool = False  # peers are prepared when the schedule says so, not at once
     fast: bool = False  # decode's schedulers hear of loads between their steps
+    late: bool = False  # prefill's steps may still write after their output
     staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
     gentle: bool = False  # every load has to be good
 
@@ -101,7 +102,13 @@ class World(Environment):
         fabric = SimFabric(clock, tcp=shape.tcp, rate=shape.rate)
         network = MemoryNetwork(held=True)
         config, pairs = shape.config(), shape.pairs
-        super().__init__(clock, network, fabric, config, shape.window, pairs, shape.fast)
+        super().__init__(
+            *(clock, network, fabric, config),
+            window=shape.window,
+            num_pair_slots=pairs,
+            takes_hints=shape.fast,
+            writes_late=shape.late,
+        )
         # What the clients and the router know, through all lives of the engines.
         self.tickets: list[IssuedTicket] = []
         self.arriving: list[tuple[str, Request, Ticket]] = []  # requests with pair tickets

@@ -62,13 +62,13 @@ class Machine(Protocol):
 
 
 def play(machine: Machine, script: Script, now: float = 100.0) -> None:
-    for step in script:
+    for number, step in enumerate(script, 1):
         has_time = isinstance(step[0], float)
         now = step[0] if has_time else now
         event, *expected = step[1:] if has_time else step
         actions = machine.handle(event, now)
         assert [*map(_reworded, actions, expected), *actions[len(expected) :]] == expected, (
-            f"at {now}: {event}"
+            f"step {number} of {len(script)}, at {now}: {event}"
         )
 
 
@@ -147,6 +147,7 @@ def decode_machine(
     heartbeat_interval_s: float = 1e9,
     bytes_per_token: int = 1,
     slices: tuple[KVSlice, ...] = SLICES,
+    entry_size: int = 1,
 ) -> DecodeMachine:
     """Each load reads the same slices of each rank."""
     return DecodeMachine(
@@ -157,6 +158,7 @@ def decode_machine(
         wait_for_prefill_s=wait_for_prefill_s,
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
+        entry_size=entry_size,
         may_connect=lambda _: True,
     )
 

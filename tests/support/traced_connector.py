@@ -41,6 +41,8 @@ class NixlKVConnector(OurConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        if role is KVConnectorRole.WORKER:
+            trace(worker, "_record_event", "event")
         super().__init__(vllm_config, role, kv_cache_config)
         if role is not KVConnectorRole.WORKER:
             return
@@ -50,5 +52,4 @@ class NixlKVConnector(OurConnector):
             for owner in descendants(sys.modules[V2_DRAFTERS].BaseSpeculator):
                 if "propose" in vars(owner):
                     trace(owner, "propose", "draft")
-        trace(worker, "_record_event", "event")
         trace(worker.UnwrittenOffers, "pop", "written", bool)

@@ -32,8 +32,9 @@ from nixl_kv.geometry.layout import CacheLayout, Part, Span, Table
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
+from support.seeds import seed_or
 
-SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
+SEED = seed_or(1)
 SECONDS = float(os.environ.get("NIXL_KV_SECONDS", "2"))
 MAX_CPU_S = 5.0  # many tests may share the cores
 MAX_BYTES = 500 << 20

@@ -1,7 +1,7 @@
 """vLLM's own scheduler with this connector, in a configuration that a seed chooses."""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -90,12 +90,14 @@ class Configuration:
     max_num_seqs: int
     offer_share: float
     is_fast: bool  # hears of loads between steps
+    shortest: int = 2  # tokens of a prompt
+    pair_share: float = 0.5  # of the tickets, how many are out before their prompt
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Configuration":
-        """One of all that are supported."""
+        """One of all that are supported; one in two computes most of its prompts in parts."""
         groups = rng.choice(MODELS)
-        return cls(
+        drawn = cls(
             role=rng.choice(["kv_both", "kv_both", "kv_producer", "kv_consumer"]),
             groups=groups,
             is_async=rng.random() < 0.5,
@@ -109,6 +111,23 @@ class Configuration:
             max_num_seqs=rng.choice([2, 4, 8]),
             offer_share=rng.choice([0.2, 0.5, 0.5, 1.0]),
             is_fast=rng.random() < 0.5,
+        )
+        return drawn._in_parts(rng) if rng.random() < 0.5 else drawn
+
+    def _in_parts(self, rng: random.Random) -> "Configuration":
+        """Decode may read each step of most prompts, and few blocks are free."""
+        return replace(
+            self,
+            role=rng.choice(["kv_producer", "kv_producer", "kv_both"]),
+            groups=(FULL,),
+            is_multi=False,
+            caches_prefixes=rng.random() < 0.8,
+            num_blocks=rng.choice([24, 24, 40]),
+            num_batched_tokens=rng.choice([32, 48, 64]),
+            max_num_seqs=rng.choice([4, 8]),
+            offer_share=0.5,
+            shortest=90,
+            pair_share=0.9,
         )
 
     def transfer(self) -> KVTransferConfig:

@@ -136,7 +136,7 @@ class Life:
             self._end_step()
 
     def _prompt(self) -> list[int]:
-        length = self._rng.randint(2, LONGEST)
+        length = self._rng.randint(self.configuration.shortest, LONGEST)
         shared = min(length, self._rng.choice([0, 16, 32, 64, 96]))
         first, other = self._rng.choice([0, 1000]), self._rng.randint(0, 3) * 7000 + 300_000
         return [first + n for n in range(shared)] + [other + n for n in range(length - shared)]
@@ -145,7 +145,7 @@ class Life:
         self.counts["arrived"] += 1
         name, tokens, kind = f"r{self.counts['arrived']}", self._prompt(), self._rng.random()
         params = None
-        is_early = self._happens(0.5)
+        is_early = self._happens(self.configuration.pair_share)
         if kind < 0.4:
             params = dict(WANT_TICKET)
             if is_early:  # as `EarlyAnswer` asks
@@ -311,7 +311,9 @@ class Life:
     def _do(self, command: events.Command) -> None:
         match command:
             case events.PrepareOffer():
+                is_first = command.computed is not None and command.nonce not in self._prepared
                 self._prepared[command.nonce] = command
+                self.counts["prompts offered in parts"] += is_first
                 self.counts["parts offered"] += command.computed is not None
             case events.WithdrawOffer():
                 self._prepared.pop(command.nonce, None)

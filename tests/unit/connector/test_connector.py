@@ -143,10 +143,10 @@ def test_an_offer_is_written_when_all_models_of_its_step_are_done(
 ) -> None:
     """Decode may read it then, and not before."""
     enqueued: list[str] = []
-    on_gpu: list[tuple[SimpleNamespace, list[str]]] = []  # events, and the work before each
+    on_gpu: list[tuple[Callable[[], bool], list[str]]] = []  # events, and the work before each
 
-    def record_event() -> SimpleNamespace:
-        on_gpu.append((SimpleNamespace(query=bool), [*enqueued]))
+    def record_event() -> Callable[[], bool]:
+        on_gpu.append((lambda: True, [*enqueued]))
         return on_gpu[-1][0]
 
     monkeypatch.setattr(worker_module, "_record_event", record_event)
@@ -167,10 +167,10 @@ def test_an_offer_is_written_when_all_models_of_its_step_are_done(
     run(STEPS[runner], late)
     own_work = [each for each in STEPS[runner] if each in (TARGET, DRAFT)]
     run(NO_FORWARD)
-    ((event, work),) = on_gpu
+    ((is_done, work),) = on_gpu
     assert work == own_work
     # The transfer thread asks the event, and then marks the offer.
-    assert submitted == [late, AwaitWrites((MarkWritten(late.nonce),), event.query)]
+    assert submitted == [late, AwaitWrites((MarkWritten(late.nonce),), is_done)]
     run(NO_FORWARD)
     assert len(submitted) == 2
 

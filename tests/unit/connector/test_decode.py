@@ -9,9 +9,9 @@ from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError, TicketRefused
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.ids import Incarnation, Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
 from support.records import D1, D2, hex32, ticket_for
@@ -130,6 +130,39 @@ def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
     assert decode.build_connector_meta() == [CancelLoad(D1)]
     decode.on_new_request(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
     assert decode.build_connector_meta() == []
+
+
+# --- cache resets
+
+
+@pytest.mark.parametrize("num_resets", [1, 2, 3])
+def test_a_ticket_from_before_any_of_the_resets_is_refused(
+    decode: DecodeScheduler, num_resets: int
+) -> None:
+    """Each incarnation that this engine knew counts, whichever reset it was known before."""
+    for number in range(num_resets):
+        life = {"incarnation": Incarnation(hex32(100 + number)), "epoch": 3}
+        decode.on_new_request(prompt_of(D1), offered(number, **life).params(None))
+        decode.request_finished(D1)
+        decode.reset_cache()
+    for number in range(num_resets):
+        life = {"incarnation": Incarnation(hex32(100 + number))}
+        for epoch in (2, 3):
+            old = offered(200 + 10 * number + epoch, epoch=epoch, **life)
+            with pytest.raises(TicketRefused, match=f"epoch is {epoch}, from before"):
+                decode.on_new_request(prompt_of(D1), old.params(None))
+        new = offered(300 + number, epoch=4, **life)
+        decode.on_new_request(prompt_of(RequestId(f"n{number}")), new.params(None))
+
+
+def test_a_reset_without_a_load_since_the_last_one_forgets_nothing(
+    decode: DecodeScheduler,
+) -> None:
+    decode.on_new_request(prompt_of(D1), offered(1).params(None))
+    for number in range(2, 5):
+        decode.reset_cache()
+        with pytest.raises(TicketRefused, match="from before this engine's cache was reset"):
+            decode.on_new_request(prompt_of(D2), offered(number).params(None))
 
 
 # --- how much is loaded

@@ -73,7 +73,7 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
     np.testing.assert_array_equal(found, written.numpy().swapaxes(1, 2))
 
 
-@settings(max_examples=20, deadline=None, database=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     order=st.sampled_from([order for order in ALL_ORDERS if "2" not in order]),
     heads=st.integers(1, 4),

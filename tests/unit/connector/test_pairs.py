@@ -1,6 +1,9 @@
 """Pair tickets in both halves of the scheduler: an offer that decode asks for before it exists."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import pytest
 from msgspec.structs import replace
@@ -9,6 +12,7 @@ from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import TicketRefused
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, RequestId
 from nixl_kv.protocol.events import (
     CancelLoad,
@@ -40,15 +44,17 @@ def prompt() -> Prompt:
 
 
 class Prefill:
-    def __init__(self) -> None:
+    def __init__(self, *, in_parts: bool = False, window: int = 0) -> None:
         self.manager = CacheManager({"p1": (TABLE,), "p2": (TABLE,)})
-        blocks = RequestBlocks([Paging(0, 4, 0)], 20)
-        self.scheduler = PrefillScheduler(blocks, 0.5, lambda ticket: ticket.params(None))
+        blocks = RequestBlocks([Paging(0, 4, window)], 20)
+        self.scheduler = PrefillScheduler(
+            blocks, 0.5, lambda ticket: ticket.params(None), in_parts=in_parts
+        )
         blocks.bind(self.manager, self.scheduler.on_free)
         self.scheduler.address = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600, epoch=3)
         self.step = self.scheduler.build_connector_meta
 
-    def arrive(self, pair: Ticket = PAIR, request: RequestId = P1) -> list[Command]:
+    def arrive(self, pair: Ticket | None = PAIR, request: RequestId = P1) -> list[Command]:
         self.scheduler.on_new_request(request, NUM_TOKENS, prompt().hashes, pair)
         return self.step()
 
@@ -147,6 +153,193 @@ def test_a_pair_ticket_is_good_for_one_request(prefill: Prefill) -> None:
 def test_a_request_that_is_not_offered_is_declined(prefill: Prefill) -> None:
     prefill.scheduler.decline(PAIR)
     assert prefill.step() == [WithdrawOffer(PAIR.nonce)]
+
+
+# --- prefill, in parts
+
+Offered: TypeAlias = tuple[int | None, int, bool] | None
+"""`computed`, `life` and `in_parts` of the step's offer; None if the step offers nothing."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """vLLM asks whether the request may begin; `local` tokens are in its own prefix cache."""
+
+    local: int = 0
+
+
+class Preempt:
+    """And vLLM gives it other blocks."""
+
+
+class Reset:
+    """vLLM resets the connector's cache."""
+
+
+OTHER_TABLE = [6, 7, 8, 9, 10]
+Chunk: TypeAlias = tuple[Begin | Preempt | Reset | range, Offered]
+BEGIN: Chunk = (Begin(), None)
+PREEMPT: Chunk = (Preempt(), None)
+RESET: Chunk = (Reset(), None)
+FIRST: Sequence[Chunk] = [BEGIN, (range(8), (8, 0, True))]
+CHUNKS: dict[str, Sequence[Chunk]] = {
+    "each step offers the tokens computed so far": [
+        *FIRST,
+        (range(8, 13), (13, 0, True)),
+        (range(13, 20), (None, 0, True)),
+        (range(20, 21), None),
+    ],
+    "a prompt that one step computes": [BEGIN, (range(20), (None, 0, True))],
+    "a last token that a step of its own computes": [
+        *FIRST,
+        (range(8, 19), (19, 0, True)),
+        (range(19, 20), (None, 0, True)),
+    ],
+    "a prefix in vLLM's own cache": [
+        (Begin(local=8), None),
+        (range(8, 12), (12, 0, True)),
+        (range(12, 20), (None, 0, True)),
+    ],
+    # vLLM may void what another connector loads, and compute it again.
+    "another connector loads the beginning": [
+        BEGIN,
+        (range(8, 12), None),
+        (range(12, 20), (None, 0, False)),
+    ],
+    "another connector loads what follows vLLM's own cache": [
+        (Begin(local=4), None),
+        (range(8, 12), None),
+        (range(12, 20), (None, 0, False)),
+    ],
+    "another connector loads between two chunks": [
+        *FIRST,
+        (range(12, 16), None),
+        (range(16, 20), (None, 0, False)),
+    ],
+    "a preemption": [
+        *FIRST,
+        PREEMPT,
+        BEGIN,
+        (range(4), (4, 1, True)),
+        (range(4, 20), (None, 1, True)),
+    ],
+    "a preemption after all was computed": [
+        *FIRST,
+        (range(8, 20), (None, 0, True)),
+        PREEMPT,
+        (Begin(local=16), None),
+        (range(16, 20), (None, 1, True)),
+    ],
+    "two preemptions": [
+        *FIRST,
+        PREEMPT,
+        BEGIN,
+        (range(12), (12, 1, True)),
+        PREEMPT,
+        BEGIN,
+        (range(6), (6, 2, True)),
+        (range(6, 20), (None, 2, True)),
+    ],
+    "a preemption before the first chunk ends no life": [
+        BEGIN,
+        PREEMPT,
+        BEGIN,
+        (range(8), (8, 0, True)),
+    ],
+    "after a preemption another connector has the beginning": [
+        *FIRST,
+        PREEMPT,
+        BEGIN,
+        (range(8, 12), None),
+        (range(12, 20), (None, 1, False)),
+    ],
+    "after a preemption it has it no longer": [
+        BEGIN,
+        (range(8, 12), None),
+        PREEMPT,
+        BEGIN,
+        (range(8), (8, 0, True)),
+        (range(8, 20), (None, 0, True)),
+    ],
+    "a cache reset between two chunks": [
+        *FIRST,
+        RESET,
+        (range(8, 16), None),
+        (range(16, 20), None),
+    ],
+    "a cache reset after a preemption": [
+        *FIRST,
+        PREEMPT,
+        RESET,
+        BEGIN,
+        (range(8), None),
+        (range(8, 20), None),
+    ],
+}
+
+
+def offered(commands: Sequence[Command], table: Sequence[int]) -> Offered:
+    found = [each for each in commands if isinstance(each, PrepareOffer)]
+    assert len(found) <= 1
+    for offer in found:
+        assert (offer.nonce, offer.is_pair, offer.is_written) == (PAIR.nonce, True, False)
+        num_blocks = -(-(offer.computed or NUM_TOKENS) // 4)
+        assert offer.tables == (Table.of(table[:num_blocks]),), "no block that is not written"
+        return offer.computed, offer.life, offer.in_parts
+    return None
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
+def test_a_pair_is_offered_in_parts(chunks: Sequence[Chunk]) -> None:
+    prefill, table = Prefill(in_parts=True), TABLE
+    prefill.arrive()
+    for number, (act, expected) in enumerate(chunks):
+        commands: list[Command] = []
+        match act:
+            case Begin():
+                prefill.scheduler.may_begin(P1, NUM_TOKENS, act.local)
+            case Preempt():
+                prefill.preempt()
+                table = OTHER_TABLE if table is TABLE else TABLE
+                prefill.manager.tables["p1"] = (table,)
+            case Reset():
+                prefill.scheduler.reset_cache()
+            case range():
+                commands = prefill.step([(P1, act)])
+        assert offered(commands, table) == expected, f"step {number} of {len(chunks)}: {act}"
+
+
+def test_a_preemption_withdraws_a_part_before_the_next_one_is_offered() -> None:
+    prefill = Prefill(in_parts=True)
+    prefill.arrive()
+    prefill.scheduler.may_begin(P1, NUM_TOKENS)
+    prefill.step([(P1, range(8))])
+    prefill.preempt()
+    prefill.manager.tables["p1"] = (TABLE,)
+    prefill.scheduler.may_begin(P1, NUM_TOKENS)
+    withdraw, prepare = prefill.step([(P1, range(4))])
+    assert withdraw == WithdrawOffer(PAIR.nonce, is_final=False)
+    assert isinstance(prepare, PrepareOffer)
+    assert (prepare.computed, prepare.life) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "pair"),
+    [
+        pytest.param({"in_parts": False}, PAIR, id="an engine that offers no parts"),
+        pytest.param({"in_parts": True, "window": 8}, PAIR, id="blocks that vLLM frees meanwhile"),
+        pytest.param({"in_parts": True}, None, id="no pair"),
+    ],
+)
+def test_other_offers_wait_for_the_last_chunk(options: dict[str, Any], pair: Ticket | None) -> None:
+    prefill = Prefill(**options)
+    prefill.arrive(pair)
+    prefill.scheduler.may_begin(P1, NUM_TOKENS)
+    assert prefill.step([(P1, range(8))]) == []
+    assert prefill.step([(P1, range(8, 16))]) == []
+    (offer,) = prefill.step([(P1, range(16, 20))])
+    assert isinstance(offer, PrepareOffer)
+    assert (offer.computed, offer.in_parts, offer.is_pair) == (None, False, pair is not None)
 
 
 # --- decode

@@ -3,21 +3,24 @@
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from harness.local.memory import Fabric
 from nixl_kv import addresses
+from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.vllm_config import parse_config
 from nixl_kv.connector.worker import (
+    GRANTING_S,
     LOAD_WAIT_S,
     StepMetadata,
-    UnwrittenOffers,
     Worker,
     rank_port,
     rank_spec,
 )
+from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
@@ -291,10 +294,32 @@ def test_a_wait_ends_with_a_load(worker: Worker) -> None:
 
 def test_on_a_cpu_an_offer_with_draft_layers_is_written_when_its_step_returns() -> None:
     """And one without draft layers needs no mark; see test_connector.py for GPUs."""
-    offers = UnwrittenOffers()
+    offers = UnwrittenOffers(worker_module._record_event)
     offers.add([prepare_offer(is_written=False), publish_offer(), prepare_offer(nonce=NONCE2)])
     assert offers.pop() == [MarkWritten(NONCE)]
     assert offers.pop() == []
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_the_step_thread_lets_a_chunk_be_granted_before_it_samples(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool
+) -> None:
+    """Sampling keeps the GIL. Steps without a chunk, and all on CPUs, wait for nothing."""
+    order: list[Any] = []
+    worker.register_kv_caches(kv_caches())
+    engine = worker._engine
+    assert engine is not None
+    monkeypatch.setattr(worker_module.current_platform, "is_cpu", lambda: is_cpu)
+    monkeypatch.setattr(worker_module.time, "sleep", order.append)
+    engine.submit = order.append  # type: ignore[method-assign, assignment]
+    offer = prepare_offer(is_written=False, computed=4)
+    worker._unwritten = UnwrittenOffers(lambda: None)
+    worker._unwritten.add([offer])
+    worker.wait_for_save()
+    assert order == [[MarkWritten(NONCE, 4)], *([] if is_cpu else [GRANTING_S])]
+    order.clear()
+    worker.wait_for_save()
+    assert order == [[]]
 
 
 # --- what its transfer engine is made of

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from harness.local.machines import by_name
 from harness.local.memory import MemoryTransport
@@ -20,15 +21,20 @@ from nixl_kv.engine.loop import (
 )
 from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
+from nixl_kv.geometry.layout import Table
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Nonce, Rank, RequestId
 from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
+    ExpectOffer,
     FailureKind,
     LoadEnded,
+    MarkWritten,
     OfferEnd,
     OfferEnded,
     PairSlotFree,
+    PrepareOffer,
+    PublishOffer,
     RevokeOffer,
     SetEngine,
 )
@@ -36,6 +42,7 @@ from nixl_kv.protocol.messages import (
     Answer,
     Deny,
     Grant,
+    Pending,
     Status,
     StatusRequest,
     VersionRefusal,
@@ -48,7 +55,7 @@ from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.verify.queue import DigestQueue
-from support.records import HOME, ask, description
+from support.records import CONTEXT, HOME, ask, description, hex32
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -598,6 +605,46 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     assert len(list(world.prefill.parts.prefill.offers.values())) == 0
     world.prefill.turn()
     assert counts_of(world.prefill) == {"thread_restarts": 1}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first part", "second part"])
+def test_after_a_restart_a_part_is_granted_in_no_slot_that_was_cleared(
+    world: World, *, is_known: bool
+) -> None:
+    """The step thread wrote the slot before, and has not heard of the restart yet."""
+    rank = world.prefill
+    nonce, request = Nonce(hex32(1)), RequestId("p1")
+    offer = PrepareOffer(
+        nonce, request, CONTEXT, 11, (Table.of(TABLE),), is_pair=True, is_written=False
+    )
+    part = structs.replace(offer, computed=4, in_parts=True)
+    rank.submit(ExpectOffer(nonce, request, CONTEXT))
+    (first,) = rank.engine.pair_slots.apply([part])
+    if is_known:
+        rank.submit(first)
+        rank.turn()
+        (first,) = rank.engine.pair_slots.apply([structs.replace(part, computed=8)])
+    assert isinstance(first, PrepareOffer)
+    assert first.slot is not None
+    rank.loop.restart()
+    rank.submit(ExpectOffer(nonce, request, CONTEXT), first, MarkWritten(nonce, first.computed))
+    rank.turn()
+    stranger = Stranger(world, rank)
+    answer = stranger.ask(nonce=nonce, context=CONTEXT, is_early=True)
+    assert isinstance(answer, Pending), "a part needs a slot that the step thread can clear"
+    rank.submit(offer, MarkWritten(nonce), PublishOffer(nonce, request))
+    rank.turn()
+    results = rank.engine.pop_results()
+    freed = [each for each in results if isinstance(each, PairSlotFree)]
+    assert freed == [PairSlotFree(None), PairSlotFree(first.slot, first.fence_token)]
+    ends = [each.end for each in results if isinstance(each, OfferEnded)]
+    if is_known:  # the restart ended the offer
+        assert ends == [OfferEnd.LOST]
+        return
+    answer = decode_answer(stranger.answer())
+    assert isinstance(answer, Grant)
+    assert rank.parts.slots.read(answer.slot) == answer.fence_token != bytes(16)
+    assert ends == []
 
 
 def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: World) -> None:

@@ -19,10 +19,11 @@ from nixl_kv.geometry.layout import ABSENT
 from support.any_shape import check
 from support.cases import Case, cases, typical
 from support.oracle import ALL_ORDERS, Layer
+from support.seeds import seed_or
 
 FEW = 30
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "400"))
-SEED = int(os.environ.get("NIXL_KV_SEED", "2"))
+SEED = seed_or(2)
 ENOUGH = 120  # so many examples contain every kind of case
 
 LATENT = tuple(Layer(name, 1, 5, 0) for name in "abc")
@@ -76,9 +77,7 @@ def test_any_two_engines_exchange_all_kv(examples: int) -> None:
     seen, runs = Counter[str](), Counter[str]()
 
     @seed(SEED)
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check_and_count(case: Case) -> None:
         for counts in check(case):

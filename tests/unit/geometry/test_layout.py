@@ -34,8 +34,6 @@ from nixl_kv.geometry.layout import (
 )
 from support.records import written_out
 
-properties = settings(deadline=None, database=None, derandomize=True)
-
 PARTS = (Part(0, 256), Part(256, 128))
 REGION = Region(
     layer="layer.0",
@@ -169,7 +167,6 @@ def stripes(draw: st.DrawFn) -> Stripe:
     return Stripe(count, draw(st.integers(0, count - 1)), width)
 
 
-@properties
 @given(stripe=stripes(), begin=st.integers(0, 300))
 def test_kept_tokens_are_numbered_one_after_the_other(stripe: Stripe, begin: int) -> None:
     tokens = np.arange(begin + 50)
@@ -180,7 +177,6 @@ def test_kept_tokens_are_numbered_one_after_the_other(stripe: Stripe, begin: int
     assert stripe.num_before(begin) == np.count_nonzero(kept < begin)
 
 
-@properties
 @given(one=stripes(), other=stripes())
 def test_whether_two_stripes_have_a_token_in_common(one: Stripe, other: Stripe) -> None:
     tokens = np.arange(math.lcm(one.period, other.period))
@@ -188,7 +184,6 @@ def test_whether_two_stripes_have_a_token_in_common(one: Stripe, other: Stripe) 
     assert one.meets(other) == other.meets(one) == common
 
 
-@properties
 @given(
     blocks=st.integers(1, 6),
     width=st.integers(1, 6),
@@ -286,7 +281,6 @@ def test_every_region_of_every_group_is_checked() -> None:
 # --- block tables
 
 
-@properties
 @given(hit=st.integers(0, 9), load=st.integers(0, 99), size=st.integers(1, 17))
 def test_entries_are_exactly_those_that_contain_a_loaded_token(
     hit: int, load: int, size: int
@@ -323,7 +317,6 @@ TABLES = st.builds(
 """Of some the first entries are absent, as a window leaves them."""
 
 
-@properties
 @given(ids=TABLES, begin=st.integers(0, 20))
 def test_a_table_comes_back_whole(ids: list[int], begin: int) -> None:
     """Whether it was cut, and where."""
@@ -362,7 +355,6 @@ def place_of(group: Group, token: int) -> tuple[int, int]:
     return kept // group.block_size, kept % group.block_size
 
 
-@properties
 @given(mine=groups(), theirs=groups(), first=st.integers(0, 2), n=st.integers(0, 40))
 def test_segments_cover_each_common_token_once(
     mine: Group, theirs: Group, first: int, n: int
@@ -437,7 +429,7 @@ def test_ids_of_other_tokens_are_not_checked() -> None:
     assert table([99, 3, 99, 5, 99])(range(4, 16, 8), 1).tolist() == [3, 5]
 
 
-@settings(properties, max_examples=150)
+@settings(max_examples=150)
 @given(
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
     ids=st.lists(st.integers(ABSENT, 5), max_size=6),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
@@ -271,7 +271,6 @@ def triples(runs: Runs) -> Triples:
     return list(zip(*columns, strict=True))
 
 
-@settings(deadline=None, database=None, derandomize=True)
 @given(
     pairs=st.dictionaries(st.integers(0, 20), st.integers(0, 20), min_size=1, max_size=12),
     rng=st.randoms(use_true_random=False),

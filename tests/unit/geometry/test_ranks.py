@@ -15,7 +15,7 @@ from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, assign, hol
 from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
 
-properties = settings(max_examples=80, deadline=None, database=None, derandomize=True)
+properties = settings(max_examples=80)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1025])

@@ -162,6 +162,18 @@ def test_an_engine_that_no_load_wants_is_probed_no_longer(probed: Subject) -> No
     assert probed.state is None
 
 
+def test_an_engine_that_loads_always_want_is_probed_as_long(probed: Subject) -> None:
+    """Else its circuit would be forgotten, and two loads would wait for their timeout again."""
+    ends_at = probed.now + 3 * KEPT_S
+    probes = 0
+    while probed.now < ends_at:
+        probes += probed.tick_after(1.0) == [events.Send(HOME, describe())]
+        failure = probed.breaker.check(PEER, probed.now)
+        assert failure is not None, "a load would wait"
+        assert failure.is_known
+    assert probes >= 3 * KEPT_S // (MAX_PAUSE_S + PROBE_S) - 1
+
+
 def test_the_number_of_circuits_is_bounded(subject: Subject) -> None:
     for number in range(MAX_CIRCUITS + 10):
         subject.fail(2, unnamed(at(number)))

@@ -1,8 +1,11 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
-from typing import Any, NoReturn, get_args
+import random
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.local.machines import check_decode
@@ -22,6 +25,7 @@ from nixl_kv.protocol.events import (
     LoadReady,
     PeerFits,
     ReadChunk,
+    ReadDone,
     ReadFailed,
     Send,
     StartLoad,
@@ -980,6 +984,47 @@ PARTS: dict[str, Script] = {
         ),
     ),
 }
+ENTRY = 4
+MEASURED = {name for name, kind in get_type_hints(ReadDone).items() if kind in (int, float)}
+
+
+def measured(read: ReadDone) -> dict[str, float]:
+    return {name: getattr(read, name) for name in MEASURED}
+
+
+@given(
+    grants=st.lists(st.integers(1, 36), min_size=1, max_size=8).map(sorted),
+    begin=st.integers(0, 4).map(lambda entries: entries * ENTRY),
+    num_tokens=st.integers(1, 20),
+    numbers=st.randoms(use_true_random=False),
+)
+def test_parts_follow_each_other_and_end_with_an_entry(
+    grants: list[int], begin: int, num_tokens: int, numbers: random.Random
+) -> None:
+    """Prefill may have written part of a block, whose entry decode reads whole."""
+    machine, end = decode_machine(entry_size=ENTRY), begin + num_tokens
+    play(machine, EARLY)
+    load = StartLoad(D1, begin, end, (Table.of(range(-(-end // ENTRY))),), verify=False)
+    actions = machine.handle(answered(grant(lease_s=3600.0, num_tokens=grants[0])), 105.0)
+    parts, done = list[ReadDone](), begin
+    actions += machine.handle(load, 110.0)
+    for written in [*grants, None]:
+        actions += machine.handle(answered(grant(lease_s=3600.0, num_tokens=written)), 110.0)
+        for read in [each for each in actions if isinstance(each, StartRead)]:
+            part = read.load
+            assert part.begin == done
+            assert part.end == end or part.end % ENTRY == 0
+            assert part.begin < part.end <= (end if written is None else written)
+            numbers_of: dict[str, Any] = {name: numbers.randint(0, 99) for name in MEASURED}
+            parts.append(read_done(**numbers_of))
+            actions, done = machine.handle(parts[-1], 110.0), part.end
+    assert done == end
+    (ended,) = [each for each in actions if isinstance(each, LoadEnded)]
+    (total,) = ended.reads
+    sums = {name: sum(getattr(each, name) for each in parts) for name in MEASURED}
+    assert (ended.failure, measured(total)) == (None, sums)
+
+
 HEARTBEAT_REPLY = Send(RANK_0, renew(2, CLAIM))
 HEARTBEAT_REPLY_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 HEARTBEATS: dict[str, Script] = {

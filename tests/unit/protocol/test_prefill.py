@@ -700,7 +700,24 @@ PARTS: Script = after(
 )
 NO_REQUEST = "its request did not arrive"
 GIVEN_UP = PairReleased(NONCE, P1)
+PINNED = 95.0
+PINNED_PARTS: Script = after(
+    PARTS, (prepare_pair(None),), (mark_pair(8), granted_pair(None)), (PINNED, publish_offer())
+)
 PAIRS: dict[str, Script] = {
+    "a pair that no reader begins to read is held from its pin on, and not for ever": after(
+        PINNED_PARTS,
+        (PINNED + HOLD_S - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (PINNED + HOLD_S, Tick(), RECALL),
+        (PINNED + HOLD_S + RECALL_S, Tick(), *pair_ended(OfferEnd.REVOKED)),
+    ),
+    "before its pin it is held as long as prefill computes": after(
+        PARTS,
+        (93.0 + 10 * HOLD_S, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (93.0 + 10 * HOLD_S, Tick()),
+        (prepare_pair(None),),
+        (mark_pair(8), granted_pair(None)),
+    ),
     "an early ask is granted when the offer is pinned": after(
         COMPUTED, (93.0, publish_offer(), WRITTEN, GRANT), READ
     ),

@@ -385,6 +385,28 @@ def test_an_agent_with_connections_that_nobody_uses_is_replaced(
     assert reading.agents.next_due is None, "nothing is left to look for"
 
 
+@pytest.mark.parametrize(
+    ("per_left", "num_left", "is_replaced"),
+    [(1, 1, False), (1, 2, True), (2, 1, True), (10, 1, True)],
+)
+def test_an_agent_is_kept_while_many_ranks_would_be_added_again_for_few_that_left(
+    reading: Reading,
+    monkeypatch: pytest.MonkeyPatch,
+    per_left: int,
+    num_left: int,
+    is_replaced: bool,  # noqa: FBT001 - a column of the table
+) -> None:
+    """Two ranks are read; `per_left` of them may be added again for each that left."""
+    monkeypatch.setattr("nixl_kv.reading.replace.READ_PER_LEFT", per_left)
+    first, ends_at = reading.agents.current, reading.clock.now + 4 * TIDY_S
+    forget_some(reading, num_left)
+    while reading.clock.now < ends_at:
+        reading.clock.now += TIDY_S / 4
+        reading.settle(6)
+    assert (reading.agents.current is not first) == is_replaced
+    assert (reading.agents.next_due is None) == is_replaced, "it may pay later"
+
+
 def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading: Reading) -> None:
     forget_some(reading, 2)
     reading.clock.now = reading.agents.next_due or 0.0

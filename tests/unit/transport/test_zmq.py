@@ -115,6 +115,32 @@ def open_sockets(control: ZmqControl) -> list[zmq.Socket[bytes]]:
     return [each for each in control._context._sockets if not each.closed]
 
 
+def test_a_link_is_lost_after_its_last_message(
+    reader: ZmqControl, raw: RawSockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing it after the first batch would lose a grant in the second."""
+    monkeypatch.setattr(module, "MAX_BATCH", 2)
+    peer = raw(zmq.ROUTER)
+    peer.setsockopt(zmq.LINGER, -1)  # it sends all before it closes
+    endpoint = endpoint_at(HOST, peer.bind_to_random_port(f"tcp://{HOST}"))
+    reader.send(endpoint, b"question")
+    route, _ = peer.recv_multipart()
+    answers = [b"%d" % number for number in range(5)]
+    for answer in answers:
+        peer.send_multipart([route, answer])
+    peer.close()
+    caller, until = reader._caller, time.monotonic() + PATIENCE_S
+    assert caller is not None
+    while not caller._lost and time.monotonic() < until:
+        caller._watch()
+    received: list[Received] = []
+    while not any(isinstance(item, Lost) for item in received):
+        received += receive(reader)
+    *messages, lost = received
+    assert messages == [FromEndpoint(endpoint, answer) for answer in answers]
+    assert isinstance(lost, Lost)
+
+
 def test_a_thousand_links_need_as_many_sockets_as_one(
     make: MakeControl, reader: ZmqControl
 ) -> None:

@@ -30,9 +30,10 @@ from support.cases import Case, cases, typical
 from support.digest_caches import SECRET, is_equal, reference, window
 from support.oracle import Blocks, CacheGroup, Dense, Layer
 from support.records import D1
+from support.seeds import seed_or
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
-SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
+SEED = seed_or(1)
 MASK = 2**64 - 1
 
 
@@ -193,9 +194,7 @@ def test_any_two_engines_have_the_digest_of_the_formula() -> None:
     reads = 0
 
     @seed(SEED)
-    @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check_and_count(case: Case) -> None:
         nonlocal reads

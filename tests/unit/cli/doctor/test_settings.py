@@ -99,10 +99,11 @@ def test_settings_are_judged_before_an_engine_starts(
         assert "did you mean 'offer_ttl_s'?" in found[-1].detail, "what the engine would say"
 
 
-def test_a_plugin_that_vllm_does_not_load_is_an_error() -> None:
-    found = checked(OURS, {"VLLM_PLUGINS": "lora"})
+@pytest.mark.parametrize("plugins", ["lora", "", "nixl_kv_other", "lora,my_nixl_kv", "nixl-kv"])
+def test_a_plugin_that_vllm_does_not_load_is_an_error(plugins: str) -> None:
+    found = checked(OURS, {"VLLM_PLUGINS": plugins})
     assert verdicts(found) == [("kv_connector", "error")]
-    assert verdicts(checked(OURS, {"VLLM_PLUGINS": "lora,nixl_kv"})) == []
+    assert verdicts(checked(OURS, {"VLLM_PLUGINS": f"{plugins},nixl_kv"})) == []
 
 
 # --- the key

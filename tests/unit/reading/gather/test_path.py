@@ -86,6 +86,15 @@ def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> Non
     assert event.path == "direct"
 
 
+def test_a_read_that_starts_before_the_mapping_is_closed_uses_nixl() -> None:
+    """The next poll closes it. Until then the memory may have another owner."""
+    reading = Gathering()
+    reading.gather.end_owners()
+    (event,) = reading.read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
+
+
 def test_a_dropped_peer_is_unmapped() -> None:
     reading = Gathering()
     reading.read()

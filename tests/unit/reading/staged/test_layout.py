@@ -23,6 +23,7 @@ from nixl_kv.reading.staged.layout import (
 from support.any_shape import Pair, check
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, Layer, Store, byte_pairs, layout
+from support.seeds import seed_or
 
 LAYERS = tuple(Layer(name, heads=4, key=8, value=8) for name in "ab")
 RING = Span(1 << 20, 1 << 16)
@@ -219,8 +220,8 @@ def test_typical_engines_exchange_all_kv() -> None:
 
 @pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_two_engines_exchange_all_kv(count: int) -> None:
-    @seed(2)
-    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
+    @seed(seed_or(2))
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def exchange(case: Case) -> None:
         check(case, StagedPair)
