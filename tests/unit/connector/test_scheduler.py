@@ -121,7 +121,11 @@ def compute(scheduler: Scheduler, request: Request) -> list[Any]:
     scheduler.bind_kv_cache_manager(CacheManager({request.request_id: [TABLE, TABLE]}))
     output = empty_output()
     output.num_scheduled_tokens = {request.request_id: request.num_prompt_tokens}
-    new: Any = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)
+    new: Any = SimpleNamespace(
+        req_id=request.request_id,
+        num_computed_tokens=0,
+        sampling_params=request.sampling_params,
+    )
     output.scheduled_new_reqs = [new]
     return commands(scheduler, output)
 
