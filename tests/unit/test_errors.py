@@ -19,7 +19,7 @@ def test_lines_of_one_kind_are_counted_until_the_interval_is_over(
 ) -> None:
     clock = Clock()
     interval = seconds or 1.0
-    log = LimitedLog(logger, clock, **({} if seconds is None else {"interval_s": seconds}))
+    log = LimitedLog(logger, clock, interval_s=interval) if seconds else LimitedLog(logger, clock)
     for number in range(4):
         log.warning("dropped %d", number)
         clock.now += interval / 4

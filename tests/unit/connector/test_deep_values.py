@@ -55,8 +55,8 @@ class Engine(SteppedScheduler):
                 "kv_connector_extra_config": {"connectors": children},
             }
         super().__init__(make_config(KVTransferConfig(**transfer), 32))
-        children = getattr(self.connector, "_connectors", [self.connector])
-        (self.own,) = [child for child in children if hasattr(child, "end_landed")]
+        connectors = getattr(self.connector, "_connectors", [self.connector])
+        self.own: Any = next(each for each in connectors if hasattr(each, "end_landed"))
         if place != "last":
             self.describe()
 

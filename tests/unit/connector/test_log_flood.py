@@ -94,6 +94,8 @@ REFUSED: dict[str, Any] = {
     "used": sealed(),
     "prompt": ticket_for([7]).params(None),
     "weights": lambda: sealed(nonce=f"{next(_numbers):032x}", weights="w" * 256),
+    "media": lambda: sealed(nonce=f"{next(_numbers):032x}", media=f"{7:032x}"),
+    "not_offered": lambda: sealed(nonce=f"{next(_numbers):032x}", not_offered="w" * 128),
     "other_connector": {"remote_block_ids": [[1]], "remote_engine_id": "e" * 60_000},
 }
 
