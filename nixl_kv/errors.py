@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 MAX_TEXT: Final = 2000  # characters of one argument of a log record
+MAX_ID: Final = 128  # characters of a request's id
+ID_END: Final = 24  # of them, its last ones
+REQUEST_LINES: Final = 20
+"""Lines per second about requests, for each reason: clients decide how many requests there are."""
 MAX_TRACEBACK_LINES: Final = 200
 MAX_KINDS: Final = 1000  # of lines that a LimitedLog tells apart
 PAUSE_S: Final = 0.1
@@ -85,31 +89,49 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class LimitedLog:
-    """Logs one warning per format and interval, and counts the others."""
+    """Logs some lines per format and interval, and counts the others."""
 
     def __init__(
-        self, logger: logging.Logger, clock: Callable[[], float], *, interval_s: float = 1.0
+        self,
+        logger: logging.Logger,
+        clock: Callable[[], float],
+        *,
+        interval_s: float = 1.0,
+        lines: int = 1,
     ) -> None:
-        """`clock` returns monotonic seconds."""
+        """`clock` returns monotonic seconds; each interval has up to `lines`."""
         self._logger = logger
         self._clock = clock
         self._interval_s = interval_s
-        # Time of the next line, and lines left out.
+        self._lines = lines
+        # End of the interval, and the lines that were asked for in it.
         self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def warning(self, message: str, *args: object, about: str = "") -> None:
-        """`about` tells subjects apart, each of which gets lines of its own."""
+    def info(self, message: str, *args: object, about: str = "") -> bool:
+        return self._write(logging.INFO, message, args, about)
+
+    def warning(self, message: str, *args: object, about: str = "") -> bool:
+        """Returns whether it wrote the line. `about` names a subject, which has its own lines."""
+        return self._write(logging.WARNING, message, args, about)
+
+    def error(self, message: str, *args: object, about: str = "") -> bool:
+        return self._write(logging.ERROR, message, args, about)
+
+    def _write(self, level: int, message: str, args: tuple[object, ...], about: str) -> bool:
         now, kind = self._clock(), (message, about)
-        next_at, left_out = self._kinds.get(kind, (now, 0))
-        if now < next_at:
-            self._kinds[kind] = next_at, left_out + 1
-            return
-        if len(self._kinds) >= MAX_KINDS:
-            self._kinds.clear()
-        self._kinds[kind] = now + self._interval_s, 0
-        self._logger.warning(message, *args)
+        ends_at, number = self._kinds.get(kind, (now, 0))
+        left_out = 0
+        if now >= ends_at:
+            left_out = max(0, number - self._lines)
+            ends_at, number = now + self._interval_s, 0
+            if len(self._kinds) >= MAX_KINDS:
+                self._kinds.clear()
+        self._kinds[kind] = ends_at, number + 1
+        if number < self._lines:
+            self._logger.log(level, message, *args)
         if left_out:
-            self._logger.warning("  and %d more like it since the last such line", left_out)
+            self._logger.log(level, "  and %d more like it since the last such line", left_out)
+        return number < self._lines
 
 
 def run_guarded(step: Callable[[], object], error_message: str) -> bool:
@@ -130,6 +152,17 @@ def printable(text: str, limit: int | None = None) -> str:
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     is_cut = limit is not None and max(len(text), len(shown)) > limit
     return f"{shown[: limit - 3]}..." if limit is not None and is_cut else shown
+
+
+def shown_id(request: str) -> str:
+    """A request's id for logs and records, of at most MAX_ID characters: a client may choose it.
+
+    A longer one keeps its end, because vLLM appends random digits there.
+    """
+    shown = printable(request[: MAX_ID + 1])
+    if len(request) <= MAX_ID and len(shown) <= MAX_ID:
+        return shown
+    return f"{shown[: MAX_ID - ID_END - 3]}...{printable(request[-ID_END:])[-ID_END:]}"
 
 
 def _make_harmless(record: logging.LogRecord) -> bool:

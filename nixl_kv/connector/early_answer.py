@@ -21,8 +21,16 @@ import msgspec
 from nixl_kv.connector.plugin import log_like_vllm, own_config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.engine.watch import OfferWatch
-from nixl_kv.errors import ConfigError, TicketRefused, get_logger
+from nixl_kv.errors import (
+    REQUEST_LINES,
+    ConfigError,
+    LimitedLog,
+    TicketRefused,
+    get_logger,
+    shown_id,
+)
 from nixl_kv.ids import new_nonce, short
+from nixl_kv.protocol.params import why_unbounded
 from nixl_kv.protocol.ticket import FIELD, Ticket
 
 logger = get_logger(__name__)
@@ -72,6 +80,8 @@ class EarlyAnswer:
     def __init__(self, app: _App) -> None:
         log_like_vllm()
         self._app = app
+        self.log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
+        self._error_log = LimitedLog(logger, time.monotonic)  # with tracebacks
         self._trust: Trust | None = None
         self._for_in_tree = True
         self._is_off = False
@@ -119,8 +129,11 @@ class EarlyAnswer:
 
     def _on_end(self, exchange: "_Exchange", task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if exchange.is_answered and not task.cancelled() and task.exception() is not None:
-            logger.error("%s has failed", exchange, exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if not exchange.is_answered or error is None:
+            return
+        if self._error_log.warning("%s has failed: %s", exchange, repr(error)):
+            logger.error("the error of that request", exc_info=error)
 
     def _configure(self, vllm_config: Any) -> None:
         config, roles = own_config(vllm_config)
@@ -166,7 +179,7 @@ class EarlyAnswer:
                 ticket = self._trust.open_own({FIELD: params[FIELD]})
                 self._latest = None if ticket.not_offered else ticket
             except TicketRefused as error:
-                logger.warning("EarlyAnswer cannot read this engine's ticket: %s", error)
+                self.log.warning("EarlyAnswer cannot read this engine's ticket: %s", error)
 
 
 class _Exchange:
@@ -197,7 +210,7 @@ class _Exchange:
 
     def __str__(self) -> str:
         offer = "" if self.pair is None else f" (offer {short(self.pair.nonce)})"
-        return f"request {self._request_id}{offer}, which was answered early,"
+        return f"request {shown_id(self._request_id)}{offer}, which was answered early,"
 
     async def receive(self) -> _Message:
         if self._has_begun:
@@ -205,7 +218,7 @@ class _Exchange:
                 return await self._receive()
             # vLLM aborts a request whose client hangs up, which now depends on decode alone.
             await self._released.wait()
-            logger.info("%s is aborted: decode has released its offer", self)
+            self._early.log.info("%s is aborted: decode has released its offer", self)
             return {"type": "http.disconnect"}
         self._has_begun = True
         body = bytearray()
@@ -223,14 +236,16 @@ class _Exchange:
         try:
             request = _REQUEST.decode(body)
             params = _value(request, "kv_transfer_params")
+            if why_unbounded(params):  # the engine refuses it
+                return body
             if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
                 return body
             self._asks_for_offer = True
             pair = None if FIELD in params else self._early.pair(request)
             model = _value(request, "model")
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body
-        if pair is None:
+        if pair is None or not isinstance(model, str | None):
             return body
         self.pair, sealed = pair
         self.params = params | {FIELD: sealed[FIELD]}
@@ -262,7 +277,7 @@ class _Exchange:
     def _end(self) -> None:
         if self.status != HTTP_OK:
             if self.is_answered:
-                logger.warning("%s has failed with HTTP %d", self, self.status)
+                self._early.log.warning("%s has failed with HTTP %d", self, self.status)
             return
         try:
             answer = msgspec.json.decode(bytes(self._answer))

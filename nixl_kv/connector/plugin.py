@@ -12,13 +12,16 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from nixl_kv import addresses
 from nixl_kv.config import Config, own_transfers
-from nixl_kv.errors import ConfigError, get_logger
+from nixl_kv.errors import ConfigError, TicketRefused, get_logger, printable
 
 logger = get_logger(__name__)
+
+MAX_SHOWN: Final = 300  # characters of a bad value in an error
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
 # Tells the engine's process that Dynamo's worker has started it.
@@ -113,6 +116,52 @@ def check_key_and_backends(config: Config) -> None:
         check_backends(config.backends)
 
 
+def check_wire_values(config: Config, vllm_config: Any, transfer: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a value of this engine that decode could not read in a ticket.
+
+    `transfer` is the part of vLLM's configuration that names this connector.
+    """
+    from nixl_kv.ids import EngineId, new_incarnation, new_nonce  # noqa: PLC0415 - as above
+    from nixl_kv.protocol.ticket import MAX_NAME, MAX_WHY, SealedTicket, Ticket  # noqa: PLC0415
+
+    # A child of a MultiConnector has the outer id if it names none, and vLLM makes one for None.
+    outer = vars(vllm_config.kv_transfer_config).get("engine_id")
+    engine = transfer.get("engine_id", outer)
+    name = EngineId("made by vLLM") if engine is None else engine
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):
+        raise ConfigError(
+            f"engine_id of --kv-transfer-config is {printable(repr(engine), MAX_SHOWN)}; allowed: "
+            f"1 to {MAX_NAME} printable characters, so no line ends; to let vLLM make one, leave "
+            "it out"
+        )
+    names: str | list[str] = vllm_config.model_config.served_model_name
+    model = names if isinstance(names, str) else names[0]
+    try:
+        model.encode()  # peers compare it
+        ticket = Ticket(
+            host=config.host,
+            port=config.port or 1,
+            engine=EngineId(name),
+            incarnation=new_incarnation(),
+            nonce=new_nonce(),
+            num_tokens=1,
+            context=new_nonce(),
+            weights=config.weights,
+            media=new_nonce(),
+            not_offered="x" * MAX_WHY,  # the longest ticket
+        )
+        read = SealedTicket.parse(ticket.params(None)).open()
+    except (ValueError, TicketRefused) as error:
+        raise ConfigError(
+            f"decode could not read this engine's tickets: {error}; their values are engine_id "
+            f"{name!r}, {config.host_name} {config.host!r}, weights {config.weights!r} and the "
+            f"model's name {printable(repr(model), MAX_SHOWN)}; allowed: printable text in UTF-8; "
+            "change the value that the error names"
+        ) from error
+    if read != ticket:
+        raise ConfigError(f"decode would read {read} instead of {ticket}; choose another engine_id")
+
+
 def check_before_weights(executor: Any) -> None:
     """Make vLLM's executor class check settings before it loads the model. Wraps it once."""
     # The scheduler, which listens, is created after the model is loaded, in the same process as
@@ -133,6 +182,7 @@ def check_before_weights(executor: Any) -> None:
                 config = Config.parse(extra, os.environ)
                 check_address(config, vllm_config, is_prefill=is_prefill)
                 check_key_and_backends(config)
+                check_wire_values(config, vllm_config, transfer)
         begin(self, vllm_config, *args, **options)
         if ours:
             # Imports vLLM's scheduler, which exists in the engine's process alone.

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.connector.paging import Pins, RequestBlocks, distinct_ids
-from nixl_kv.errors import get_logger
+from nixl_kv.errors import REQUEST_LINES, LimitedLog, get_logger, shown_id
 from nixl_kv.geometry.layout import BlockIds, Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -40,6 +40,8 @@ ALL_BLOCKS: Final = 1 << 31  # more than any cache has
 
 # Pair tickets that are remembered, so that a second request with one makes an offer of its own.
 MAX_PAIRS: Final = 1 << 16
+
+NOT_OFFERED: Final = "request %s is not offered: %s"
 
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _NO_NONCE: Final = Nonce("")
@@ -101,6 +103,7 @@ class PrefillScheduler:
         self._in_parts = in_parts and blocks.are_kept
         self._is_decoding = is_decoding
         self._clock = clock
+        self._log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
         self._still_since: float | None = None  # since when a request waits and nothing moves
         self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
@@ -230,9 +233,14 @@ class PrefillScheduler:
         offer = self._awaited.pop(request, None)
         if offer is None:
             return False, None
-        reason = reason or self._why_not_offered(offer, tables)
-        if reason or self.address is None:
-            logger.info("request %s is not offered: %s", request, reason)
+        reason, params = reason or self._why_not_offered(offer, tables), None
+        if self.address is not None and not reason:
+            try:
+                params = self._seal(_ticket(offer, self.address))
+            except Exception as error:  # noqa: BLE001 - vLLM ends the engine if a hook raises
+                reason = f"its ticket cannot be made: {error!r}"
+        if params is None:
+            self._log.info(NOT_OFFERED, shown_id(request), reason)
             self._withdraw(offer, is_final=True)
             self._release(offer)
             return False, None
@@ -240,15 +248,7 @@ class PrefillScheduler:
         self._expect(offer, 0)
         self._hold(offer, distinct_ids(tables))
         del offer.make_hashes  # it holds the prompt: embeddings may be hundreds of megabytes
-        context, media = offer.hashes
-        ticket = Ticket(
-            **asdict(self.address),
-            nonce=offer.nonce,
-            num_tokens=offer.num_tokens,
-            context=context,
-            media=media,
-        )
-        return True, self._seal(ticket)
+        return True, params
 
     def update_connector_output(self, finished_sending: Collection[RequestId]) -> None:
         for request in finished_sending:
@@ -275,7 +275,7 @@ class PrefillScheduler:
             is_over = is_mixed or bool(offer.pair)
             self._withdraw(offer, is_final=is_over)
             if is_over:
-                logger.info("request %s is not offered: the cache was reset meanwhile", request)
+                self._log.info(NOT_OFFERED, shown_id(request), "the cache was reset meanwhile")
                 del self._awaited[request]
                 self._release(offer)
         if self._offers:
@@ -375,6 +375,17 @@ class PrefillScheduler:
             self._still_since = now
             return needed
         return 0
+
+
+def _ticket(offer: _Offer, address: Address) -> Ticket:
+    context, media = offer.hashes
+    return Ticket(
+        **asdict(address),
+        nonce=offer.nonce,
+        num_tokens=offer.num_tokens,
+        context=context,
+        media=media,
+    )
 
 
 class _DistinctBlocks:

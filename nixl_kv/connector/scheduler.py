@@ -21,16 +21,18 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import foreign_key_lines
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
-from nixl_kv.connector.plugin import may_move, port_of
+from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
 from nixl_kv.connector.traces import Traces
 from nixl_kv.connector.vllm_config import (
     MediaReader,
     check_ends_requests,
+    check_params,
     computed_on_decode,
     draft_facts,
     engine_id,
+    for_workers,
     keep_private,
     media_rules,
     model_facts,
@@ -48,11 +50,22 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import ConfigError, LimitedLog, TicketRefused, TransportError, get_logger
+from nixl_kv.errors import (
+    MAX_ID,
+    REQUEST_LINES,
+    ConfigError,
+    LimitedLog,
+    TicketRefused,
+    TransportError,
+    get_logger,
+    printable,
+    shown_id,
+)
 from nixl_kv.ids import RequestId, endpoint_at, new_nonce
 from nixl_kv.protocol import events, pair
 from nixl_kv.protocol.messages import RankDescription, decode_rank
-from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.protocol.params import OUR_PREFIXES
+from nixl_kv.protocol.ticket import FIELD, MAX_WHY, Ticket
 
 logger = get_logger(__name__)
 
@@ -73,15 +86,16 @@ IN_TREE_PREFILL: Final = (
     '"kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
+DROPPED: Final = (
+    "request %s: the workers do not get %s of its sampling parameters' extra_args, because it has "
+    "more than 100 levels, and vLLM would end the engine"
+)
 WITHOUT_TICKET: Final = (
     "its kv_transfer_params have no ticket: prefill drains, or the router did not ask it or "
     "dropped its answer's"
 )
 # During a migration such requests come for hours: log one line a minute, with a count.
 IN_TREE_LOG_S: Final = 60.0
-
-# Prefixes of the `kv_transfer_params` that a prefill engine or a router writes for decode.
-OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 
 # Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier),
 # unless `pair_ids` claims the first two.
@@ -100,6 +114,7 @@ class Scheduler:
         self._config = parse_config(vllm_config)
         transfer = transfer_config(vllm_config)
         self._engine_id = engine_id(vllm_config)
+        check_wire_values(self._config, vllm_config, vars(transfer))
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         for line in foreign_key_lines(transfer.kv_connector_extra_config):
             logger.info(line)
@@ -136,6 +151,7 @@ class Scheduler:
         self._early: KVConnectorOutput | None = None  # what `end_landed` tells vLLM
         self._ranks: list[RankDescription] = []
         self._next_step: list[events.Command] = []
+        self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
         self.stats = Stats()
         policy = self._config.on_load_failure
@@ -156,10 +172,12 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         self._follow_label()
         try:
+            check_params(request)
             self._dispatch(request)
         except TicketRefused as error:
             if outcome := self._refuse(request, error.reason, str(error)):
-                logger.warning("request %s %s: %s", request.request_id, outcome, error)
+                shown = shown_id(request.request_id)
+                self._log.warning("request %s %s: %s", shown, outcome, error, about=error.reason)
 
     # For each waiting request, in each step until it is allocated.
     def get_num_new_matched_tokens(
@@ -183,6 +201,7 @@ class Scheduler:
     # Once per step, even an empty one.
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._follow_label()
+        self._strip(scheduler_output)
         commands, self._next_step = self._next_step, []
         scheduled = progress(scheduler_output, self._prefill.awaited)
         commands += self._prefill.build_connector_meta(scheduled)
@@ -192,6 +211,17 @@ class Scheduler:
             computes=scheduler_output.total_num_scheduled_tokens > 0,
             failed=self._decode.pop_held_back(),
         )
+
+    def _strip(self, scheduler_output: SchedulerOutput) -> None:
+        """Leave out of a step what no worker reads, before vLLM pickles it for them.
+
+        Here, because vLLM's `add_request` also changes the parameters of a request that runs
+        (streaming input), for which it calls no hook.
+        """
+        for each in scheduler_output.scheduled_new_reqs:
+            each.sampling_params, dropped = for_workers(each.sampling_params)
+            if dropped:
+                self._log.warning(DROPPED, shown_id(each.req_id), ", ".join(dropped))
 
     # For models with one cache group, inside another connector.
     def request_finished(
@@ -209,7 +239,7 @@ class Scheduler:
             if not self._decode.is_told(request_id):
                 self._traces.drop_load(request_id)
         elif self._recomputes and has_failed:
-            logger.warning(OUTER_POLICY, request_id)
+            self._log.warning(OUTER_POLICY, shown_id(request_id))
         self._decode.request_finished(request_id)
         self._counts.forget(request_id)
         keeps_blocks, params = self._prefill.request_finished(
@@ -219,7 +249,11 @@ class Scheduler:
             self.stats.count("offers")
             self._traces.begin_offer(request)
         elif request.mm_features:
-            params = self._ticket_without_offer(request)
+            try:
+                params = self._ticket_without_offer(request)
+            except Exception as error:  # noqa: BLE001 - vLLM ends the engine if a hook raises
+                shown = shown_id(request_id)
+                self._log.warning("request %s gets no ticket: %s", shown, repr(error))
         self._not_offered.pop(request_id, None)
         return keeps_blocks, params
 
@@ -233,7 +267,8 @@ class Scheduler:
         failed = must_load.pop_failed()
         for request_id, (reason, words) in failed.items():
             self.stats.count("failed_requests", 1, reason)
-            logger.error("request %s fails with HTTP 500: %s", request_id, words)
+            shown = shown_id(request_id)
+            self._log.error("request %s fails with HTTP 500: %s", shown, words, about=reason)
         return [each for each in failed if each in requests]
 
     def end_landed(self, end_loads: Callable[[KVConnectorOutput], None]) -> None:
@@ -398,7 +433,8 @@ class Scheduler:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
                 self._note("no_ticket", WITHOUT_TICKET)
-                logger.info("request %s is computed here: %s", request.request_id, WITHOUT_TICKET)
+                message = "request %s is computed here: %s"
+                self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
         elif _is_foreign(fields, self._config.pair_ids):
             return
         elif pair.is_prefill_leg(fields, self._config.pair_ids):
@@ -420,10 +456,12 @@ class Scheduler:
                 "role",
             )
         elif _is_in_tree(fields):
-            engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
+            named = (fields.get(name) for name in ("remote_engine_id", "remote_host"))
+            engine, host = (printable(str(each), MAX_ID) for each in named)
             prefill = f"prefill runs vLLM's own NixlConnector (engine {engine} at {host})"
             if outcome := self._refuse(request, "other_connector", prefill):
-                self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, outcome, prefill)
+                shown = shown_id(request.request_id)
+                self._in_tree_log.warning(IN_TREE_PREFILL, shown, outcome, prefill)
         else:
             found = pair.on_decode(fields, self._config.pair_ids, request.request_id)
             self._decode.on_new_request(
@@ -481,7 +519,8 @@ class Scheduler:
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
-            logger.info("request %s is not offered: %s", request.request_id, reason)
+            shown = shown_id(request.request_id)
+            self._log.info("request %s is not offered: %s", shown, reason, about=reason)
             if prompt.media.items:
                 self._not_offered[RequestId(request.request_id)] = reason
             if ticket is not None:
@@ -518,7 +557,9 @@ class Scheduler:
             num_tokens=prompt.num_tokens,
             context=context,
             media=media,
-            not_offered=reason or "its KV is incomplete; prefill's log has the reason",
+            not_offered=printable(
+                reason or "its KV is incomplete; prefill's log has the reason", MAX_WHY
+            ),
         )
         return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
 
@@ -534,7 +575,8 @@ class Scheduler:
             nonce = self._trust.pair_nonce(name)
             return Ticket(**asdict(self._prefill.address), nonce=nonce)
         except TicketRefused as error:
-            logger.info("request %s: no pair ticket: %s", request.request_id, error)
+            shown = shown_id(request.request_id)
+            self._log.info("request %s: no pair ticket: %s", shown, error, about=error.reason)
             return None
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:

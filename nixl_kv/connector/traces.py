@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
 from nixl_kv.connector.stats import LoadReport, OfferReport
-from nixl_kv.errors import LimitedLog, get_logger
+from nixl_kv.errors import LimitedLog, get_logger, shown_id
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import FailureKind
 
@@ -36,7 +36,7 @@ class _Begun:
     @classmethod
     def of(cls, request: Request) -> "_Begun":
         tokens, headers = request.num_prompt_tokens, request.trace_headers
-        return cls(request.request_id, tokens, headers, time.time())
+        return cls(shown_id(request.request_id), tokens, headers, time.time())
 
 
 class Traces:

@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard, cast
 
@@ -41,10 +42,11 @@ from nixl_kv.connector.decode import Prompt, Rows
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.plugin import DYNAMO
-from nixl_kv.errors import ConfigError
+from nixl_kv.errors import ConfigError, TicketRefused
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Rank, RequestId
+from nixl_kv.protocol.params import check_bounds, foreign_fields, why_unbounded
 from nixl_kv.transport.base import SEGMENT_FACT
 
 # --- versions of vLLM: recognised by their features, so that builds from source are too
@@ -434,6 +436,11 @@ def worker_rank(vllm_config: VllmConfig) -> Rank:
 
 # --- requests and steps
 
+PARAMS: Final = "kv_transfer_params"  # in a request's `extra_args`
+
+# vLLM's own parts of a request that reach its workers may be as large as they like.
+PICKLED: Final[Mapping[str, Any]] = {"max_levels": 100, "max_size": None}
+
 
 def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
     """`reader` is None for a model without images, audio and video."""
@@ -445,6 +452,40 @@ def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
         tuple(_rows(request)),
         NO_MEDIA if reader is None else reader.media_of(request),
     )
+
+
+def check_params(request: Request) -> None:
+    """Raise a TicketRefused for `kv_transfer_params` that are too deep or too large.
+
+    The request has none then, because other connectors also send parts of them to their workers.
+    """
+    try:
+        check_bounds(request.kv_transfer_params)
+    except TicketRefused:
+        request.kv_transfer_params = {}
+        request.sampling_params, _ = for_workers(request.sampling_params)
+        raise
+
+
+def for_workers(params: Any) -> tuple[Any, list[str]]:
+    """The `SamplingParams` that vLLM may send to its workers, and the entries that they lack.
+
+    vLLM pickles them, and pickle ends the engine at 500 levels. No worker reads our fields.
+    """
+    given = getattr(params, "extra_args", None)
+    if not given:
+        return params, []
+    # Some connectors find their own fields there.
+    ours = foreign_fields(given.get(PARAMS))
+    kept = {k: v for k, v in given.items() if k != PARAMS}
+    dropped = [k for k, v in kept.items() if why_unbounded(v, **PICKLED)]
+    kept = {k: v for k, v in kept.items() if k not in dropped} | ({PARAMS: ours} if ours else {})
+    if kept == given:
+        return params, []
+    # A copy, because in one process the front end reads the same object, as do other requests.
+    changed = copy(params)
+    changed.extra_args = kept or None
+    return changed, dropped
 
 
 def _extras(request: Request) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from nixl_kv.errors import get_logger, printable
+from nixl_kv.errors import MAX_ID, get_logger, printable, shown_id
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import MAX_LISTED
 
@@ -19,6 +19,7 @@ logger = get_logger(__name__)
 KEPT: Final = 10_000
 # Characters of a cause that are kept, because a peer may have written part of it.
 MAX_CAUSE: Final = 300
+ID_START: Final = 64  # characters by which an id is found that was cut; its record has more
 # Instead of a part of a request id: the events of all requests and peers.
 EVERY_REQUEST: Final = "*"
 
@@ -41,6 +42,8 @@ class EventLog:
         cause = transition.cause
         if len(cause) > MAX_CAUSE or not cause.isprintable():
             transition = transition._replace(cause=printable(cause, MAX_CAUSE))
+        if len(transition.request) > MAX_ID:
+            transition = transition._replace(request=shown_id(transition.request))
         self._events.append((self._clock(), transition))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", describe(transition))
@@ -53,13 +56,15 @@ class EventLog:
         They include the events of the engines that the requests read from meanwhile. It searches
         all events, which takes about a millisecond. EVERY_REQUEST finds all of them.
         """
+        if exact and len(request) > MAX_ID:
+            request = shown_id(request)  # as `record` has cut it
         kept = list(self._events)
         if request == EVERY_REQUEST:
             return kept[-limit:]
         own = [
             place
             for place, (_, event) in enumerate(kept)
-            if (event.request == request if exact else request in event.request)
+            if (event.request == request if exact else _is_part(request, event.request))
         ]
         if not request or not own:
             return []
@@ -81,6 +86,11 @@ class EventLog:
             return lines
         left_out = len(lines) - limit + 1  # one line counts them
         return [f"({left_out} earlier events)", *lines[left_out:]]
+
+
+def _is_part(part: str, request: str) -> bool:
+    # A cut id lacks its middle.
+    return part in request or (len(request) == MAX_ID and part[:ID_START] in request)
 
 
 def _is_end(transition: events.Transition) -> bool:

@@ -18,11 +18,13 @@ from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
 from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import (
+    REQUEST_LINES,
     ForeignVersion,
     LimitedLog,
     RemoteProtocolError,
     TransportError,
     get_logger,
+    shown_id,
 )
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
@@ -49,10 +51,7 @@ BACKGROUND_BYTES: Final = 32 << 10
 MAX_DECODING: Final = 8
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
-# Transitions that the log shows below the line about a failed load, for this number of failed loads
-# per second. Others get one line each.
-STORY_LINES: Final = 10
-STORIES_PER_S: Final = 20
+STORY_LINES: Final = 10  # transitions that the log shows below the line about a failed load
 UNUSABLE: Final[Mapping[type, str]] = {
     events.PeerUnreadable: (
         "%s answers, but its memory cannot be read: %s; loads from it fail at once, and it is "
@@ -236,10 +235,10 @@ class Loop:
         self._received: deque[Received] = deque()
         self._writes: deque[events.AwaitWrites] = deque()  # on the GPU's stream, in its order
         self._decoding: deque[_Decoded] = deque()
-        self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
         self._log = LimitedLog(logger, clock)
+        self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
         self._known_log = LimitedLog(logger, clock, interval_s=KNOWN_LOG_S)
         own = (parts.control, parts.packs, parts.digests, parts.agents, parts.serving)
@@ -604,9 +603,10 @@ class Loop:
             self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
-        """Log why a load failed, and its transitions for at most STORIES_PER_S loads a second."""
+        """Log why a load failed, and its transitions, for REQUEST_LINES a second of each kind."""
+        request = shown_id(report.request)
         if failure.kind is events.FailureKind.DROPPED:
-            logger.info("request %s: its load was cancelled", report.request)
+            self._request_log.info("request %s: its load was cancelled", request)
             return
         peer = "" if report.peer is None else f"{report.peer.engine} at {report.peer.endpoint}"
         self.parts.history.count(failure.kind.value, peer=peer, detail=failure.detail)
@@ -614,14 +614,10 @@ class Loop:
         message = "request %s: KV not loaded: %s (%s)"
         if failure.is_known:
             about = str(report.peer)
-            self._known_log.warning(message, report.request, failure.detail, where, about=about)
+            self._known_log.warning(message, request, failure.detail, where, about=about)
             return
-        logger.warning(message, report.request, failure.detail, where)
-        now, earlier = self._clock(), self._stories_at
-        if len(earlier) == STORIES_PER_S and now < earlier[0] + 1.0:
-            story = ["(many loads fail: nixl-kv status --request tells what happened to this one)"]
-        else:
-            earlier.append(now)
-            story = self.parts.event_log.story_lines(report.request, STORY_LINES)
-        for line in story:
+        about = failure.kind.value
+        if not self._request_log.warning(message, request, failure.detail, where, about=about):
+            return
+        for line in self.parts.event_log.story_lines(report.request, STORY_LINES):
             logger.warning("  %s", line)

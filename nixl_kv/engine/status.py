@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from nixl_kv.engine.loop import Parts
+from nixl_kv.errors import shown_id
 from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.breaker import State as CircuitState
@@ -78,7 +79,7 @@ def build_status(
             "links": [asdict(link) for link in links[: messages.MAX_LISTED]],
             "offers": [
                 {
-                    "request": offer.request,
+                    "request": shown_id(offer.request),
                     "nonce": short(offer.nonce),
                     "num_tokens": offer.prepared.num_tokens,
                     "state": offer.state.name,
@@ -90,7 +91,7 @@ def build_status(
             ],
             "loads": [
                 {
-                    "request": load.request,
+                    "request": shown_id(load.request),
                     "nonce": short(load.ticket.nonce),
                     "peer": str(load.peer),
                     "reads": [[read.rank, read.state.name] for read in load.reads.values()],

@@ -44,7 +44,8 @@ SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0
 FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
 
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
-NAME: Final = Meta(min_length=1, max_length=256)
+MAX_NAME: Final = 256  # characters of an engine's id
+NAME: Final = Meta(min_length=1, max_length=MAX_NAME)
 
 Context = Annotated[str, Meta(pattern=r"^([0-9a-f]{32}){1,2}\Z")]  # `Ticket.hashes`
 _Hash = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # from `context_hash`, or empty

@@ -22,7 +22,7 @@ import zmq
 
 from fuzz.decoders.samples import KINDS, sample
 from harness.cluster.answers import Question
-from harness.cluster.client import Answer, is_healthy
+from harness.cluster.client import COMPLETIONS, Answer, is_healthy
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import LOADS, CountersSince
@@ -46,6 +46,34 @@ BAD_VALUES: tuple[object, ...] = (  # 100: fewer tokens than the prompt has
     *(-1, 100, 2**63, 1e308, "", "x" * 300, None, True),
     *([], [[[[]]]], {"a": {"b": [1]}}),
 )
+# vLLM's front end reads up to 990 levels, and pickle 490.
+DEPTHS = (50, 100, 200, 300, 400, 480, 500, 600, 800, 1000, 10_000)
+NESTINGS = (
+    ("[", "", "]"),
+    ('{"a":', "1", "}"),
+    ('{"type":"object","properties":{"a":', "{}", "}}"),
+)
+GENERATE = "/inference/v1/generate"
+DEEP_PLACES = {  # where a request may have a value of any depth: the path, and its fields
+    "a field": (COMPLETIONS, '"kv_transfer_params": {"x": DEEP}'),
+    "a field of a request to offer": (
+        COMPLETIONS,
+        '"kv_transfer_params": {"do_remote_decode": true, "remote_host": DEEP}',
+    ),
+    "the ticket": (
+        COMPLETIONS,
+        '"kv_transfer_params": {"do_remote_prefill": true, "nixl_kv_ticket": DEEP}',
+    ),
+    "an address": (
+        COMPLETIONS,
+        '"kv_transfer_params": {"remote_block_ids": [[1]], "remote_engine_id": DEEP}',
+    ),
+    "another connector's": (COMPLETIONS, '"ec_transfer_params": {"x": DEEP}'),
+    "arguments": (GENERATE, '"sampling_params": {"max_tokens": 1, "extra_args": {"x": DEEP}}'),
+    "a schema": (COMPLETIONS, '"structured_outputs": {"json": DEEP}'),
+}
+EXPECTED = (HTTPStatus.OK, HTTPStatus.BAD_REQUEST)
+OF_VLLM = (*EXPECTED, HTTPStatus.INTERNAL_SERVER_ERROR)  # of its front end alone
 FLOOD = 10_000
 SLOW = 200
 MEANWHILE = 5  # ordinary requests
@@ -79,7 +107,7 @@ def engines(cluster: Cluster) -> Iterator[list[Engine]]:
         },
         num_blocks=24,  # blocks are soon used again
         kv_cache_bytes=64 << 20,
-        extra_args=("--max-model-len", "2048"),
+        extra_args=("--max-model-len", "2048", "--enable-scale-out"),  # GENERATE
     )
     with started(cluster, *specs) as engines:
         yield engines
@@ -244,24 +272,31 @@ def test_a_field_of_ten_megabytes(pair: Pair) -> None:
     expect_same(pair, prompt, pair.decode_with(ticket, prompt, ANSWER))
 
 
-@pytest.mark.parametrize("depth", [100, 10_000])
-def test_a_field_that_is_nested_deeply(pair: Pair, depth: int) -> None:
-    """No JSON library would write it. vLLM's frontend may refuse it."""
+@pytest.mark.parametrize("place", DEEP_PLACES)
+def test_deep_values(pair: Pair, place: str) -> None:
+    """No JSON library would write them. vLLM pickles a request for its workers, by recursion."""
     prompt = new_prompt()
-    params = (
-        json.dumps(pair.to_prefill.ticket(prompt))[:-1] + f', "x": {"[" * depth + "]" * depth}}}'
-    )
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0})
-    reply = httpx.post(
-        f"{pair.decode.url}/v1/completions",
-        content=f'{body[:-1]}, "ignore_eos": true, "kv_transfer_params": {params}}}',
-        headers={"Content-Type": "application/json"},
-        timeout=TIMEOUT_S,
-        trust_env=False,
-    )
-    if reply.status_code != HTTPStatus.BAD_REQUEST:
-        (choice,) = reply.raise_for_status().json()["choices"]
-        assert choice["text"] == pair.to_prefill.complete(prompt, ANSWER).text
+    right = pair.to_prefill.complete(prompt, ANSWER).text
+    for engine, depth, (left, middle, end) in itertools.product(pair.engines, DEPTHS, NESTINGS):
+        path, fields = DEEP_PLACES[place]
+        deep = left * depth + middle + end * depth
+        body = json.dumps({"model": "tiny", "prompt": prompt, "temperature": 0})[:-1]
+        body += f', "max_tokens": {ANSWER}'
+        if path == GENERATE:
+            body = '{"model": "tiny", "token_ids": [5, 6, 7]'
+        reply = httpx.post(
+            f"{engine.url}{path}",
+            content=f'{body}, "ignore_eos": true, {fields.replace("DEEP", deep)}}}',
+            headers={"Content-Type": "application/json"},
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
+        print(f"{engine.spec.name} {depth} {left}: HTTP {reply.status_code} {reply.text[:100]}")
+        assert is_healthy(engine.url)
+        assert reply.status_code in (OF_VLLM if place in ("arguments", "a schema") else EXPECTED)
+        if reply.is_success and path != GENERATE:
+            (choice,) = reply.json()["choices"]
+            assert choice["text"] == right
 
 
 def test_a_ticket_that_names_a_foreign_host(pair: Pair) -> None:

@@ -18,6 +18,7 @@ thread plans each crop once.
 """
 
 import enum
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -26,7 +27,16 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError, get_logger
+from nixl_kv.errors import (
+    REQUEST_LINES,
+    IncompatiblePeer,
+    LimitedLog,
+    NixlKVError,
+    PeerLost,
+    TransportError,
+    get_logger,
+    shown_id,
+)
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
 from nixl_kv.protocol import events, messages
@@ -165,6 +175,7 @@ class StagedPath(ReadPath):
         self._next_chunk = 0
         self._layout = layout
         self._is_forced = is_forced
+        self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
 
     def number_chunks(self, count: int) -> range:
         """Numbers that no earlier read uses: a load may have several, of parts of a prompt.
@@ -198,8 +209,8 @@ class StagedPath(ReadPath):
         try:
             return StagedOp(self, prepared, read)
         except (TransportError, ValueError) as error:
-            request = read.action.load.request
-            logger.info("cannot stage the read of request %s: %s", request, error)
+            request = shown_id(read.action.load.request)
+            self._log.info("cannot stage the read of request %s: %s", request, error)
             return None
 
     def _crops(self, remote: CacheLayout, ring: Ring, share: Share, direct: Plan) -> list[_Crop]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from nixl_kv.connector import early_answer
 from nixl_kv.connector.early_answer import CHAT, COMPLETIONS, EarlyAnswer, may_answer_early
-from nixl_kv.errors import ConfigError
+from nixl_kv.errors import REQUEST_LINES, ConfigError
 from nixl_kv.ids import Incarnation, Nonce
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from support.records import ENGINE_LIFE, hex32, ticket
@@ -84,7 +84,7 @@ class Engine:
             body += message["body"]
             more = message.get("more_body", False)
         self.read = body
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             self.seen.append(json.loads(body))
         self.has_read.set()
         watch = asyncio.create_task(receive())
@@ -391,6 +391,52 @@ def test_an_engine_that_cannot_be_told_of_a_failure_is_logged(
     run(steps)
     assert "which was answered early, has failed with HTTP 500" in caplog.text
     assert "TypeError: 'NoneType' object is not callable" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 9 + "]" * 9, "[" * 800 + "]" * 800, "[" * 5000 + "]" * 5000, f'"{"x" * 70_000}"'],
+    ids=["9", "800", "5000", "large"],
+)
+@pytest.mark.parametrize("field", ["kv_transfer_params", "model", "n"])
+def test_deep_and_large_values_are_left_to_the_engine(field: str, value: str) -> None:
+    """It refuses them, so an early answer would promise an offer that never comes."""
+    params = f'{{"do_remote_decode": true, "x": {value}}}'
+    fields = {"model": '"tiny"', "prompt": '"a"', "max_tokens": "1"}
+    fields |= {"kv_transfer_params": json.dumps(WANTED)}
+    fields[field] = params if field == "kv_transfer_params" else value
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+
+    async def steps(client: Client) -> None:
+        await client.ask()
+        _, answer = await client.ask(body.encode())
+        if (field, value[0]) != ("model", '"'):  # any name of a model gets an early answer
+            assert answer["choices"] == ["computed"]
+            assert client.engine.read == body.encode()
+        pair_of((await client.ask())[1])
+
+    run(steps)
+
+
+def test_requests_that_fail_behind_an_early_answer_cost_bounded_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def steps(client: Client) -> None:
+        client.more_scope = {"headers": [(b"x-request-id", b"x\x1b" * 30_000)]}
+        await client.ask()
+        client.engine.status = 500
+        for _ in range(30):
+            await client.ask()
+        client.engine.is_broken = True
+        for _ in range(30):
+            await client.ask()
+
+    run(steps)
+    assert 2 <= len(caplog.messages) < 3 * REQUEST_LINES
+    assert all(len(message) < 500 and message.isprintable() for message in caplog.messages)
+    assert sum(record.exc_info is not None for record in caplog.records) <= 10  # one a second
 
 
 def test_the_address_of_a_new_incarnation_comes_with_the_next_answer() -> None:

@@ -80,7 +80,10 @@ def taken() -> Iterator[int]:
 def engine(index: int = 0, node: int = 0, transfer: Any = None) -> Any:
     """As much of vLLM's configuration as the plugin uses."""
     parallel = SimpleNamespace(data_parallel_index=index, node_rank_within_dp=node)
-    return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    model = SimpleNamespace(served_model_name="tiny")
+    return SimpleNamespace(
+        parallel_config=parallel, kv_transfer_config=transfer, model_config=model
+    )
 
 
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
@@ -205,6 +208,33 @@ def test_other_engines_and_other_nodes_are_left_alone(taken: int) -> None:
     for each in others:
         executor(each, "more")
     assert begun == [(each, "more") for each in others]
+
+
+BAD_IDS = {
+    "empty": "",
+    "a newline": "prefill\n",
+    "a terminal's command": "\x1b[31m",
+    "a half of a character": "\ud800",
+    "257 characters": "x" * 257,
+    "a number": 7,
+}
+
+
+@pytest.mark.parametrize("where", ["alone", "own id of a child", "outer id of a child"])
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_no_weights_are_loaded_if_no_ticket_could_carry_the_id(name: str, where: str) -> None:
+    executor, begun = executors()
+    given = {"engine_id": BAD_IDS[name]}
+    whole = transfer(0, **given if where != "outer id of a child" else {})
+    if where != "alone":
+        whole = multi(whole)
+        whole.engine_id = BAD_IDS[name] if where == "outer id of a child" else "good"
+    with pytest.raises(ConfigError) as refusal:
+        executor(engine(transfer=whole))
+    assert str(refusal.value).startswith("engine_id of --kv-transfer-config is ")
+    assert "allowed: 1 to 256 printable characters" in str(refusal.value)
+    assert str(refusal.value).isprintable()
+    assert begun == []
 
 
 def test_vllms_executors_check() -> None:

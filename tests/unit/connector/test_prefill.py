@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import BLOCK_WAIT_S, Address, PrefillScheduler
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.ids import EngineId, Nonce, RequestId
 from nixl_kv.protocol.events import (
     Command,
     PrepareOffer,
@@ -168,6 +169,47 @@ def test_an_offer_that_cannot_be_read_is_withdrawn(
         assert side.finish(**finish) == (None, [WithdrawOffer(nonce)])
     assert f"request p1 is not offered: {reason}" in caplog.text
     assert side.manager.block_pool.pinned == set()
+
+
+@pytest.mark.parametrize("error", [ValueError("engine: bad"), UnicodeEncodeError, KeyError("x")])
+def test_an_error_while_a_ticket_is_made_costs_that_offer_alone(
+    side: Side, caplog: pytest.LogCaptureFixture, error: Any
+) -> None:
+    """VLLM would end the engine. Its blocks are not kept, and the workers forget the offer."""
+
+    def fail(_: Ticket) -> dict[str, Any]:
+        if error is UnicodeEncodeError:
+            "\ud800".encode()
+        raise error
+
+    seal, side.scheduler._seal = side.scheduler._seal, fail
+    side.arrive()
+    nonce = side.compute().nonce
+    with caplog.at_level(logging.INFO):
+        assert side.finish() == (None, [WithdrawOffer(nonce)])
+    assert "request p1 is not offered: its ticket cannot be made: " in caplog.text
+    assert side.manager.block_pool.pinned == set()
+    assert (side.scheduler.num_offers, side.scheduler.num_held_blocks) == (0, 0)
+    side.scheduler._seal = seal
+    side.arrive(P2)
+    side.compute(P2)
+    ticket, _ = side.finish(P2)
+    assert ticket is not None
+
+
+def test_bad_values_of_the_engine_cost_offers_and_no_error(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their check at the start refuses them: this is the second line."""
+    for number, engine in enumerate(("prefill\n", "\x1b[31m", "\ud800")):
+        side.scheduler.address = replace(ADDRESS, engine=EngineId(engine))
+        request = RequestId(f"r{number}")
+        side.manager.tables[request] = TABLES
+        side.arrive(request)
+        side.compute(request)
+        with caplog.at_level(logging.INFO):
+            assert side.finish(request)[0] is None
+        assert f"request {request} is not offered: its ticket cannot be made" in caplog.text
 
 
 # --- blocks that are held

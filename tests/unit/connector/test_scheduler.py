@@ -121,7 +121,11 @@ def compute(scheduler: Scheduler, request: Request) -> list[Any]:
     scheduler.bind_kv_cache_manager(CacheManager({request.request_id: [TABLE, TABLE]}))
     output = empty_output()
     output.num_scheduled_tokens = {request.request_id: request.num_prompt_tokens}
-    new: Any = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)
+    new: Any = SimpleNamespace(
+        req_id=request.request_id,
+        num_computed_tokens=0,
+        sampling_params=request.sampling_params,
+    )
     output.scheduled_new_reqs = [new]
     return commands(scheduler, output)
 
@@ -373,7 +377,7 @@ def test_engines_with_other_labels_name_other_prompts(make: Make, form: str) -> 
 
 
 BAD_RECORDS: tuple[Any, ...] = (
-    *(None, [], "u", 7, {}, {"kv_request_id": None}, {"kv_request_id": "x" * 10**6}),
+    *(None, [], "u", 7, {}, {"kv_request_id": None}, {"kv_request_id": "x" * 10**4}),
     *({"kv_request_id": "a\nb"}, {"kv_request_id": {"a": 1}}),
 )
 

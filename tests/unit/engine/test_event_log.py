@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from nixl_kv.engine.event_log import KEPT, MAX_CAUSE, EventLog, describe
+from nixl_kv.engine.event_log import EVERY_REQUEST, KEPT, MAX_CAUSE, EventLog, describe
+from nixl_kv.errors import MAX_ID
 from nixl_kv.protocol.events import OVER, Transition
 
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
@@ -146,3 +147,22 @@ def test_each_transition_is_logged_at_debug(
     with caplog.at_level(level, logger="nixl_kv.engine.event_log"):
         log_of(READY)
     assert [record.getMessage() for record in caplog.records] == [describe(READY)] * count
+
+
+def test_long_ids_are_cut_and_still_found() -> None:
+    """A client chooses them, and 10,000 events have one each."""
+    first, second = ("cmpl-" + "x" * 60_000 + end for end in ("-0-0123abcd", "-0-4567abcd"))
+    log = log_of(prepared(first), prepared(second), ended(first), ended(second))
+    assert all(len(event.request) == MAX_ID for _, event in log.story(EVERY_REQUEST))
+    for name, end in ((first, "0123abcd"), (second, "4567abcd")):
+        story = transitions_of(log.story(name, exact=True))
+        assert [event.after for event in story] == ["PREPARED", "LOADED"]
+        assert all(event.request.endswith(end) for event in story)
+        assert len(log.story_lines(name, 10)) == 2
+    for part in ("x" * 300, "x" * MAX_ID, first[:200], "cmpl-x", "0123abcd"):
+        assert log.story(part)
+    assert log.story("y" * 300) == []
+    hostile = "\n\x1b[31m" * 30
+    log.record(prepared(hostile))
+    assert len(log.story(hostile, exact=True)) == 1
+    assert describe(log.story(hostile, exact=True)[0][1]).isprintable()

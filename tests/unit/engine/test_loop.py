@@ -1,5 +1,6 @@
 """One turn of the transfer thread: what comes first, what follows, how long it waits."""
 
+import logging
 from unittest.mock import Mock
 
 import msgspec
@@ -17,12 +18,19 @@ from nixl_kv.engine.loop import (
     RECEIVING_S,
     SERVING_PAUSE_S,
     STOPPED,
-    STORIES_PER_S,
 )
 from nixl_kv.engine.serving import LINGER_S
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import REQUEST_LINES, TransportError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Nonce, Rank, RequestId
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Endpoint,
+    EngineId,
+    Nonce,
+    Rank,
+    RequestId,
+    new_claim,
+)
 from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
@@ -33,10 +41,12 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     PairSlotFree,
+    PrepareLoad,
     PrepareOffer,
     PublishOffer,
     RevokeOffer,
     SetEngine,
+    StartLoad,
 )
 from nixl_kv.protocol.messages import (
     Answer,
@@ -178,17 +188,42 @@ def test_a_load_that_nobody_wants_any_more_is_no_warning(
     assert caplog.messages == []
 
 
-def test_only_so_many_stories_are_logged_in_a_second(
+def test_only_so_many_failures_are_logged_in_a_second(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in range(STORIES_PER_S + 2):
+    for number in range(REQUEST_LINES + 2):
         world.decode.start_load(number, OTHER_TABLE, 11)
         world.decode.turn()
+    assert sum("KV not loaded" in message for message in caplog.messages) == REQUEST_LINES
+    caplog.clear()
     world.clock.now += 1.0
     world.decode.start_load(99, OTHER_TABLE, 11)
     world.decode.turn()
-    are_bare = ["many loads fail" in message for message in caplog.messages]
-    assert are_bare == [False] * STORIES_PER_S + [False, True] * 2 + [False]
+    assert "request d99: KV not loaded" in caplog.messages[0]
+    assert caplog.messages[1] == "  and 2 more like it since the last such line"
+
+
+def test_long_ids_cost_short_lines_and_a_short_status(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    names = [RequestId("x\n" * 30_000 + f"-{number:08x}") for number in range(3)]
+    ticket = world.prefill.offer(1, TABLE, 11)
+    world.decode.submit(PrepareLoad(names[0], ticket, new_claim()))
+    world.decode.turn()
+    stranger = Stranger(world, world.decode)
+    stranger.send(encode(StatusRequest(incarnation=ANY_INCARNATION, request="x" * 500)))
+    assert len(stranger.answer()) < 5000
+    for name in names:  # the first has too few blocks, the others were never prepared
+        world.decode.submit(StartLoad(name, 0, 11, (Table.of([2]),)))
+        world.run()
+    world.decode.submit(CancelLoad(names[0]))
+    world.run()
+    assert len(world.decode.ends()) == len(names)
+    assert sum("KV not loaded" in message for message in caplog.messages) == len(names)
+    assert sum("PREPARED" in message for message in caplog.messages) >= 2, "the story of the first"
+    assert max(map(len, caplog.messages)) < 600
+    assert all(message.isprintable() for message in caplog.messages)
 
 
 def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
