@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from nixl_kv.keys import USER_DIRECTORY, USER_KEY, write_key_file
+
 pytest.register_assert_rewrite("support")
 
 settings.register_profile("default", deadline=None)
@@ -13,10 +15,11 @@ settings.load_profile("default")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Engines of the tests share a key of their own, and leave the user's alone."""
-    directory = tmp_path_factory.mktemp("runtime")
-    directory.chmod(0o700)
+    directory = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+        patch.setenv("XDG_STATE_HOME", str(directory))
+        (directory / USER_DIRECTORY).mkdir(mode=0o700)
+        write_key_file(directory / USER_DIRECTORY / USER_KEY)
         yield

@@ -103,6 +103,8 @@ class Scheduler:
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
         self._trust = Trust.of(self._config)
+        if self._trust.warning():
+            logger.warning(self._trust.warning())
         groups = pagings(vllm_config, kv_cache_config)
         self._decode = DecodeScheduler(
             groups,

@@ -37,6 +37,7 @@ STOPPED: Final = (
     "with `kill -CONT`, otherwise restart it"
 )
 FIXES: Final = {
+    "no answer to the handshake": STOPPED,
     "not among its peers": "add this host's network to its 'peers', or run this on a host that "
     "they allow",
     "speaks wire version": "finish the upgrade; until then decode computes the prompts of the other"
