@@ -139,5 +139,6 @@ def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
     whole = vars(vllm_config.kv_transfer_config)
     transfer = next(iter(own_transfers(whole)), whole)
     roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
-    config = Config.parse(transfer.get("kv_connector_extra_config") or {}, os.environ)
-    return config, roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
+    return Config.of(transfer, os.environ), roles.get(
+        transfer.get("kv_role", ""), ("prefill", "decode")
+    )

@@ -169,7 +169,7 @@ def engine_id(vllm_config: VllmConfig) -> EngineId:
 
 
 def parse_config(vllm_config: VllmConfig) -> Config:
-    return Config.parse(transfer_config(vllm_config).kv_connector_extra_config, os.environ)
+    return Config.of(vars(transfer_config(vllm_config)), os.environ)
 
 
 # Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed
