@@ -1,26 +1,42 @@
-"""Runs before the connector exists: registers its name, and checks its address before the weights.
+"""Runs before the connector exists: registers its name, and checks a start before the weights load.
 
 `register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
 alone is enough. vLLM runs it in every process of every start, used or not, and an exception would
 end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
+
+`CHECKS` lists the checks of a start. An API server runs those that it can, as soon as it has vLLM's
+configuration; so their error comes within seconds, and last. An engine runs all. If a start fails
+later, the API server prints the cause again when it exits, behind vLLM's own lines.
 """
 
+import atexit
+import copy
+import enum
 import errno
 import functools
 import itertools
 import logging
 import os
+import secrets
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import Config, own_transfers
-from nixl_kv.errors import ConfigError, get_logger
+from nixl_kv.config import EXTRA, HOST_VARIABLE, Config, own_transfers
+from nixl_kv.errors import ConfigError, NixlKVError, get_logger, printable
 
 logger = get_logger(__name__)
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
+ARGUMENTS: Final = "vllm.engine.arg_utils"
+
+CAUSE_FILE: Final = "NIXL_KV_CAUSE_FILE"
+"""Names the file where the processes of an engine leave the cause of a failed start."""
 
 # The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
@@ -42,6 +58,8 @@ def register() -> None:
         # wrapper, because its parent has looked the connector up.
         if EXECUTORS in sys.modules:
             check_before_weights(sys.modules[EXECUTORS].Executor)
+        if ARGUMENTS in sys.modules:
+            check_with_arguments(sys.modules[ARGUMENTS].EngineArgs)
     except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
 
@@ -98,15 +116,72 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     )
 
 
-def check_key_and_backends(config: Config) -> None:
-    """Raise a ConfigError for a key or a NIXL backend that the engine could not use."""
+# --- the checks of a start
+
+
+class Where(enum.IntEnum):
+    """What a check needs, and so which processes run it; each has all that those before it have."""
+
+    CONFIG = 0  # vLLM's configuration alone
+    MACHINE = 1  # the files and addresses of a machine of the engine
+    ENGINE = 2  # the process that will listen
+
+
+def check_settings(_config: Config, vllm_config: Any) -> None:
+    from nixl_kv.connector.vllm_config import check_supported  # noqa: PLC0415 - imports vLLM
+
+    check_supported(vllm_config)
+
+
+def check_key(config: Config, _vllm_config: Any) -> None:
     from nixl_kv.engine.trust import Trust  # noqa: PLC0415 - not in every process
 
     Trust.of(config)
-    if config.backends != Config.backends:
-        from nixl_kv.transport.nixl import check_backends  # noqa: PLC0415 - takes seconds
 
-        check_backends(config.backends)
+
+def check_backends(config: Config, _vllm_config: Any) -> None:
+    if config.backends != Config.backends:
+        # It takes seconds, and a process that has loaded UCX must not fork.
+        from nixl_kv.transport import nixl  # noqa: PLC0415
+
+        nixl.check_backends(config.backends)
+
+
+def check_port(config: Config, vllm_config: Any) -> None:
+    is_prefill = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+    check_address(config, vllm_config, is_prefill=is_prefill)
+
+
+CHECKS: Final[tuple[tuple[Where, Callable[[Config, Any], None]], ...]] = (
+    (Where.CONFIG, check_settings),
+    (Where.MACHINE, check_key),
+    (Where.ENGINE, check_port),
+    (Where.ENGINE, check_backends),
+)
+"""In this order. Each gets the settings, and vLLM's configuration as the connector will see it.
+
+It raises a ConfigError for a start that would fail, or go wrong, after the weights have loaded.
+"""
+
+
+def run_checks(vllm_config: Any, where: Where) -> None:
+    """Run the checks for each connector of ours that an engine will have, in any MultiConnector."""
+    whole = vllm_config.kv_transfer_config
+    for transfer in () if whole is None else own_transfers(vars(whole)):
+        environ = dict(os.environ)
+        settings = dict(transfer)
+        if where < Where.MACHINE:  # another machine's names are not known here
+            extra = transfer.get(EXTRA) or {}
+            settings[EXTRA] = {key: extra[key] for key in extra if key != "host"}
+            environ.pop(HOST_VARIABLE, None)
+        config = Config.of(settings, environ)
+        seen = vllm_config
+        if transfer is not vars(whole):
+            seen = copy.copy(vllm_config)
+            seen.kv_transfer_config = type(whole)(**{"engine_id": whole.engine_id, **transfer})
+        for needs, check in CHECKS:
+            if needs <= where:
+                check(config, seen)
 
 
 def check_before_weights(executor: Any) -> None:
@@ -115,23 +190,83 @@ def check_before_weights(executor: Any) -> None:
     # the executor. No hook of a connector gets the configuration earlier: vLLM 0.31 to 0.33 call
     # `get_required_kvcache_layout` after loading the weights.
     begin = executor.__init__
-    if getattr(begin, "checks_address", False):
+    if getattr(begin, "checks_start", False):
         return
 
     @functools.wraps(begin)
     def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
-        whole = vllm_config.kv_transfer_config
-        for transfer in () if whole is None else own_transfers(vars(whole)):
-            if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
-                extra = transfer.get("kv_connector_extra_config") or {}
-                is_prefill = transfer.get("kv_role") != "kv_consumer"
-                config = Config.parse(extra, os.environ)
-                check_address(config, vllm_config, is_prefill=is_prefill)
-                check_key_and_backends(config)
+        if vllm_config.kv_transfer_config is not None:
+            is_follower = vllm_config.parallel_config.node_rank_within_dp > 0  # it will not listen
+            with causes_noted():
+                run_checks(vllm_config, Where.MACHINE if is_follower else Where.ENGINE)
         begin(self, vllm_config, *args, **options)
 
-    setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
+    setattr(check_and_begin, "checks_start", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin
+
+
+def check_with_arguments(arguments: Any) -> None:
+    """Make vLLM's class of arguments check a start in the process that begins it. Wraps it once."""
+    make = arguments.create_engine_config
+    if getattr(make, "checks_start", False):
+        return
+
+    @functools.wraps(make)
+    def make_and_check(self: Any, *args: Any, **options: Any) -> Any:
+        vllm_config = make(self, *args, **options)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and own_transfers(vars(transfer)):
+            print_cause_at_exit()
+            run_checks(vllm_config, Where.MACHINE if starts_here(vllm_config) else Where.CONFIG)
+        return vllm_config
+
+    setattr(make_and_check, "checks_start", True)  # noqa: B010 - as above
+    arguments.create_engine_config = make_and_check
+
+
+def starts_here(vllm_config: Any) -> bool:
+    """Whether the engine surely starts on this machine: Ray may start it on any."""
+    parallel = vllm_config.parallel_config
+    return (
+        parallel.data_parallel_size_local > 0
+        and parallel.data_parallel_backend == "mp"
+        and parallel.distributed_executor_backend in (None, "uni", "mp")
+    )
+
+
+# --- the cause of a failed start
+
+
+@contextmanager
+def causes_noted() -> Iterator[None]:
+    """Leave the first error of ours for the process that began the start."""
+    try:
+        yield
+    except NixlKVError as error:
+        path = os.environ.get(CAUSE_FILE)
+        if path:
+            with suppress(FileExistsError, FileNotFoundError, PermissionError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(descriptor, str(error).encode())
+                os.close(descriptor)
+        raise
+
+
+def print_cause_at_exit() -> None:
+    """Print what `causes_noted` leaves in the processes that this one starts, as the last line."""
+    path = Path(tempfile.gettempdir(), f"nixl_kv-start-{secrets.token_hex(16)}")
+    os.environ[CAUSE_FILE] = str(path)  # vLLM passes it on
+    pid = os.getpid()
+
+    def print_cause() -> None:
+        if os.getpid() != pid:
+            return
+        with suppress(OSError):
+            cause = path.read_text(encoding="utf-8", errors="replace")
+            path.unlink()
+            sys.stderr.write(f"nixl_kv: {printable(cause)}\n")
+
+    atexit.register(print_cause)
 
 
 def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:

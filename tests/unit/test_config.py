@@ -335,7 +335,7 @@ def test_a_key_may_come_from_the_environment_and_is_not_shown() -> None:
 
 # Settings of vLLM's own connector, and of forks of it
 
-PUBLISHED: Final = {
+PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "llm-d": {"backends": ["UCX"], "bidirectional_kv_xfer": True, "kv_lease_duration": 10},
     "Dynamo": {"backends": ["UCX"], "num_threads": 4},
     "InferenceX": {
