@@ -461,11 +461,11 @@ def own_transfers(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found, rest = [], [transfer]
     while rest:
         each = rest.pop(0)
-        if _is_ours(each):
-            found.append(each)
-        elif each.get("kv_connector") == "MultiConnector":
+        if each.get("kv_connector") == "MultiConnector":
             children = (each.get(EXTRA) or {}).get("connectors") or ()
             rest[:0] = [child for child in children if isinstance(child, Mapping)]
+        elif _is_ours(each):
+            found.append(each)
     return found
 
 

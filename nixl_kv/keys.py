@@ -151,7 +151,7 @@ def _find_first() -> tuple[Keys, Path] | None:
 
 
 def _search() -> Iterator[tuple[Path, Keys | Exception]]:
-    """The files in this user's private directories, best first, with a key or what is wrong."""
+    """The files in this user's private directories, best first, with the key or the problem."""
     for path in user_key_paths():
         try:
             _check_private(path.parent.lstat())

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from nixl_kv import keys
 from nixl_kv.keys import USER_DIRECTORY, USER_KEY, write_key_file
 
 pytest.register_assert_rewrite("support")
@@ -20,6 +21,7 @@ def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     directory = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(directory))
+        patch.setattr(keys, "_emptied_directories", list)
         (directory / USER_DIRECTORY).mkdir(mode=0o700)
         write_key_file(directory / USER_DIRECTORY / USER_KEY)
         yield

@@ -1,4 +1,4 @@
-"""Judges whether decode can read prefill, and shows what it would read, for two running engines.
+"""Judges whether a running decode engine can read a prefill engine, and shows the reads.
 
 Every figure comes from the planner that the connector uses, or from the reads that it plans for an
 example prompt. Nothing is transferred. In pairs, decode comes before prefill.
@@ -36,7 +36,7 @@ Figures: TypeAlias = Mapping[str, Any]
 def judge(decode: EngineAnswer, prefill: EngineAnswer, tokens: int | None = None) -> Figures:
     """Compare two running engines, for `plan` and for `doctor`: see `compare`.
 
-    Decode can read prefill if there are no `mismatches`. Raises the same errors.
+    Decode can read prefill unless there are `mismatches`. The errors are those of `compare`.
     """
     figures = compare(decode.description, prefill.description, tokens)
     labels = [

@@ -120,7 +120,7 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
 
 
 class Where(enum.IntEnum):
-    """What a check needs, and so which processes run it; each has all that those before it have."""
+    """The needs of a check, which decide the processes that run it. Each includes the former."""
 
     CONFIG = 0  # vLLM's configuration alone
     MACHINE = 1  # the files and addresses of a machine of the engine

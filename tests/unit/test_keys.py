@@ -30,6 +30,8 @@ from nixl_kv.keys import (
 )
 
 ROOT = bytes(range(32))
+EMPTIED = keys._emptied_directories
+"""Before the fixture of all tests hides those of this machine."""
 
 
 @pytest.fixture
@@ -47,6 +49,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for other processes
+    monkeypatch.setattr(keys, "_emptied_directories", EMPTIED)
     # Not this machine's directories: a user may have logged in, and has a home.
     monkeypatch.setattr(keys, "RUN_USER", tmp_path / "run-user")
     entry = SimpleNamespace(pw_dir=str(tmp_path / "home"))
