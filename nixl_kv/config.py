@@ -1,14 +1,18 @@
 """Parses `kv_connector_extra_config` into a frozen Config, once, when an engine starts.
 
-An unknown key or a bad value raises a ConfigError that names the key, the value and the allowed
-values. No other module reads options, and only the CLI also reads the environment.
+A bad value, an unknown key or a near miss of a known one raises a ConfigError that names the key,
+the value and the allowed values. Under the names of vLLM's own connectors, other unknown keys only
+warn, because recipes have keys of older releases and of forks. No other module reads options, and
+only the CLI also reads the environment.
 """
 
+import contextlib
 import ipaddress
+import math
 import re
 import socket
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -17,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv import addresses
-from nixl_kv.errors import ConfigError, did_you_mean
+from nixl_kv.errors import ConfigError, printable
 from nixl_kv.ids import endpoint_host
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -30,6 +34,8 @@ AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"
 MAX_PORT: Final = 65535
+MIN_SECONDS: Final = 0.1
+MAX_SECONDS: Final = 3600.0
 MAX_LABEL: Final = 256  # characters in the label of an engine's weights
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
@@ -47,20 +53,38 @@ HOW_TO_SHARE_A_KEY: Final = (
     "insecure to true and peers to the CIDRs of the other engines"
 )
 
+OWN_NAME: Final = "NixlKVConnector"
+EXTRA: Final = "kv_connector_extra_config"
 LEASE_KEY: Final = "kv_lease_duration"
+PUSH_KEY: Final = "bidirectional_kv_xfer"
 NO_PUSH: Final = "has no effect: prefill does not read decode's blocks"
 FOREIGN_KEYS: Final = {
-    LEASE_KEY: "counts as 'offer_ttl_s', unless that is set",
+    PUSH_KEY: NO_PUSH,
+    "decoder_kv_blocks_ttl": NO_PUSH,
+    "kv_recompute_threshold": NO_PUSH,
+    "push_registration_timeout": "has no effect: decode reads; prefill does not push",
     "num_threads": "has no effect: one thread per rank runs all reads",
     "engine_ttl": "has no effect: an idle peer holds no connection, and its description is small",
     "enforce_handshake_compat": "has no effect: decode never reads a cache that means other KV",
     "backend_params": "has no effect: NIXL's backends have the settings that measured best",
-    "bidirectional_kv_xfer": NO_PUSH,
-    "decoder_kv_blocks_ttl": NO_PUSH,
-    "kv_recompute_threshold": NO_PUSH,
-    "push_registration_timeout": "has no effect: decode reads; prefill does not push",
+    # Of older releases and of forks.
+    "enable_cross_layers_blocks": "has no effect: 'layout' decides; BHLNC joins a block's layers",
+    "read_validation_timeout": "has no effect: each read is fenced; 'request_timeout_s' bounds it",
 }
-"""Keys of vLLM's own NixlConnector, and what becomes of them."""
+"""Keys of vLLM's own NixlConnector that mean nothing here, and why. LEASE_KEY means something."""
+
+FOREIGN_VARIABLES: Final = {
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "has no effect, as in vLLM 0.32: set 'offer_ttl_s' instead"
+}
+LOST: Final = (
+    "is true, but this feature is lost: prefill does not read decode's blocks, and computes the "
+    "answers of earlier turns again"
+)
+POLICY: Final = "kv_load_failure_policy"
+PERMUTE: Final = "enable_permute_local_kv"
+MAX_MISS: Final = 2
+"""Edits between a known key and one that counts as its misspelling."""
+MAX_SHOWN: Final = 100  # characters of an operator's key or value in a message
 
 
 @dataclass(frozen=True)
@@ -203,7 +227,8 @@ PORT: Final = _typed(
     "a whole number from 0 to 65535 (0: any free port)", Annotated[int, Meta(ge=0, le=MAX_PORT)]
 )
 SECONDS: Final = _typed(
-    "a number of seconds from 0.1 to 3600", Annotated[float, Meta(ge=0.1, le=3600)]
+    f"a number of seconds from {MIN_SECONDS:g} to {MAX_SECONDS:g}",
+    Annotated[float, Meta(ge=MIN_SECONDS, le=MAX_SECONDS)],
 )
 SHARE: Final = _typed("a number from 0.01 to 1", Annotated[float, Meta(ge=0.01, le=1)])
 MEBIBYTES: Final = _typed(
@@ -338,22 +363,28 @@ class Config:
         }
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
+    def of(cls, transfer: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
+        """Build a Config from a `--kv-transfer-config`, or a child's of a MultiConnector."""
+        is_drop_in = transfer.get("kv_connector") != OWN_NAME
+        return cls.parse(transfer.get(EXTRA) or {}, environ, is_drop_in=is_drop_in)
+
+    @classmethod
+    def parse(
+        cls, extra: Mapping[str, Any], environ: Mapping[str, str], *, is_drop_in: bool = False
+    ) -> "Config":
         """Build a Config from `kv_connector_extra_config`; some variables give defaults.
 
-        A ConfigError names an unknown key or a bad value, or says that other machines could reach
-        an engine without a key.
+        `is_drop_in` says that the connector has the name of one of vLLM's own. A ConfigError names
+        all unknown keys or a bad value, or says that other machines could reach an engine without a
+        key.
         """
         known = cls.parsers()
-        for key in sorted(set(extra) - {*known, *FOREIGN_KEYS}):
-            raise ConfigError(
-                f"kv_connector_extra_config has the unknown key {key!r} (value {extra[key]!r}); "
-                f"{did_you_mean(key, [*known, *FOREIGN_KEYS])}allowed keys are {', '.join(known)}"
-            )
+        _check_keys(extra, known, is_drop_in=is_drop_in)
         given = _from_environment(environ)
-        theirs = {"offer_ttl_s": LEASE_KEY} if LEASE_KEY in extra else {}
-        for key, name in (theirs | {key: key for key in extra if key in known}).items():
-            given[key] = (f"kv_connector_extra_config[{name!r}]", extra[name])
+        if LEASE_KEY in extra and "offer_ttl_s" not in extra:
+            given["offer_ttl_s"] = (f"{EXTRA}[{LEASE_KEY!r}]", _lease(extra[LEASE_KEY]))
+        for key in known.keys() & extra.keys():
+            given[key] = (f"{EXTRA}[{key!r}]", extra[key])
         config = cls(
             key=environ.get(KEY_VARIABLE) or None,
             host_name=given["host"][0] if "host" in given else "host",
@@ -374,24 +405,101 @@ class Config:
         return config
 
 
+def _check_keys(extra: Mapping[str, Any], known: Mapping[str, object], *, is_drop_in: bool) -> None:
+    refused = []
+    for key in sorted(map(str, extra.keys() - {*known, *FOREIGN_KEYS, LEASE_KEY})):
+        meant = _nearest(key, [*known, LEASE_KEY])
+        if key in ("key", KEY_VARIABLE, KEY_VARIABLE.casefold()):
+            meant = "key_file"  # vLLM logs its options
+        if meant or not is_drop_in:
+            question = f"; did you mean {meant!r}?" if meant else ""
+            value = printable(repr(extra.get(key)), MAX_SHOWN)
+            refused.append(f"{printable(key, MAX_SHOWN)!r} (value {value}{question})")
+    if refused:
+        noun = "key" if len(refused) == 1 else "keys"
+        raise ConfigError(
+            f"{EXTRA} has the unknown {noun} {', '.join(refused)}; allowed keys are "
+            f"{', '.join(known)}"
+        )
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """The known key of which `key` is a misspelling, in at most MAX_MISS edits; or ''."""
+    plain = key.strip().casefold().replace("-", "_")
+    if len(plain) > MAX_SHOWN:
+        return ""
+    distances = {each: _edits(plain, each) for each in known}
+    nearest = min(distances, key=lambda each: distances[each])
+    return nearest if distances[nearest] <= MAX_MISS else ""
+
+
+def _edits(one: str, other: str) -> int:
+    """How many letters to insert, delete, replace or swap with their neighbours, at least."""
+    before, row = list[int](), list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        above, row = row, [i + 1]
+        for j, theirs in enumerate(other):
+            row.append(min(above[j + 1] + 1, row[j] + 1, above[j] + (letter != theirs)))
+            if i and j and (letter, theirs) == (other[j - 1], one[i - 1]):
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before = above
+    return row[-1]
+
+
+def _lease(value: object) -> float:
+    """The nearest number of seconds that is allowed: vLLM's connector takes any."""
+    name, seconds = f"{EXTRA}[{LEASE_KEY!r}]", float("nan")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        seconds = float(value)  # type: ignore[arg-type]
+    if math.isnan(seconds) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed: {SECONDS.allowed}")
+    return min(max(seconds, MIN_SECONDS), MAX_SECONDS)
+
+
 def own_transfers(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A KV transfer configuration of vLLM's if it names this connector, or such children of it."""
-    extra = transfer.get("kv_connector_extra_config") or {}
-    is_multi = transfer.get("kv_connector") == "MultiConnector"
-    found = extra.get("connectors", ()) if is_multi else (transfer,)
-    return [each for each in found if isinstance(each, dict) and _is_ours(each)]
+    """The KV transfer configurations that name this connector: all of it, or children at any depth.
+
+    `transfer` is vLLM's. Only a MultiConnector has children, and one of them may be another.
+    """
+    found, rest = [], [transfer]
+    while rest:
+        each = rest.pop(0)
+        if each.get("kv_connector") == "MultiConnector":
+            children = (each.get(EXTRA) or {}).get("connectors") or ()
+            rest[:0] = [child for child in children if isinstance(child, Mapping)]
+        elif _is_ours(each):
+            found.append(each)
+    return found
 
 
 def _is_ours(transfer: Mapping[str, Any]) -> bool:
     module = transfer.get("kv_connector_module_path") or ""
-    is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
+    is_named = not module and transfer.get("kv_connector") == OWN_NAME
     return is_named or str(module).partition(".")[0] == "nixl_kv"
 
 
-def foreign_key_lines(extra: Mapping[str, Any]) -> list[str]:
-    """One line for each key in `extra` that belongs to vLLM's own NixlConnector."""
-    keys = sorted(FOREIGN_KEYS.keys() & extra)
-    return [f"kv_connector_extra_config[{key!r}] {FOREIGN_KEYS[key]}" for key in keys]
+def foreign_lines(transfer: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """One line for each setting of vLLM's own NixlConnector, or of a fork, that is lost here."""
+    extra = transfer.get(EXTRA) or {}
+    known = {*Config.parsers(), *FOREIGN_KEYS, LEASE_KEY}
+    lines = [
+        f"{EXTRA}[{key!r}] {LOST if key == PUSH_KEY and extra[key] else FOREIGN_KEYS[key]}"
+        for key in FOREIGN_KEYS
+        if key in extra
+    ]
+    lines += [
+        f"{EXTRA}[{printable(key, MAX_SHOWN)!r}] is unknown here and has no effect"
+        for key in sorted(map(str, extra.keys() - known))
+    ]
+    if LEASE_KEY in extra and "offer_ttl_s" not in extra:
+        seconds = _lease(extra[LEASE_KEY])
+        if seconds != float(extra[LEASE_KEY]):
+            about = f"is {extra[LEASE_KEY]}, which counts as {seconds:g}: 'offer_ttl_s' is"
+            lines.append(f"{EXTRA}[{LEASE_KEY!r}] {about} {SECONDS.allowed}")
+    if transfer.get(PERMUTE):
+        lines.append(f"{PERMUTE} has no effect: decode reads any layout of prefill's cache")
+    lines += [f"{name} {FOREIGN_VARIABLES[name]}" for name in FOREIGN_VARIABLES if name in environ]
+    return lines
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:

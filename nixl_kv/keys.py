@@ -7,10 +7,13 @@ here logs, shows or compares a key; a fingerprint tells two keys apart.
 
 import contextlib
 import hashlib
+import itertools
 import os
+import pwd
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +26,7 @@ GROUP_MODES: Final = (0o640, 0o440)
 """Allowed for a file of a group of this process: Kubernetes mounts a Secret with fsGroup so."""
 
 USER_KEY: Final = "nixl_kv.key"
+USER_DIRECTORY: Final = "nixl_kv"
 RUN_USER: Final = Path("/run/user")  # has the runtime directories of users who have logged in
 
 CONTENT: Final = "64 hexadecimal digits"
@@ -94,46 +98,112 @@ def write_key_file(path: str | Path) -> Keys:
 def make_user_key() -> tuple[Keys, Path]:
     """Read the shared key and return it with its path; the first process makes it.
 
-    Processes that start at the same moment get the same key. A ConfigError says why the file is bad
-    or why no directory is private.
+    Processes that start at the same moment get the same key. A key in a directory that the system
+    empties is copied to one that lasts, so that engines which start later share it with those that
+    run. A ConfigError says why the file is bad or why no directory is private.
     """
-    directories, refusals = _private_directories(may_create=True)
-    found = _find(directories)
-    if found is not None:
+    found = _find_first()
+    if found is not None and found[1].parent not in _emptied_directories():
         return found
-    if not directories:
+    directories = _lasting_directories()
+    if found is None:
+        directories += _emptied_directories()
+    refusals: list[str] = []
+    for directory in directories:
+        try:
+            if directory.name.startswith(USER_DIRECTORY):  # a runtime directory is the system's
+                _make_private(directory)
+            _check_private(directory.lstat())
+            root = secrets.token_bytes(KEY_BYTES) if found is None else _read(found[1])
+            _write_once(directory / USER_KEY, root)
+        except (OSError, ValueError) as error:
+            refusals.append(f"{directory}: {_reason(error)}")
+            continue
+        made = _find_first()
+        if made is not None:
+            return made
+    if found is None:
         raise _no_user_key("; ".join(refusals))
-    path = directories[0] / USER_KEY
-    try:
-        _write_once(path)
-        return Keys.derive(_read(path)), path
-    except (OSError, ValueError) as error:
-        raise _no_user_key(f"{path}: {_reason(error)}") from error
+    return found  # no directory that lasts can be used
 
 
 def find_user_key() -> Keys | None:
     """Read the shared key, if there is one; a ConfigError says why the file is bad."""
-    found = _find(_private_directories(may_create=False)[0])
+    found = _find_first()
     return found and found[0]
 
 
-def _private_directories(*, may_create: bool) -> tuple[list[Path], list[str]]:
-    """The directories that only this user can use, best first; and why others are not usable."""
-    runtime, user = os.environ.get("XDG_RUNTIME_DIR", ""), os.geteuid()
-    candidates = [Path(runtime)] if runtime.startswith("/") else []
-    fallback = Path(tempfile.gettempdir(), f"nixl_kv-{user}")
-    found: list[Path] = []
-    refusals: list[str] = []
-    for directory in (*candidates, RUN_USER / str(user), fallback):
+def other_user_keys(keys: Keys) -> list[Path]:
+    """The files where other engines of this user may find another key than `keys`."""
+    return [
+        path
+        for path, other in _search()
+        if isinstance(other, Keys) and other.fingerprint != keys.fingerprint
+    ]
+
+
+def _find_first() -> tuple[Keys, Path] | None:
+    for path, keys in _search():
+        if isinstance(keys, Exception):
+            raise _no_user_key(f"{path}: {_reason(keys)}") from keys
+        return keys, path
+    return None
+
+
+def _search() -> Iterator[tuple[Path, Keys | Exception]]:
+    """The files in this user's private directories, best first, with the key or the problem."""
+    for path in user_key_paths():
         try:
-            if directory == fallback and may_create and not found:
-                with contextlib.suppress(FileExistsError):
-                    directory.mkdir(mode=0o700)
-            _check_private(directory.lstat())
-            found.append(directory)
-        except (OSError, ValueError) as error:  # noqa: PERF203 - three directories
-            refusals.append(f"{directory}: {_reason(error)}")
-    return found, refusals
+            _check_private(path.parent.lstat())
+        except (OSError, ValueError):
+            continue
+        try:
+            yield path, Keys.derive(_read(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            yield path, error
+
+
+def user_key_paths() -> list[Path]:
+    """All files that may have the shared key, best first. Depends on user and environment."""
+    return [each / USER_KEY for each in (*_lasting_directories(), *_emptied_directories())]
+
+
+def _lasting_directories() -> list[Path]:
+    """Directories for the state of this user's programs: the system deletes nothing there."""
+    state, homes = os.environ.get("XDG_STATE_HOME", ""), [os.environ.get("HOME", "")]
+    with contextlib.suppress(KeyError):  # the user of a container may have no entry
+        homes.append(pwd.getpwuid(os.geteuid()).pw_dir)
+    parents = [Path(state)] if state.startswith("/") else []
+    for home in homes:
+        with contextlib.suppress(OSError):
+            if home.startswith("/") and Path(home).is_dir():
+                parents.append(Path(home, ".local", "state"))
+    return list(dict.fromkeys(each / USER_DIRECTORY for each in parents))
+
+
+def _emptied_directories() -> list[Path]:
+    """Directories that the system deletes at logout, or whose old files it deletes."""
+    runtime, user = os.environ.get("XDG_RUNTIME_DIR", ""), os.geteuid()
+    found = [Path(runtime)] if runtime.startswith("/") else []
+    found += RUN_USER / str(user), Path(tempfile.gettempdir(), f"{USER_DIRECTORY}-{user}")
+    return list(dict.fromkeys(found))
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory and its parents, with mode 0700, unless it is in another user's directory.
+
+    With `sudo`, HOME may be another user's: a directory of root there would block that user.
+    """
+    above = (directory, *directory.parents)
+    missing = list(itertools.takewhile(lambda each: not each.exists(), above))
+    owner = above[len(missing)].stat().st_uid
+    if owner not in (os.geteuid(), 0):
+        raise ValueError(f"{above[len(missing)]} is of the user {owner}")
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
 
 
 def _check_private(status: os.stat_result) -> None:
@@ -147,22 +217,10 @@ def _check_private(status: os.stat_result) -> None:
         raise ValueError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; allowed: 0700")
 
 
-def _find(directories: list[Path]) -> tuple[Keys, Path] | None:
-    # Search all directories: a session may end, with its runtime directory, while its engine runs.
-    for path in (directory / USER_KEY for directory in directories):
-        try:
-            return Keys.derive(_read(path)), path
-        except FileNotFoundError:  # noqa: PERF203 - three directories
-            continue
-        except (OSError, ValueError) as error:
-            raise _no_user_key(f"{path}: {_reason(error)}") from error
-    return None
-
-
-def _write_once(path: Path) -> None:
+def _write_once(path: Path, root: bytes) -> None:
     # The link makes the whole key visible at once, and fails if another process was first.
     draft = path.with_name(f".{USER_KEY}.{secrets.token_hex(8)}")
-    _write_new(draft, secrets.token_bytes(KEY_BYTES))
+    _write_new(draft, root)
     try:
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(draft)
@@ -173,8 +231,8 @@ def _write_once(path: Path) -> None:
 def _no_user_key(reason: str) -> ConfigError:
     return ConfigError(
         "neither key_file nor NIXL_KV_KEY is set, and the key that this user's engines on this "
-        f"machine share cannot be used: {reason}; set XDG_RUNTIME_DIR to a directory of this user "
-        "with mode 0700, or key_file or NIXL_KV_KEY to one key for all engines (nixl-kv keygen), "
+        f"machine share cannot be used: {reason}; set XDG_STATE_HOME to a directory of this user, "
+        "or key_file or NIXL_KV_KEY to one key for all engines (nixl-kv keygen), "
         "or insecure to true where every process that reaches the port is trusted"
     )
 

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from nixl_kv import keys
+from nixl_kv.keys import USER_DIRECTORY, USER_KEY, write_key_file
+
 pytest.register_assert_rewrite("support")
 
 from support.seeds import ENVIRONMENT, GIVEN  # noqa: E402 - after the line above
@@ -37,10 +40,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Engines of the tests share a key of their own, and leave the user's alone."""
-    directory = tmp_path_factory.mktemp("runtime")
-    directory.chmod(0o700)
+    directory = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+        patch.setenv("XDG_STATE_HOME", str(directory))
+        patch.setattr(keys, "_emptied_directories", list)
+        (directory / USER_DIRECTORY).mkdir(mode=0o700)
+        write_key_file(directory / USER_DIRECTORY / USER_KEY)
         yield

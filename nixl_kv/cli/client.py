@@ -115,9 +115,14 @@ def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messa
 
 
 def engine_at(
-    where: str, keys: Keys | None, request: str = "", *, option: str = "--at"
+    where: str,
+    keys: Keys | None,
+    request: str = "",
+    *,
+    option: str = "--at",
+    has_ranks: bool = True,
 ) -> EngineAnswer:
-    """Ask the engine at `HOST:PORT` and all its ranks for all that they tell.
+    """Ask the engine at `HOST:PORT` and, with `has_ranks`, its ranks for all that they tell.
 
     Raises:
         ValueError: `where` is not an address, or the engine does not answer (`NoAnswer`).
@@ -130,7 +135,7 @@ def engine_at(
             status = engine_status(endpoint, keys)
         except NixlKVError as error:
             status = error
-        ranks = rank_statuses(description, keys, request)
+        ranks = rank_statuses(description, keys, request) if has_ranks else []
         return EngineAnswer(where, description, status, ranks)
 
     return ask_first(where, ask, option=option)

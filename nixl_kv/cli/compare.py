@@ -1,4 +1,4 @@
-"""Shows what decode would read from prefill, from the descriptions of two running engines.
+"""Judges whether a running decode engine can read a prefill engine, and shows the reads.
 
 Every figure comes from the planner that the connector uses, or from the reads that it plans for an
 example prompt. Nothing is transferred. In pairs, decode comes before prefill.
@@ -13,13 +13,14 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.status import engine_text
 from nixl_kv.cli.tables import num_bytes_text, open_console, print_line, print_table
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import ABSENT, BlockIds, CacheLayout, Group, Region, Table, entries
 from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, Share, plan
 from nixl_kv.ids import Rank
-from nixl_kv.protocol.messages import Description
+from nixl_kv.protocol.messages import Description, Status
 
 TOKENS: Final = 16_384
 """The default length of the example prompt."""
@@ -30,6 +31,25 @@ MAX_RANGES: Final = 3
 
 Figures: TypeAlias = Mapping[str, Any]
 """A JSON object of `--json`: the comparison, a link, or a part of a link's recurrent state."""
+
+
+def judge(decode: EngineAnswer, prefill: EngineAnswer, tokens: int | None = None) -> Figures:
+    """Compare two running engines, for `plan` and for `doctor`: see `compare`.
+
+    Decode can read prefill unless there are `mismatches`. The errors are those of `compare`.
+    """
+    figures = compare(decode.description, prefill.description, tokens)
+    labels = [
+        {"weights": str(each.status.facts.get("weights", ""))}
+        for each in (decode, prefill)
+        if isinstance(each.status, Status)
+    ]
+    mismatches = match.model_mismatches(*labels) if len(labels) == 2 else []  # noqa: PLR2004 - both
+    return {**figures, "mismatches": [*figures["mismatches"], *map(_as_json, mismatches)]}
+
+
+def _as_json(mismatch: match.Mismatch) -> Figures:
+    return {"field": mismatch.field, "decode": mismatch.local, "prefill": mismatch.remote}
 
 
 def compare(decode: Description, prefill: Description, tokens: int | None) -> Figures:
@@ -68,10 +88,7 @@ def compare(decode: Description, prefill: Description, tokens: int | None) -> Fi
         "prefill": engine_text(prefill),
         "decode": engine_text(decode),
         "tokens": tokens,
-        "mismatches": [
-            {"field": each.field, "decode": each.local, "prefill": each.remote}
-            for each in mismatches
-        ],
+        "mismatches": list(map(_as_json, mismatches)),
         "links": links,
         "unread": sorted(unread, key=itemgetter("source", "released_by")),
         "total": {"links": len(links), **totals},

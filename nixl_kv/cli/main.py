@@ -78,9 +78,9 @@ def plan(
     """
     with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
-        prefill = client.describe_at(prefill_at, keys, option="--prefill-at")
-        decode = client.describe_at(decode_at, keys, option="--decode-at")
-        comparison = compare.compare(decode, prefill, tokens)
+        prefill = client.engine_at(prefill_at, keys, option="--prefill-at", has_ranks=False)
+        decode = client.engine_at(decode_at, keys, option="--decode-at", has_ranks=False)
+        comparison = compare.judge(decode, prefill, tokens)
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
     else:

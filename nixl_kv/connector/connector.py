@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from nixl_kv.connector.plugin import check_address, log_like_vllm
+from nixl_kv.connector.plugin import causes_noted, check_address, log_like_vllm
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import (
@@ -45,12 +45,9 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         log_like_vllm()
         self._half: type[Scheduler | Worker]  # the other half has no state
-        if role is KVConnectorRole.SCHEDULER:
-            self._half = Scheduler
-            Scheduler.__init__(self, vllm_config, kv_cache_config)
-        else:
-            self._half = Worker
-            Worker.__init__(self, vllm_config, kv_cache_config)
+        self._half = Scheduler if role is KVConnectorRole.SCHEDULER else Worker
+        with causes_noted():
+            self._half.__init__(self, vllm_config, kv_cache_config)
 
     # --- both roles
 
@@ -83,7 +80,8 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
         # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This
         # is the last good moment to check the address, if `check_before_weights` could not.
         is_prefill = transfer_config(vllm_config).is_kv_producer
-        check_address(parse_config(vllm_config), vllm_config, is_prefill=is_prefill)
+        with causes_noted():
+            check_address(parse_config(vllm_config), vllm_config, is_prefill=is_prefill)
         return required_layout(vllm_config)
 
     @classmethod

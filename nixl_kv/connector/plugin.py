@@ -1,23 +1,34 @@
-"""Runs before the connector exists: registers its name, and checks its address before the weights.
+"""Runs before the connector exists: registers its name, and checks a start before the weights load.
 
 `register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
 alone is enough. vLLM runs it in every process of every start, used or not, and an exception would
 end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
+
+`CHECKS` lists the checks of a start. An API server runs those that it can, as soon as it has vLLM's
+configuration; so their error comes within seconds, and last. An engine runs all. If a start fails
+later, the API server prints the cause again when it exits, behind vLLM's own lines.
 """
 
+import atexit
+import copy
+import enum
 import errno
 import functools
 import itertools
 import logging
 import os
+import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import Config, own_transfers
-from nixl_kv.errors import ConfigError, TicketRefused, get_logger, printable
+from nixl_kv.config import EXTRA, HOST_VARIABLE, Config, own_transfers
+from nixl_kv.errors import ConfigError, NixlKVError, TicketRefused, get_logger, printable
 
 logger = get_logger(__name__)
 
@@ -26,6 +37,10 @@ MAX_SHOWN: Final = 300  # characters of a bad value in an error
 EXECUTORS: Final = "vllm.v1.executor.abstract"
 # Tells the engine's process that Dynamo's worker has started it.
 DYNAMO: Final = "NIXL_KV_DYNAMO"
+ARGUMENTS: Final = "vllm.engine.arg_utils"
+
+CAUSE_FILE: Final = "NIXL_KV_CAUSE_FILE"
+"""Names the file where the processes of an engine leave the cause of a failed start."""
 
 # The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
@@ -49,6 +64,8 @@ def register() -> None:
         # wrapper, because its parent has looked the connector up.
         if EXECUTORS in sys.modules:
             check_before_weights(sys.modules[EXECUTORS].Executor)
+        if ARGUMENTS in sys.modules:
+            check_with_arguments(sys.modules[ARGUMENTS].EngineArgs)
     except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
 
@@ -105,32 +122,51 @@ def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     )
 
 
-def check_key_and_backends(config: Config) -> None:
-    """Raise a ConfigError for a key or a NIXL backend that the engine could not use."""
+# --- the checks of a start
+
+
+class Where(enum.IntEnum):
+    """The needs of a check, which decide the processes that run it. Each includes the former."""
+
+    CONFIG = 0  # vLLM's configuration alone
+    MACHINE = 1  # the files and addresses of a machine of the engine
+    ENGINE = 2  # the process that will listen
+
+
+def check_settings(_config: Config, vllm_config: Any) -> None:
+    from nixl_kv.connector.vllm_config import check_supported  # noqa: PLC0415 - imports vLLM
+
+    check_supported(vllm_config)
+
+
+def check_key(config: Config, _vllm_config: Any) -> None:
     from nixl_kv.engine.trust import Trust  # noqa: PLC0415 - not in every process
 
     Trust.of(config)
+
+
+def check_backends(config: Config, _vllm_config: Any) -> None:
     if config.backends != Config.backends:
-        from nixl_kv.transport.nixl import check_backends  # noqa: PLC0415 - takes seconds
+        # It takes seconds, and a process that has loaded UCX must not fork.
+        from nixl_kv.transport import nixl  # noqa: PLC0415
 
-        check_backends(config.backends)
+        nixl.check_backends(config.backends)
 
 
-def check_wire_values(config: Config, vllm_config: Any, transfer: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a value of this engine that decode could not read in a ticket.
+def check_port(config: Config, vllm_config: Any) -> None:
+    is_prefill = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+    check_address(config, vllm_config, is_prefill=is_prefill)
 
-    `transfer` is the part of vLLM's configuration that names this connector.
-    """
-    from nixl_kv.ids import EngineId, new_incarnation, new_nonce  # noqa: PLC0415 - as above
+
+def check_wire_values(config: Config, vllm_config: Any) -> None:
+    """Raise a ConfigError for a value of this engine that decode could not read in a ticket."""
+    from nixl_kv.ids import EngineId, new_incarnation, new_nonce  # noqa: PLC0415 - not in every process
     from nixl_kv.protocol.ticket import MAX_NAME, MAX_WHY, SealedTicket, Ticket  # noqa: PLC0415
 
-    # A child of a MultiConnector has the outer id if it names none, and vLLM makes one for None.
-    outer = vars(vllm_config.kv_transfer_config).get("engine_id")
-    engine = transfer.get("engine_id", outer)
-    name = EngineId("made by vLLM") if engine is None else engine
+    name = vllm_config.kv_transfer_config.engine_id  # vLLM has made one for None
     if not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):
         raise ConfigError(
-            f"engine_id of --kv-transfer-config is {printable(repr(engine), MAX_SHOWN)}; allowed: "
+            f"engine_id of --kv-transfer-config is {printable(repr(name), MAX_SHOWN)}; allowed: "
             f"1 to {MAX_NAME} printable characters, so no line ends; to let vLLM make one, leave "
             "it out"
         )
@@ -162,36 +198,132 @@ def check_wire_values(config: Config, vllm_config: Any, transfer: Mapping[str, A
         raise ConfigError(f"decode would read {read} instead of {ticket}; choose another engine_id")
 
 
+CHECKS: Final[tuple[tuple[Where, Callable[[Config, Any], None]], ...]] = (
+    (Where.CONFIG, check_settings),
+    (Where.CONFIG, check_wire_values),
+    (Where.MACHINE, check_key),
+    (Where.ENGINE, check_port),
+    (Where.ENGINE, check_backends),
+)
+"""In this order. Each gets the settings, and vLLM's configuration as the connector will see it.
+
+It raises a ConfigError for a start that would fail, or go wrong, after the weights have loaded.
+"""
+
+
+def has_ours(vllm_config: Any) -> bool:
+    """Whether an engine will have this connector, in any MultiConnector."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and bool(own_transfers(vars(transfer)))
+
+
+def run_checks(vllm_config: Any, where: Where) -> None:
+    """Run the checks for each connector of ours that an engine will have, in any MultiConnector."""
+    whole = vllm_config.kv_transfer_config
+    for transfer in () if whole is None else own_transfers(vars(whole)):
+        environ = dict(os.environ)
+        settings = dict(transfer)
+        if where < Where.MACHINE:  # another machine's names are not known here
+            extra = transfer.get(EXTRA) or {}
+            settings[EXTRA] = {key: extra[key] for key in extra if key != "host"}
+            environ.pop(HOST_VARIABLE, None)
+        config = Config.of(settings, environ)
+        seen = vllm_config
+        if transfer is not vars(whole):
+            seen = copy.copy(vllm_config)
+            seen.kv_transfer_config = type(whole)(**{"engine_id": whole.engine_id, **transfer})
+        for needs, check in CHECKS:
+            if needs <= where:
+                check(config, seen)
+
+
 def check_before_weights(executor: Any) -> None:
     """Make vLLM's executor class check settings before it loads the model. Wraps it once."""
     # The scheduler, which listens, is created after the model is loaded, in the same process as
     # the executor. No hook of a connector gets the configuration earlier: vLLM 0.31 to 0.33 call
     # `get_required_kvcache_layout` after loading the weights.
     begin = executor.__init__
-    if getattr(begin, "checks_address", False):
+    if getattr(begin, "checks_start", False):
         return
 
     @functools.wraps(begin)
     def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
-        whole = vllm_config.kv_transfer_config
-        ours = [] if whole is None else own_transfers(vars(whole))
-        for transfer in ours:
-            if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
-                extra = transfer.get("kv_connector_extra_config") or {}
-                is_prefill = transfer.get("kv_role") != "kv_consumer"
-                config = Config.parse(extra, os.environ)
-                check_address(config, vllm_config, is_prefill=is_prefill)
-                check_key_and_backends(config)
-                check_wire_values(config, vllm_config, transfer)
+        if vllm_config.kv_transfer_config is not None:
+            is_follower = vllm_config.parallel_config.node_rank_within_dp > 0  # it will not listen
+            with causes_noted():
+                run_checks(vllm_config, Where.MACHINE if is_follower else Where.ENGINE)
         begin(self, vllm_config, *args, **options)
-        if ours:
+        if has_ours(vllm_config):
             # Imports vLLM's scheduler, which exists in the engine's process alone.
             from nixl_kv.connector.request_ends import hook_scheduler  # noqa: PLC0415
 
             hook_scheduler(vllm_config)
 
-    setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
+    setattr(check_and_begin, "checks_start", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin
+
+
+def check_with_arguments(arguments: Any) -> None:
+    """Make vLLM's class of arguments check a start in the process that begins it. Wraps it once."""
+    make = arguments.create_engine_config
+    if getattr(make, "checks_start", False):
+        return
+
+    @functools.wraps(make)
+    def make_and_check(self: Any, *args: Any, **options: Any) -> Any:
+        vllm_config = make(self, *args, **options)
+        if has_ours(vllm_config):
+            print_cause_at_exit()
+            run_checks(vllm_config, Where.MACHINE if starts_here(vllm_config) else Where.CONFIG)
+        return vllm_config
+
+    setattr(make_and_check, "checks_start", True)  # noqa: B010 - as above
+    arguments.create_engine_config = make_and_check
+
+
+def starts_here(vllm_config: Any) -> bool:
+    """Whether the engine surely starts on this machine: Ray may start it on any."""
+    parallel = vllm_config.parallel_config
+    return (
+        parallel.data_parallel_size_local > 0
+        and parallel.data_parallel_backend == "mp"
+        and parallel.distributed_executor_backend in (None, "uni", "mp")
+    )
+
+
+# --- the cause of a failed start
+
+
+@contextmanager
+def causes_noted() -> Iterator[None]:
+    """Leave the first error of ours for the process that began the start."""
+    try:
+        yield
+    except NixlKVError as error:
+        path = os.environ.get(CAUSE_FILE)
+        if path:
+            with suppress(FileExistsError, FileNotFoundError, PermissionError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(descriptor, str(error).encode())
+                os.close(descriptor)
+        raise
+
+
+def print_cause_at_exit() -> None:
+    """Print what `causes_noted` leaves in the processes that this one starts, as the last line."""
+    path = Path(tempfile.gettempdir(), f"nixl_kv-start-{secrets.token_hex(16)}")
+    os.environ[CAUSE_FILE] = str(path)  # vLLM passes it on
+    pid = os.getpid()
+
+    def print_cause() -> None:
+        if os.getpid() != pid:
+            return
+        with suppress(OSError):
+            cause = path.read_text(encoding="utf-8", errors="replace")
+            path.unlink()
+            sys.stderr.write(f"nixl_kv: {printable(cause)}\n")
+
+    atexit.register(print_cause)
 
 
 def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
@@ -199,5 +331,6 @@ def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
     whole = vars(vllm_config.kv_transfer_config)
     transfer = next(iter(own_transfers(whole)), whole)
     roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
-    config = Config.parse(transfer.get("kv_connector_extra_config") or {}, os.environ)
-    return config, roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
+    return Config.of(transfer, os.environ), roles.get(
+        transfer.get("kv_role", ""), ("prefill", "decode")
+    )

@@ -5,20 +5,21 @@ engine description, to which every ticket points. vLLM ends the engine if any ho
 client's input may cause an exception beyond `on_new_request`.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import foreign_key_lines
+from nixl_kv.config import EXTRA, LEASE_KEY, POLICY, foreign_lines
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
@@ -101,6 +102,9 @@ IN_TREE_LOG_S: Final = 60.0
 # unless `pair_ids` claims the first two.
 FOREIGN_FIELDS: Final = frozenset({pair.DECODER, pair.PREFILLER, "remote_kv_source"})
 
+FOREIGN_SETTINGS: Final = (
+    "some settings of vLLM's NixlConnector do less here (docs/migrate.md, What changes):"
+)
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
@@ -114,13 +118,14 @@ class Scheduler:
         self._config = parse_config(vllm_config)
         transfer = transfer_config(vllm_config)
         self._engine_id = engine_id(vllm_config)
-        check_wire_values(self._config, vllm_config, vars(transfer))
+        check_wire_values(self._config, vllm_config)
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
-        for line in foreign_key_lines(transfer.kv_connector_extra_config):
-            logger.info(line)
+        self._log_settings(transfer)
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
         self._trust = Trust.of(self._config)
+        if self._trust.warning():
+            logger.warning(self._trust.warning())
         groups = pagings(vllm_config, kv_cache_config)
         self._decode = DecodeScheduler(
             groups,
@@ -154,15 +159,30 @@ class Scheduler:
         self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
         self.stats = Stats()
-        policy = self._config.on_load_failure
         # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
         # no effect, because a child sees only its own part of the configuration.
-        self._recomputes = policy == "recompute"
+        self._recomputes = self._config.on_load_failure == "recompute"
         transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
         self._counts = RequestCounts(self.stats, self._config.entry_of, recomputes=self._recomputes)
         self._traces = Traces(vllm_config)
+
+    def _log_settings(self, transfer: KVTransferConfig) -> None:
+        """Tell, once per engine, which settings of the operator's count for something else here."""
+        if LEASE_KEY in transfer.kv_connector_extra_config:
+            about = f"{EXTRA}[{LEASE_KEY!r}] counts as 'offer_ttl_s', unless that is set"
+            logger.info("%s: %g s", about, self._config.offer_ttl_s)
+        lines = foreign_lines(vars(transfer), os.environ)
+        given, policy = transfer.kv_load_failure_policy, self._config.on_load_failure
+        outcome = f"a request whose KV load fails {OUTCOMES[policy]}"
+        if self._is_decode and given != policy:
+            outcome += f": on_load_failure replaces {POLICY} {given!r}"
+            # The connector cannot tell an explicit 'fail' from vLLM's default.
+            if lines or given != "fail":
+                lines.append(f"{outcome}, which has no effect")
         if self._is_decode:
-            logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])
+            logger.info("%s (on_load_failure is %r)", outcome, policy)
+        if lines:
+            logger.warning("%s %s", FOREIGN_SETTINGS, "; ".join(lines))
 
     # --- requests
 

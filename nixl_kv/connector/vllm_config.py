@@ -1,8 +1,8 @@
 """Reads vLLM's configuration and requests, and turns them into nixl_kv's records.
 
 Model families, attention backends and platforms are data here and in `kv_layout.py`, and nowhere
-else. The differences between vLLM versions are here too, at the top. `REFUSALS` lists the engines
-that the connector cannot serve; their start fails.
+else. The differences between vLLM versions are here too, at the top. `REFUSALS` and
+`CACHE_REFUSALS` list the engines that the connector cannot serve; their start fails.
 """
 
 import hashlib
@@ -99,31 +99,44 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
             yield layer_spec(group.kv_cache_spec, layer)
 
 
-# Each entry is the text of the error, and the condition.
-REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
-    "this platform: run the engine on NVIDIA or AMD GPUs or on CPU": lambda _, __: (
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM numbers a request's images, audio and video instead of hashing them."""
+    # It hashes only for its caches. Two engines number one image differently, or two images alike.
+    media = vllm_config.model_config.multimodal_config
+    return bool(
+        takes_media(vllm_config)
+        and media.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+# Each entry is the text of the error, and the condition. These are checked before the weights load.
+REFUSALS: Final[Mapping[str, Callable[[VllmConfig], bool]]] = {
+    "this platform: run the engine on NVIDIA or AMD GPUs or on CPU": lambda _: (
         not (current_platform.is_cuda_alike() or current_platform.is_cpu())
     ),
     "prefill context parallelism (prefill_context_parallel_size > 1) together with decode context "
-    "parallelism, or with another kv_role than kv_producer": lambda vllm, _: (
+    "parallelism, or with another kv_role than kv_producer": lambda vllm: (
         vllm.parallel_config.prefill_context_parallel_size > 1
         and (
             vllm.parallel_config.decode_context_parallel_size > 1
             or transfer_config(vllm).is_kv_consumer
         )
     ),
-    "a KV buffer on another device (kv_buffer_device): leave it out": lambda vllm, _: (
+    "a KV buffer on another device (kv_buffer_device): leave it out": lambda vllm: (
         transfer_config(vllm).kv_buffer_device != current_platform.device_type
     ),
     "the experts of each token in the output (--enable-return-routed-experts): decode does not "
-    "have those of the prompt": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
-    "sleep mode (--enable-sleep-mode): this vLLM does not notify connectors": lambda vllm, _: (
+    "have those of the prompt": lambda vllm: vllm.aux_output_config.enable_return_routed_experts,
+    "sleep mode (--enable-sleep-mode): this vLLM does not notify connectors": lambda vllm: (
         vllm.model_config.enable_sleep_mode and not has_sleep_hooks()
     ),
     "images, audio and video without content hashes (--mm-processor-cache-gb 0 without prefix "
-    "caching): turn one of these on, or all media off (--language-model-only)": (
-        lambda vllm, _: counts_media(vllm)
-    ),
+    "caching): turn one of these on, or all media off (--language-model-only)": counts_media,
+}
+
+# The same for the cache, which vLLM describes after it has loaded the weights.
+CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     f"recurrent state of kinds other than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
         for spec in specs(kv)
@@ -144,22 +157,17 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
 }
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    refusals = [text for text, applies in REFUSALS.items() if applies(vllm_config, kv_cache_config)]
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
+    """Raise a ConfigError that names all that the connector cannot serve.
+
+    Without the description of the cache, checks all that does not depend on it.
+    """
+    refusals = [text for text, applies in REFUSALS.items() if applies(vllm_config)]
+    if kv_cache_config is not None:
+        checks = CACHE_REFUSALS.items()
+        refusals += [text for text, applies in checks if applies(vllm_config, kv_cache_config)]
     if refusals:
         raise ConfigError(f"NixlKVConnector does not support {'; nor '.join(refusals)}")
-
-
-def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM numbers a request's images, audio and video instead of hashing them."""
-    # It hashes only for its caches. Two engines number one image differently, or two images alike.
-    model = vllm_config.model_config
-    media = model.multimodal_config
-    return bool(
-        takes_media(vllm_config)
-        and media.mm_processor_cache_gb == 0
-        and not vllm_config.cache_config.enable_prefix_caching
-    )
 
 
 # --- the configuration
@@ -176,7 +184,7 @@ def engine_id(vllm_config: VllmConfig) -> EngineId:
 
 
 def parse_config(vllm_config: VllmConfig) -> Config:
-    return Config.parse(transfer_config(vllm_config).kv_connector_extra_config, os.environ)
+    return Config.of(vars(transfer_config(vllm_config)), os.environ)
 
 
 # Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed

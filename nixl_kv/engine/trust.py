@@ -7,7 +7,14 @@ from typing import Any
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config, unmapped
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Nonce
-from nixl_kv.keys import Keys, make_user_key, parse_key, read_key_file
+from nixl_kv.keys import (
+    Keys,
+    make_user_key,
+    other_user_keys,
+    parse_key,
+    read_key_file,
+    user_key_paths,
+)
 from nixl_kv.protocol.pair import PairAddress, nonce_of
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
@@ -21,6 +28,9 @@ class Trust:
     allowed: AllowedHosts
     peer_timeout_s: float
     source: str = ""  # where the key comes from, for the log
+    key_path: str = ""  # the file of a generated key
+    other_keys: tuple[str, ...] = ()  # files with other generated keys of this user
+    other_paths: tuple[str, ...] = ()  # where this user's engines may find other generated keys
 
     @classmethod
     def of(cls, config: Config) -> "Trust":
@@ -31,6 +41,7 @@ class Trust:
         """
         keys: Keys | None = None
         source = ""
+        generated: dict[str, Any] = {}
         if config.key_file is not None:
             keys, source = read_key_file(config.key_file), f" (from key_file {config.key_file})"
         elif config.key is not None:
@@ -38,11 +49,26 @@ class Trust:
         elif not config.insecure:
             keys, path = make_user_key()
             source = f" (of this user's engines on this machine, in {path})"
-        return cls(keys, config.allowed_hosts, config.peer_timeout_s, source)
+            generated = {
+                "key_path": str(path),
+                "other_keys": tuple(map(str, other_user_keys(keys))),
+                "other_paths": tuple(str(each) for each in user_key_paths() if each != path),
+            }
+        return cls(keys, config.allowed_hosts, config.peer_timeout_s, source, **generated)
 
     def __str__(self) -> str:
         key = "no key" if self.keys is None else f"the key {self.keys.fingerprint}{self.source}"
         return f"{key}; its peers are {self.allowed}"
+
+    def warning(self) -> str:
+        """Why engines of this user may have different keys; '' if no file says so."""
+        if not self.other_keys:
+            return ""
+        return (
+            f"this user has several generated keys: this engine has the one in {self.key_path}, "
+            f"not the one in {' or '.join(self.other_keys)}; an engine that has another one cannot "
+            "exchange KV with this engine: restart it, and delete the key that no engine has"
+        )
 
     def seal(self, ticket: Ticket, *, for_in_tree: bool = True) -> dict[str, Any]:
         return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
@@ -55,9 +81,22 @@ class Trust:
                 `peers` does not allow.
         """
         ticket = SealedTicket.parse(params)
-        ticket.check_mac(self._ticket_key)
+        try:
+            ticket.check_mac(self._ticket_key)
+        except TicketRefused as error:
+            if not self.key_path:
+                raise
+            raise TicketRefused(f"{error}; {self._where_keys_are()}", error.reason) from error
         self._check_host(ticket.head().host, f"{FIELD}: host")
         return ticket
+
+    def _where_keys_are(self) -> str:
+        return (
+            f"no key is configured here: this engine has the generated key in {self.key_path}; "
+            f"prefill may have another one, in {' or '.join(self.other_keys or self.other_paths)}: "
+            "its log names the file; start both with the same user, HOME and XDG_STATE_HOME, or "
+            "set key_file on both"
+        )
 
     def pair_nonce(self, name: str) -> Nonce:
         return nonce_of(name, self._ticket_key)

@@ -48,14 +48,17 @@ ZAP_DOMAIN: Final = b"nixl_kv"
 # Route, empty, version, number, domain, address, identity, mechanism; then credentials.
 ZAP_FRAMES: Final = 8
 
-HANDSHAKE_FAILED: Final = "handshake failed"
+HANDSHAKE_REFUSED: Final = "handshake failed"  # by the peer, which has another key
+NO_HANDSHAKE: Final = (
+    f"no answer to the handshake in {CONNECT_TIMEOUT_MS / 1000:g} s: it is stopped or hangs, or "
+    "the network loses packets"
+)
 
 _TRIED_EVENTS: Final = (zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CONNECTED, zmq.EVENT_CLOSED)
 _LOST_EVENTS: Final[dict[int, str]] = {
     zmq.EVENT_DISCONNECTED: "connection closed",
     zmq.EVENT_CONNECT_RETRIED: "cannot connect",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: HANDSHAKE_FAILED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HANDSHAKE_REFUSED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused: this host is not among its peers",
 }
 
@@ -195,11 +198,21 @@ class _Caller:
             if event["event"] in _TRIED_EVENTS:
                 link.is_tried = True
             elif link.is_tried and not link.failure:
-                link.failure = _LOST_EVENTS.get(event["event"], "connection lost")
-                if link.failure == HANDSHAKE_FAILED:
+                link.failure = _why_lost(event["event"], event["value"])
+                if link.failure == HANDSHAKE_REFUSED:
                     other = "another key, or none" if self.has_key else "a key"
-                    link.failure += f": perhaps it has {other}, or hangs"
+                    link.failure += f": perhaps it has {other}"
                 self._lost.append(link)
+
+
+def _why_lost(event: int, value: int) -> str:
+    """Why a link is lost, by an event of ZMQ's and the value that comes with it."""
+    if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return _LOST_EVENTS.get(event, "connection lost")
+    # The value is an error number: EAGAIN if ZMQ's timer ended the wait, EPIPE if the peer closed
+    # the connection after it had read our part of the handshake. That is how CURVE refuses a key.
+    reasons = {errno.EAGAIN: NO_HANDSHAKE, errno.EPIPE: HANDSHAKE_REFUSED}
+    return reasons.get(value, "connection closed during the handshake")
 
 
 def _waiting(socket: _Socket, *, copy: bool = True) -> Iterator[list[Any]]:
@@ -383,6 +396,6 @@ class ZmqControl:
                 zmq.CURVE_PUBLICKEY: _public(self._keys.client),
                 zmq.CURVE_SECRETKEY: self._keys.client,
             }
-        events = sum((*_TRIED_EVENTS, *_LOST_EVENTS))
+        events = sum((*_TRIED_EVENTS, *_LOST_EVENTS, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL))
         router, monitor = self._router("caller", options, self._peer_timeout_s, events)
         return _Caller(router, monitor, self._keys is not None)

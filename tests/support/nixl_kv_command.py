@@ -14,7 +14,7 @@ from nixl_kv.cli.main import app
 from nixl_kv.engine.directory import describe_engine
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
-from nixl_kv.protocol.messages import Description, RankDescription, Slots
+from nixl_kv.protocol.messages import Description, RankDescription, Slots, Status
 
 QWEN3_8B: Final = ModelShape(layers=36, kv_heads=8, content=(256, 256), element="bfloat16")
 
@@ -64,10 +64,23 @@ def described(
     return describe_engine(EngineId(name), dict(facts), ParallelShape(shape.tp, shape.pp), ranks)
 
 
-def plan(prefill: Description, decode: Description, *options: str) -> Result:
+def answered(description: Description, weights: str = "", where: str = "") -> client.EngineAnswer:
+    """What an engine tells without its ranks."""
+    life = description.incarnation
+    status = Status(incarnation=life, facts={"weights": weights}, totals={}, lists={})
+    return client.EngineAnswer(where, description, status, [])
+
+
+def plan(
+    prefill: Description, decode: Description, *options: str, labels: tuple[str, str] = ("", "")
+) -> Result:
     """Run `nixl-kv plan` on two engines that describe themselves like this."""
-    engines = {"10.0.0.1:5600": prefill, "10.0.0.2:5600": decode}
-    with patch.object(client, "describe_at", lambda where, *_, **__: engines[where]):
+    hosts = {"10.0.0.1:5600": prefill, "10.0.0.2:5600": decode}
+    engines = {
+        where: answered(description, label, where)
+        for (where, description), label in zip(hosts.items(), labels, strict=True)
+    }
+    with patch.object(client, "engine_at", lambda where, *_, **__: engines[where]):
         return nixl_kv(
             "plan --insecure --prefill-at 10.0.0.1:5600 --decode-at 10.0.0.2:5600", *options
         )

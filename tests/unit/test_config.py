@@ -2,7 +2,7 @@
 
 import ipaddress
 import socket
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import pytest
 from hypothesis import given
@@ -15,11 +15,13 @@ from nixl_kv.config import (
     HOW_TO_SHARE_A_KEY,
     KEY_VARIABLE,
     LEASE_KEY,
+    OWN_NAME,
     PORT_VARIABLE,
     AllowedHosts,
     Config,
     Layout,
-    foreign_key_lines,
+    foreign_lines,
+    own_transfers,
 )
 from nixl_kv.errors import ConfigError
 
@@ -118,7 +120,6 @@ REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "backends": (NO_BACKENDS, ("UCX", [], (), [""], ["UCX", 1], None, {"UCX": 1})),
     "offer_ttl_s": (NO_SECONDS, SECONDS),
     "lease_s": (NO_SECONDS, SECONDS),
-    "kv_lease_duration": (NO_SECONDS, SECONDS[:2]),
     "hold_s": (NO_SECONDS, SECONDS[:2]),
     "wait_for_prefill_s": (NO_SECONDS, SECONDS[:2]),
     "request_timeout_s": (NO_SECONDS, SECONDS[:2]),
@@ -165,25 +166,83 @@ def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
         Config.parse({"host": "prefill.svc"}, {})
 
 
+KNOWN = (
+    "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
+    "wait_for_prefill_s, pair_ids, layout, key_file, insecure, peers, peer_timeout_s, "
+    "paced_reads, path, staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
+    "in_tree_metrics, media, verify"
+)
+UNKNOWN = "kv_connector_extra_config has the unknown key"
+
+each_name = pytest.mark.parametrize("is_drop_in", [False, True], ids=["own name", "drop-in"])
+
+
 @pytest.mark.parametrize(
     ("key", "close"),
-    [("prot", "port"), ("Port", "port"), ("ofer_ttl_s", "offer_ttl_s"), ("key", None)],
+    [
+        ("prot", "port"),
+        ("Port", "port"),
+        ("ofer_ttl_s", "offer_ttl_s"),
+        ("offer-ttl-s", "offer_ttl_s"),
+        ("backend", "backends"),
+        ("kv_lease_durations", "kv_lease_duration"),
+        ("key", "key_file"),
+        ("nixl_kv_key", "key_file"),
+        ("offer_timeout", None),
+        ("read_validation_timeouts", None),
+    ],
 )
-def test_an_unknown_key_is_refused_with_the_known_ones(key: str, close: str | None) -> None:
-    """`key` too: others would see it."""
+@each_name
+def test_an_unknown_key_is_refused_with_the_known_ones(
+    key: str, close: str | None, *, is_drop_in: bool
+) -> None:
+    """`key` too: others would see it. A recipe for vLLM's own connector may have other keys."""
+    if is_drop_in and close is None:
+        Config.parse({key: "00"}, {}, is_drop_in=True)
+        return
     with pytest.raises(ConfigError) as refusal:
-        Config.parse({key: "00"}, {})
-    keys = (
-        "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
-        "wait_for_prefill_s, pair_ids, layout, key_file, insecure, peers, peer_timeout_s, "
-        "paced_reads, path, staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
-        "in_tree_metrics, media, verify"
+        Config.parse({key: "00"}, {}, is_drop_in=is_drop_in)
+    question = f"; did you mean {close!r}?" if close else ""
+    assert (
+        str(refusal.value) == f"{UNKNOWN} {key!r} (value '00'{question}); allowed keys are {KNOWN}"
     )
-    assert str(refusal.value) == (
-        f"kv_connector_extra_config has the unknown key {key!r} (value '00'); "
-        f"{f'did you mean {close!r}? ' if close else ''}allowed keys are {keys}"
+    assert ", ".join(Config.parsers()) == KNOWN
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    """One restart is enough."""
+    extra = {"verfy": "all", "prot": 1, "x" * 200: ["y" * 200], "num_threads": 4}
+    with pytest.raises(ConfigError) as refusal:
+        Config.parse(extra, {})
+    text = str(refusal.value)
+    assert text.startswith(
+        f"{UNKNOWN}s 'prot' (value 1; did you mean 'port'?), 'verfy' (value 'all'"
     )
-    assert keys == ", ".join(Config.parsers())
+    assert "x" * 97 + "...' (value ['" in text
+    assert "num_threads" not in text
+    assert len(text) < 1000
+
+
+@given(st.data())
+def test_a_misspelt_key_is_refused_under_any_name(data: st.DataObject) -> None:
+    """One or two letters too many, too few or wrong, or one swapped with its neighbour."""
+    known = [*Config.parsers(), LEASE_KEY]
+    key = data.draw(st.sampled_from(known))
+    is_swap = data.draw(st.booleans())
+    for _ in range(1 if is_swap else data.draw(st.integers(1, 2))):
+        at, letter = data.draw(st.integers(0, len(key) - 2)), data.draw(st.sampled_from("aesx_-S"))
+        edits = (
+            key[:at] + letter + key[at:],
+            key[:at] + key[at + 1 :],
+            key[:at] + letter + key[at + 1 :],
+        )
+        swapped = key[:at] + key[at + 1] + key[at] + key[at + 2 :]
+        key = swapped if is_swap else data.draw(st.sampled_from(edits))
+    if key in known:
+        return
+    for is_drop_in in (False, True):
+        with pytest.raises(ConfigError, match="did you mean "):
+            Config.parse({key: None}, {}, is_drop_in=is_drop_in)
 
 
 @pytest.mark.parametrize(
@@ -275,35 +334,156 @@ def test_a_key_may_come_from_the_environment_and_is_not_shown() -> None:
     assert Config.parse({}, {KEY_VARIABLE: ""}) == Config()
 
 
-# Keys of vLLM's own connector
+# Settings of vLLM's own connector, and of forks of it
 
-WITHOUT_EFFECT = sorted(FOREIGN_KEYS.keys() - {LEASE_KEY})
-COUNTS = (
-    "kv_connector_extra_config['kv_lease_duration'] counts as 'offer_ttl_s', unless that is set"
-)
+PUBLISHED: Final[dict[str, dict[str, Any]]] = {
+    "llm-d": {"backends": ["UCX"], "bidirectional_kv_xfer": True, "kv_lease_duration": 10},
+    "Dynamo": {"backends": ["UCX"], "num_threads": 4},
+    "InferenceX": {
+        "backends": ["UCX"],
+        "enforce_handshake_compat": False,
+        "read_validation_timeout": 30.0,
+        "enable_cross_layers_blocks": False,
+    },
+    "vLLM 0.32": {
+        "bidirectional_kv_xfer": True,
+        "decoder_kv_blocks_ttl": 480,
+        "kv_recompute_threshold": 64,
+        "push_registration_timeout": 30,
+        "engine_ttl": 600,
+        "enforce_handshake_compat": True,
+        "backend_params": {"UCX": {"num_workers": "4"}},
+    },
+    "LMCache": {"lmcache_rpc_port": "producer1", "discard_partial_chunks": False},
+    "Ascend": {"prefill": {"tp_size": 1}, "decode": {"tp_size": 1}, "use_ascend_direct": True},
+    "MoRIIO": {"proxy_ip": "127.0.0.1", "proxy_ping_port": "36367", "http_port": 20005},
+    "P2pNccl": {"send_type": "PUT_ASYNC", "nccl_num_channels": "16", "mem_pool_size_gb": 32},
+    "shared storage": {"shared_storage_path": "/tmp/x"},  # noqa: S108 - not used
+}
+"""Keys of recipes that people paste, by their origin."""
+
+THEIRS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("origin", PUBLISHED)
+def test_a_published_recipe_starts_under_the_names_of_vllms_connectors(
+    origin: str, name: str
+) -> None:
+    """Each key that does not count as one of ours gets its line."""
+    extra = PUBLISHED[origin]
+    transfer = {"kv_connector": name, "kv_connector_extra_config": extra}
+    Config.of(transfer, {})
+    lines = foreign_lines(transfer, {})
+    others = set(extra) - {*Config.parsers(), LEASE_KEY}
+    assert len(lines) == len(others)
+    for key in others:
+        (line,) = [line for line in lines if f"[{key!r}]" in line]
+        assert ("lost" in line) == (key == "bidirectional_kv_xfer")
+        assert "effect" in line or "lost" in line
+
+
+def test_our_own_name_refuses_what_no_release_of_vllms_connector_reads() -> None:
+    for origin, extra in PUBLISHED.items():
+        transfer = {"kv_connector": OWN_NAME, "kv_connector_extra_config": extra}
+        if set(extra) <= {*Config.parsers(), *FOREIGN_KEYS, LEASE_KEY}:
+            Config.of(transfer, {})
+            continue
+        with pytest.raises(ConfigError, match=UNKNOWN) as refusal:
+            Config.of(transfer, {})
+        assert all(repr(key) in str(refusal.value) for key in extra), origin
 
 
 @pytest.mark.parametrize(
-    ("extra", "seconds", "lines"),
+    ("value", "seconds", "is_changed"),
     [
-        pytest.param({}, 10.0, [], id="none"),
-        pytest.param({"kv_lease_duration": 45}, 45.0, [COUNTS], id="one that means something"),
-        pytest.param(
-            {"kv_lease_duration": 45, "offer_ttl_s": 5}, 5.0, [COUNTS], id="ours comes first"
-        ),
-        pytest.param(
-            dict.fromkeys(WITHOUT_EFFECT),
-            10.0,
-            [f"kv_connector_extra_config[{key!r}] {FOREIGN_KEYS[key]}" for key in WITHOUT_EFFECT],
-            id="those that mean nothing",
-        ),
+        (45, 45.0, False),
+        ("300", 300.0, False),
+        (0, 0.1, True),
+        (-1, 0.1, True),
+        (7200, 3600.0, True),
+        (10**400, None, True),
+        (float("inf"), 3600.0, True),
+        (None, None, True),
+        (True, None, True),
+        ("long", None, True),
+        ([5], None, True),
+        (float("nan"), None, True),
+    ],
+    ids=repr,
+)
+def test_a_lease_of_vllms_connector_counts_as_offer_ttl_s(
+    value: object, seconds: float | None, *, is_changed: bool
+) -> None:
+    """Any number of seconds: no start ends because of a value that vLLM's connector takes."""
+    transfer = {"kv_connector_extra_config": {LEASE_KEY: value}}
+    if seconds is None:
+        with pytest.raises(
+            ConfigError, match=rf"config\['{LEASE_KEY}'\] is .*; allowed: {NO_SECONDS}"
+        ):
+            Config.of(transfer, {})
+        return
+    assert Config.of(transfer, {}).offer_ttl_s == seconds
+    lines = foreign_lines(transfer, {})
+    assert bool(lines) == is_changed
+    assert not lines or f"is {value}, which counts as {seconds:g}" in lines[0]
+
+
+def test_our_own_time_comes_before_a_lease() -> None:
+    transfer = {"kv_connector_extra_config": {LEASE_KEY: "?", "offer_ttl_s": 5}}
+    assert Config.of(transfer, {}).offer_ttl_s == 5.0
+    assert foreign_lines(transfer, {}) == []
+
+
+def test_settings_beside_the_extra_configuration_get_a_line_too() -> None:
+    environ = {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480"}
+    lines = foreign_lines({"enable_permute_local_kv": True}, environ)
+    assert [line.partition(" ")[0] for line in lines] == ["enable_permute_local_kv", *environ]
+    assert (
+        foreign_lines({"enable_permute_local_kv": False, "kv_connector_extra_config": None}, {})
+        == []
+    )
+    transfer = {"kv_connector_extra_config": {"bidirectional_kv_xfer": False}}
+    assert "lost" not in foreign_lines(transfer, {})[0]
+
+
+# Which configurations are ours
+
+OURS: Final = {"kv_connector": "NixlConnector", "kv_connector_module_path": "nixl_kv.connector"}
+
+
+def multi(*children: object) -> dict[str, Any]:
+    connectors = {"connectors": list(children)}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "count"),
+    [
+        (OURS, 1),
+        ({"kv_connector": OWN_NAME}, 1),
+        ({"kv_connector": "NixlConnector"}, 0),
+        ({"kv_connector": OWN_NAME, "kv_connector_module_path": "theirs"}, 0),
+        (multi(OURS, {"kv_connector": "OffloadingConnector"}), 1),
+        (multi(multi(OURS), multi(multi({"kv_connector": "X"}, OURS), OURS)), 3),
+        (multi(), 0),
+        (multi(None, 5, []), 0),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": None}, 0),
+        ({"kv_connector": "Other", "kv_connector_extra_config": {"connectors": [OURS]}}, 0),
     ],
 )
-def test_keys_of_vllms_own_connector_are_understood(
-    extra: dict[str, object], seconds: float, lines: list[str]
-) -> None:
-    assert Config.parse(extra, {}).offer_ttl_s == seconds
-    assert foreign_key_lines(extra) == lines
+def test_a_configuration_is_ours_at_any_depth(transfer: dict[str, Any], count: int) -> None:
+    assert (
+        own_transfers(transfer)
+        == [{"kv_connector": OWN_NAME} if transfer == {"kv_connector": OWN_NAME} else OURS] * count
+    )
+
+
+def test_a_deep_configuration_is_no_trouble() -> None:
+    transfer: dict[str, Any] = dict(OURS)
+    for _ in range(10_000):
+        transfer = multi(transfer)
+    assert own_transfers(transfer) == [OURS]
 
 
 @pytest.mark.parametrize(

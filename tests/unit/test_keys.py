@@ -1,12 +1,16 @@
 """The key file: its permissions, its content and the derived keys."""
 
+import errno
+import itertools
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,12 +22,16 @@ from nixl_kv.keys import (
     Keys,
     find_user_key,
     make_user_key,
+    other_user_keys,
     parse_key,
     read_key_file,
+    user_key_paths,
     write_key_file,
 )
 
 ROOT = bytes(range(32))
+EMPTIED = keys._emptied_directories
+"""Before the fixture of all tests hides those of this machine."""
 
 
 @pytest.fixture
@@ -33,14 +41,20 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user without a key: the runtime directory; the temporary directory is its neighbour."""
-    for name in ("runtime", "tmp"):
+    """A user without a key: the home directory; its neighbours are two that the system empties."""
+    for name in ("home", "runtime", "tmp"):
         (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    # Not this machine's directory: a user may have logged in.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for other processes
+    monkeypatch.setattr(keys, "_emptied_directories", EMPTIED)
+    # Not this machine's directories: a user may have logged in, and has a home.
     monkeypatch.setattr(keys, "RUN_USER", tmp_path / "run-user")
-    return tmp_path / "runtime"
+    entry = SimpleNamespace(pw_dir=str(tmp_path / "home"))
+    monkeypatch.setattr(keys.pwd, "getpwuid", lambda _user: entry)
+    return tmp_path / "home"
 
 
 def written(path: Path, content: bytes = ROOT.hex().encode(), mode: int = 0o600) -> Path:
@@ -121,7 +135,7 @@ def test_a_full_disk_leaves_no_half_key(
     assert not path.exists()
     with pytest.raises(ConfigError, match="No space left on device"):
         make_user_key()
-    assert not list(user.iterdir())
+    assert not [each for each in user.rglob("*") if not each.is_dir()]
 
 
 @pytest.mark.parametrize(
@@ -222,47 +236,63 @@ def test_what_is_no_regular_file_is_refused(path: Path) -> None:
 # The key that a user's engines share
 
 
-def fallback() -> Path:
-    return Path(tempfile.gettempdir(), f"nixl_kv-{os.geteuid()}")
+def lasting(user: Path) -> Path:
+    return user / ".local" / "state" / "nixl_kv" / USER_KEY
+
+
+def emptied(user: Path, name: str) -> Path:
+    """A file that earlier releases used, in a directory that the system empties."""
+    directory = user.with_name("runtime")
+    if name == "temporary":
+        directory = Path(tempfile.gettempdir(), f"nixl_kv-{os.geteuid()}")
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / USER_KEY
+
+
+def foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
 
 
 def test_the_first_that_needs_a_key_makes_it_and_the_others_find_it(user: Path) -> None:
     assert find_user_key() is None
-    assert not fallback().exists()
+    assert not list(user.iterdir())
     made, path = make_user_key()
-    assert path == user / USER_KEY
+    assert path == lasting(user)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [each.name for each in user.iterdir()] == [USER_KEY]
-    assert not fallback().exists()
+    assert [stat.S_IMODE(each.stat().st_mode) for each in list(path.parents)[:3]] == [0o700] * 3
+    assert [each.name for each in path.parent.iterdir()] == [USER_KEY]
+    assert not any(any(user.with_name(name).iterdir()) for name in ("runtime", "tmp"))
     again, _ = make_user_key()
     found = find_user_key()
     assert found is not None
     assert asdict(made) == asdict(again) == asdict(found)
+    assert other_user_keys(made) == []
 
 
 START = """
-import sys
-from nixl_kv.keys import make_user_key
+import pwd, sys
+from pathlib import Path
+from nixl_kv import keys
+pwd.getpwuid = {}.__getitem__
+keys.RUN_USER = Path("/nowhere")
 print("ready", flush=True)
 sys.stdin.readline()
-print(make_user_key()[0].fingerprint, flush=True)
+print(keys.make_user_key()[0].fingerprint, flush=True)
 """
 
 
-@pytest.mark.parametrize("has_runtime_directory", [True, False])
-def test_processes_that_start_together_share_one_key(
-    user: Path, *, has_runtime_directory: bool
-) -> None:
-    env = {**os.environ, "TMPDIR": tempfile.gettempdir()}
-    if not has_runtime_directory:
-        user.chmod(0o755)
+@pytest.mark.parametrize("case", ["no key", "no home", "an old key", "two old keys"])
+def test_processes_that_start_together_share_one_key(user: Path, case: str) -> None:
+    if case == "no home":
+        user.rmdir()
+        user.with_name("runtime").rmdir()
+    names = {"an old key": ["temporary"], "two old keys": ["runtime", "temporary"]}.get(case, [])
+    old = [write_key_file(emptied(user, name)).fingerprint for name in names]
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
+            [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for _ in range(8)
     ]
@@ -272,84 +302,137 @@ def test_processes_that_start_together_share_one_key(
     for program in programs:
         assert program.stdin is not None
         print("go", file=program.stdin, flush=True)
-    shown = {program.communicate(timeout=60)[0] for program in programs}
+    shown = {program.communicate(timeout=60)[0].strip() for program in programs}
     assert len(shown) == 1, shown
+    assert not old or shown == {old[0]}
+    assert lasting(user).exists() == (case != "no home")
 
 
-@pytest.mark.parametrize("reason", ["unset", "relative", "missing", "wide", "foreign", "link"])
-def test_without_a_private_runtime_directory_the_key_is_below_the_temporary_one(
-    user: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+STATES = ("absent", "a file", "wide", "another user's", "its key")
+
+
+@pytest.mark.parametrize("states", list(itertools.product(STATES, repeat=4)), ids=",".join)
+def test_one_usable_directory_is_enough_and_later_engines_find_the_same_key(
+    user: Path, monkeypatch: pytest.MonkeyPatch, states: tuple[str, ...]
 ) -> None:
-    match reason:
-        case "unset":
-            monkeypatch.delenv("XDG_RUNTIME_DIR")
-        case "relative":
-            monkeypatch.chdir(user.parent)
-            monkeypatch.setenv("XDG_RUNTIME_DIR", user.name)
-        case "missing":
-            user.rmdir()
-        case "wide":
-            user.chmod(0o750)
-        case "foreign":
-            foreign(user)
-        case _:
-            user.rename(user.with_name("target"))
-            user.symlink_to("target")
+    """No other user can block a start or choose the key, whatever lies at each place."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(user.with_name("state")))
+    directories = [
+        user.with_name("state") / "nixl_kv",
+        lasting(user).parent,
+        user.with_name("runtime"),
+        user.with_name("tmp") / f"nixl_kv-{os.geteuid()}",
+    ]
+    directories[2].rmdir()
+    held = {}
+    for directory, state in zip(directories, states, strict=True):
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if state == "a file":
+            directory.touch(mode=0o600)
+        elif state != "absent":
+            directory.mkdir(mode=0o700)
+            key = write_key_file(directory / USER_KEY)
+            if state == "wide":
+                directory.chmod(0o750)
+            elif state == "another user's":
+                foreign(directory / USER_KEY)
+                foreign(directory)
+            else:
+                held[directory / USER_KEY] = key.fingerprint
+    usable = [
+        directory / USER_KEY
+        for directory, state in zip(directories, states, strict=True)
+        if state == "its key" or (state == "absent" and directory != directories[2])
+    ]
+    if not usable:
+        with pytest.raises(ConfigError) as refusal:
+            make_user_key()
+        assert all(str(directory) in str(refusal.value) for directory in directories)
+        return
+    made, path = make_user_key()
+    first = next(iter(held), usable[0])
+    if first.parent in directories[2:] and usable[0].parent in directories[:2]:
+        first = usable[0]  # where the key was copied
+    assert path == first
+    assert not held or made.fingerprint == next(iter(held.values()))
+    again, where = make_user_key()
+    found = find_user_key()
+    assert found is not None
+    assert (again.fingerprint, where, found.fingerprint) == (
+        made.fingerprint,
+        path,
+        made.fingerprint,
+    )
+    others = [each for each, key in held.items() if key != made.fingerprint]
+    assert other_user_keys(made) == others
+    assert set(held) | {path} <= set(user_key_paths())
+
+
+@pytest.mark.parametrize("name", ["runtime", "temporary"])
+def test_the_key_of_running_engines_outlives_the_directory_that_is_emptied(
+    user: Path, name: str
+) -> None:
+    """A rolling restart keeps one key, and so does a logout or a sweep after it."""
+    old = write_key_file(emptied(user, name))
+    found = find_user_key()
+    assert found is not None
+    assert found.fingerprint == old.fingerprint
+    assert not lasting(user).exists()  # a tool changes nothing
+    for _ in range(2):
+        made, path = make_user_key()
+        assert (made.fingerprint, path) == (old.fingerprint, lasting(user))
+        emptied(user, name).unlink(missing_ok=True)
+
+
+def test_roots_key_is_not_in_another_users_home(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sudo` may keep HOME: a directory of root there would block that user's engines."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    foreign(theirs)
+    for name, value in {"HOME": theirs, "XDG_STATE_HOME": theirs / "state"}.items():
+        monkeypatch.setenv(name, str(value))
     _, path = make_user_key()
-    assert path == fallback() / USER_KEY
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path == lasting(user)
+    assert list(theirs.iterdir()) == []
 
 
-def foreign(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    os.chown(path, 12345, -1)
-
-
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("foreign", "its owner is the user 12345"),
-        ("wide", "its mode is 0770; allowed: 0700"),
-        ("link", "Not a directory"),
-        ("file", "Not a directory"),
-    ],
-)
-def test_a_directory_that_another_user_could_have_made_is_refused(
-    user: Path, tmp_path: Path, reason: str, words: str
+@pytest.mark.parametrize("home", ["", "relative", "/nowhere"])
+def test_without_a_home_the_users_entry_names_it(
+    user: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
-    """Its owner would know the key."""
-    user.rmdir()
-    if reason == "link":
-        fallback().symlink_to(tmp_path)
-    elif reason == "file":
-        fallback().touch(mode=0o600)
-    else:
-        fallback().mkdir(mode=0o700)
-    if reason == "foreign":
-        foreign(fallback())
-    elif reason == "wide":
-        fallback().chmod(0o770)
-    with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR to a directory") as refusal:
-        make_user_key()
-    assert f"{fallback()}: {words}" in str(refusal.value)
-    assert find_user_key() is None
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("XDG_STATE_HOME", home and "relative")
+    assert make_user_key()[1] == lasting(user)
 
 
-def test_a_key_outlives_the_session_in_which_it_was_made(user: Path) -> None:
-    """A service has no runtime directory until its user logs in."""
-    user.chmod(0o755)
-    made, _ = make_user_key()
-    user.chmod(0o700)
-    later, path = make_user_key()
-    assert path.parent == fallback()
-    assert asdict(later) == asdict(made)
+def test_a_home_that_cannot_be_written_leaves_the_other_directories(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only root file system, a full quota, or a file system without hard links."""
+
+    def refuse(self: Path, target: Path) -> None:
+        if user in self.parents:
+            raise OSError(errno.EPERM, "Operation not permitted")
+        os.link(target, self)
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    made, path = make_user_key()
+    assert path == emptied(user, "runtime")
+    assert list(lasting(user).parent.iterdir()) == []
+    assert asdict(make_user_key()[0]) == asdict(made)
 
 
-def test_a_shared_key_that_is_unfit_is_refused_and_not_replaced(user: Path) -> None:
-    path = written(user / USER_KEY, b"")
-    words = f"{path}: its content is not 64 hexadecimal digits; set XDG_RUNTIME_DIR"
-    for use in (make_user_key, find_user_key):
-        with pytest.raises(ConfigError, match=words):
-            use()
+@pytest.mark.parametrize("use", [make_user_key, find_user_key])
+@pytest.mark.parametrize("place", ["lasting", "runtime", "temporary"])
+def test_a_shared_key_that_is_unfit_is_refused_and_not_replaced(
+    user: Path, place: str, use: Callable[[], object]
+) -> None:
+    path = lasting(user) if place == "lasting" else emptied(user, place)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written(path, b"")
+    words = f"{path}: its content is not 64 hexadecimal digits; set XDG_STATE_HOME"
+    with pytest.raises(ConfigError, match=words):
+        use()
     assert path.read_bytes() == b""

@@ -37,6 +37,7 @@ STOPPED: Final = (
     "with `kill -CONT`, otherwise restart it"
 )
 FIXES: Final = {
+    "no answer to the handshake": STOPPED,
     "not among its peers": "add this host's network to its 'peers', or run this on a host that "
     "they allow",
     "speaks wire version": "finish the upgrade; until then decode computes the prompts of the other"
@@ -240,19 +241,16 @@ def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
     name = f"engine {decode.description.engine!r} reads engine {prefill.description.engine!r}"
     fix = f"run `nixl-kv plan --prefill-at {prefill.where} --decode-at {decode.where}`"
     try:
-        comparison = compare.compare(decode.description, prefill.description, None)
+        comparison = compare.judge(decode, prefill)
     except (ValueError, IncompatiblePeer) as reason:
         return error(name, str(reason), fix)
-    mismatches = [str(Mismatch(*each.values())) for each in comparison["mismatches"]]
-    if mismatches:
+    mismatches = [Mismatch(*each.values()) for each in comparison["mismatches"]]
+    if [each.field for each in mismatches] == ["weights"]:
+        fix = "update the older engine, then run `nixl-kv set-weights`"
+    else:
         cure = "start both with the same model and options; docs/compatibility.md, What must be"
-        shown = "; ".join(mismatches[:MAX_SHOWN])
-        return error(name, f"{shown} ('here' is decode)", f"{cure} equal; {fix}")
-    ours, theirs = (
-        str(each.status.facts.get("weights", "")) if isinstance(each.status, Status) else ""
-        for each in (decode, prefill)
-    )
-    if ours != theirs:
-        about = f"decode's weights are {ours!r}, prefill's {theirs!r}, so decode computes"
-        return error(name, about, "update the older engine, then run `nixl-kv set-weights`")
+        fix = f"{cure} equal; {fix}"
+    if mismatches:
+        shown = "; ".join(map(str, mismatches[:MAX_SHOWN]))
+        return error(name, f"{shown} ('here' is decode), so decode computes", fix)
     return ok(name, f"they fit; {comparison['total']['links']} pairs of ranks")

@@ -14,16 +14,22 @@ import psutil
 from nixl_kv import addresses
 from nixl_kv.cli import client
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
-from nixl_kv.config import KEY_VARIABLE, Config, foreign_key_lines, own_transfers
+from nixl_kv.config import (
+    EXTRA,
+    KEY_VARIABLE,
+    OWN_NAME,
+    POLICY,
+    Config,
+    foreign_lines,
+    own_transfers,
+)
 from nixl_kv.errors import ConfigError, NixlKVError
 from nixl_kv.ids import endpoint_at, endpoint_host
-from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
+from nixl_kv.keys import Keys, find_user_key, other_user_keys, parse_key, read_key_file
 
 MODULE: Final = "nixl_kv.connector"
 OUR_NAMES: Final = ("NixlKVConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector")
 ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
-POLICY: Final = "kv_load_failure_policy"
-EXTRA: Final = "kv_connector_extra_config"
 TRANSFER_KEYS: Final = {"kv_connector", "kv_connector_module_path", "kv_role", EXTRA}
 ALLOWED: Final = f"allowed: a JSON object, the value of --kv-transfer-config, or its {EXTRA}"
 
@@ -72,7 +78,7 @@ class Setup:
 def read_config(setup: Setup, environ: Mapping[str, str]) -> Config | Check:
     """The settings as the engine would read them, or the check that says why it would not start."""
     try:
-        return Config.parse(setup.extra, environ)
+        return Config.of(setup.transfer or {"kv_connector": OWN_NAME, EXTRA: setup.extra}, environ)
     except ConfigError as reason:
         fix = "correct this setting or variable; docs/reference/configuration.md lists them all"
         return error("settings", str(reason), fix)
@@ -85,11 +91,11 @@ def check_settings(
         yield skipped("--kv-transfer-config", NO_CONFIG)
     elif setup.transfer is not None:
         yield from _transfer_checks(setup.transfer, environ)
-    for line in foreign_key_lines(setup.extra):
-        yield warning("settings", line, "remove the key")
     if isinstance(config, Check):
         yield config
         return
+    for line in foreign_lines(setup.transfer or {EXTRA: setup.extra}, environ):
+        yield warning("settings", line, "remove it; docs/migrate.md, What changes")
     names = [f"{name}={setup.extra[name]!r}" for name in setup.extra if name in Config.parsers()]
     yield ok("settings", ", ".join(names) or "all at their defaults")
     if config.backends != Config.backends:
@@ -144,7 +150,7 @@ def check_key(
 
     `given` and `insecure` are options of the tool; otherwise the engine's settings say which key.
     """
-    name, is_engines = "key", given is None
+    name, is_engines, others = "key", given is None, list[Path]()
     path = given or (config.key_file if config is not None else None)
     try:
         if insecure:
@@ -160,11 +166,17 @@ def check_key(
             if found is None:
                 return None, [ok(name, f"{LOCAL_KEY}; the first of them will make it")]
             keys, source = found, f"{LOCAL_KEY}; other machines need another: {KEYGEN}"
+            others += other_user_keys(keys)
     except ConfigError as reason:
         return None, [error(name, str(reason), KEYGEN)]
     whose = "" if is_engines else " (of this tool; the engine's own settings were not compared)"
     detail = f"its fingerprint is {keys.fingerprint}, {source}{whose}; engines log theirs at start"
-    return keys, [ok(name, detail)]
+    checks = [ok(name, detail)]
+    if others:
+        about = f"this user has other generated keys too, in {', '.join(map(str, others))}"
+        fix = "compare the fingerprints that the engines log, and delete the keys that none has"
+        checks.append(warning(name, about, fix))
+    return keys, checks
 
 
 def _no_key(config: Config | None) -> Check:

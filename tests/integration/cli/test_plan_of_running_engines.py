@@ -34,8 +34,9 @@ def publish() -> Iterator[Publish]:
     """Starts an engine's directory; returns where it listens."""
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, tp: int = 1) -> str:
-            directory = DirectoryServer(ZmqControl(make_user_key()[0]), HOST, 0)
+        def start(name: str, tp: int = 1, weights: str = "") -> str:
+            control = ZmqControl(make_user_key()[0])
+            directory = DirectoryServer(control, HOST, 0, weights=weights)
             stack.callback(directory.stop)
             directory.start()
             directory.publish(described(EngineShape(tp=tp, num_blocks=5000 * tp), name=name))
@@ -78,6 +79,13 @@ def test_running_engines_are_compared(publish: Publish) -> None:
     ]
     links = json.loads(plan(prefill, decode, "--json").stdout)["links"]
     assert [(link["reader"], link["source"]) for link in links] == [(0, 0), (1, 0)]
+
+
+def test_engines_with_different_weights_do_not_fit(publish: Publish) -> None:
+    result = plan(publish("left", weights="step 8"), publish("right"))
+    assert result.exit_code == 1
+    assert "Decode cannot read this prefill engine" in result.stdout
+    assert "weights is '' here and 'step 8' there" in result.stdout
 
 
 def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:

@@ -8,11 +8,19 @@ import pytest
 
 from harness.local.model_layouts import EngineShape, ModelShape, StatePart
 from nixl_kv.cli.compare import compare, example_reads, layers_text, ranges_text, run_lengths
+from nixl_kv.cli.doctor import engines as engines_of_doctor
 from nixl_kv.geometry import match
 from nixl_kv.geometry.plan import plan as make_plan
 from nixl_kv.protocol.messages import Description
 from support.documented import DOCS
-from support.nixl_kv_command import HYBRID, QWEN3_8B, described, plan, plan_figures
+from support.nixl_kv_command import (
+    HYBRID,
+    QWEN3_8B,
+    answered,
+    described,
+    plan,
+    plan_figures,
+)
 
 MODEL = ModelShape(6, 4, (8, 8), "bfloat16")
 WINDOWS = ModelShape(6, 4, (8, 8), "bfloat16", 24, (0, 1, 3, 4))
@@ -194,6 +202,41 @@ def test_a_mismatch_exits_1_and_is_named() -> None:
     assert json.loads(result.stdout)["mismatches"] == [
         {"field": "served_model_name", "decode": "llama", "prefill": "qwen"}
     ]
+
+
+OTHER_MODEL = described(EngineShape(), facts={"served_model_name": "llama"})
+OTHER_SHAPE = described(EngineShape(), MODEL)
+FITS = described(EngineShape())
+
+
+@pytest.mark.parametrize(
+    ("decode", "labels", "fields"),
+    [
+        pytest.param(FITS, ("", ""), [], id="alike"),
+        pytest.param(described(EngineShape(tp=2)), ("7", "7"), [], id="another TP"),
+        pytest.param(FITS, ("7", ""), ["weights"], id="one label"),
+        pytest.param(FITS, ("7", "8"), ["weights"], id="other labels"),
+        pytest.param(OTHER_MODEL, ("", ""), ["served_model_name"], id="another model"),
+        pytest.param(OTHER_MODEL, ("7", "8"), ["served_model_name", "weights"], id="both"),
+        pytest.param(OTHER_SHAPE, ("", ""), None, id="another shape"),
+    ],
+)
+def test_plan_and_doctor_give_one_verdict(
+    decode: Description, labels: tuple[str, str], fields: list[str] | None
+) -> None:
+    """One function decides for both, so a pipeline may ask either."""
+    result = plan(FITS, decode, labels=labels)
+    prefill, reader = answered(FITS, labels[0], "p:1"), answered(decode, labels[1], "d:1")
+    check = engines_of_doctor._pair(reader, prefill)
+    assert (result.exit_code, check.verdict) == ((0, "ok") if fields == [] else (1, "error"))
+    shown = json.loads(plan(FITS, decode, "--json", labels=labels).stdout)["mismatches"]
+    named = [each["field"] for each in shown]
+    assert fields is None or named == fields
+    assert bool(named) == (fields != [])
+    for field in named[:3]:
+        assert f"{field} is " in result.stdout
+        assert f"{field} is " in check.detail
+    assert ("set-weights" in (check.fix or "")) == (named == ["weights"])
 
 
 def test_names_of_an_engine_cannot_control_the_terminal() -> None:

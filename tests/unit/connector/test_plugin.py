@@ -1,19 +1,23 @@
-"""Runs in every process of every start: the connector's name, and the check of its address."""
+"""Runs in every process of every start: the connector's name, and the checks of the start."""
 
+import contextlib
 import logging
+import os
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nixl_kv.config import PORT_VARIABLE, Config
+from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 from nixl_kv.connector import plugin
-from nixl_kv.connector.plugin import check_address, check_before_weights
+from nixl_kv.connector.plugin import Where, check_address, check_before_weights
 from nixl_kv.errors import ConfigError
 from nixl_kv.transport.ports import LimitedPort
 
@@ -64,9 +68,15 @@ ELSEWHERE = "192.0.2.1"
 """An address for documentation: no machine has it."""
 
 
+CHECKS = plugin.CHECKS
+
+
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "PORT_WAIT_S", 0.0)
+    # The configurations here are not vLLM's; tests/unit/connector/test_vllm_config.py has this one.
+    checks = [one for one in CHECKS if one[1] is not plugin.check_settings]
+    monkeypatch.setattr(plugin, "CHECKS", checks)
 
 
 @pytest.fixture
@@ -79,7 +89,13 @@ def taken() -> Iterator[int]:
 
 def engine(index: int = 0, node: int = 0, transfer: Any = None) -> Any:
     """As much of vLLM's configuration as the plugin uses."""
-    parallel = SimpleNamespace(data_parallel_index=index, node_rank_within_dp=node)
+    parallel = SimpleNamespace(
+        data_parallel_index=index,
+        node_rank_within_dp=node,
+        data_parallel_size_local=1,
+        data_parallel_backend="mp",
+        distributed_executor_backend=None,
+    )
     model = SimpleNamespace(served_model_name="tiny")
     return SimpleNamespace(
         parallel_config=parallel, kv_transfer_config=transfer, model_config=model
@@ -169,33 +185,59 @@ def executors() -> tuple[Any, list[tuple[Any, ...]]]:
 
 def transfer(port: int, **given: Any) -> Any:
     values = {"kv_connector": "NixlConnector", "kv_connector_module_path": "nixl_kv.connector"}
-    extra = {"kv_connector_extra_config": {"port": port}, "kv_role": "kv_both"}
+    extra = {
+        "kv_connector_extra_config": {"port": port},
+        "kv_role": "kv_both",
+        "engine_id": "own",
+    }
     return SimpleNamespace(**{**values, **extra, **given})
 
 
-def multi(*children: Any) -> Any:
+def multi(*children: Any, **given: Any) -> Any:
     return SimpleNamespace(
         kv_connector="MultiConnector",
         kv_connector_extra_config={"connectors": list(map(vars, children))},
+        kv_role="kv_both",
+        engine_id="outer",
+        **given,
     )
 
 
-@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "of a MultiConnector"])
+def nested(child: Any, depth: int) -> Any:
+    """A connector in as many MultiConnectors, each with another child."""
+    for _ in range(depth):
+        other = transfer(0, kv_connector="OffloadingConnector", kv_connector_module_path=None)
+        child = multi(other, child)
+    return child
+
+
+each_depth = pytest.mark.parametrize("depth", [0, 1, 2, 3])
+
+
+@each_depth
 @pytest.mark.parametrize("module", ["nixl_kv.connector", None], ids=["by module", "by name"])
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_no_weights_are_loaded_if_the_port_is_in_use(
-    taken: int, role: str, module: str | None, *, is_child: bool
+    taken: int, role: str, module: str | None, depth: int
 ) -> None:
     executor, begun = executors()
     name = "NixlKVConnector"
     ours = transfer(taken, kv_connector=name, kv_connector_module_path=module, kv_role=role)
-    other = transfer(0, kv_connector="OffloadingConnector", kv_connector_module_path=None)
     with pytest.raises(ConfigError, match="Address already in use"):
-        executor(engine(transfer=multi(other, ours) if is_child else ours))
+        executor(engine(transfer=nested(ours, depth)))
     assert begun == []
 
 
-def test_other_engines_and_other_nodes_are_left_alone(taken: int) -> None:
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engines whose scheduler gets hooks. The real ones need vLLM's scheduler."""
+    engines: list[Any] = []
+    module = SimpleNamespace(hook_scheduler=engines.append)
+    monkeypatch.setitem(sys.modules, "nixl_kv.connector.request_ends", module)
+    return engines
+
+
+def test_other_engines_and_other_nodes_are_left_alone(taken: int, hooked: list[Any]) -> None:
     executor, begun = executors()
     others = [
         engine(transfer=None),
@@ -208,6 +250,7 @@ def test_other_engines_and_other_nodes_are_left_alone(taken: int) -> None:
     for each in others:
         executor(each, "more")
     assert begun == [(each, "more") for each in others]
+    assert hooked == others[-2:], "those of ours"
 
 
 BAD_IDS = {
@@ -226,6 +269,8 @@ def test_no_weights_are_loaded_if_no_ticket_could_carry_the_id(name: str, where:
     executor, begun = executors()
     given = {"engine_id": BAD_IDS[name]}
     whole = transfer(0, **given if where != "outer id of a child" else {})
+    if where == "outer id of a child":
+        del whole.engine_id
     if where != "alone":
         whole = multi(whole)
         whole.engine_id = BAD_IDS[name] if where == "outer id of a child" else "good"
@@ -237,12 +282,188 @@ def test_no_weights_are_loaded_if_no_ticket_could_carry_the_id(name: str, where:
     assert begun == []
 
 
-def test_vllms_executors_check() -> None:
+@each_depth
+@pytest.mark.parametrize(
+    ("number", "needs"),
+    [
+        pytest.param(number, needs, id=check.__name__)
+        for number, (needs, check) in enumerate(CHECKS)
+    ],
+)
+@pytest.mark.parametrize("process", ["engine", "other node", "API server", "API server with Ray"])
+def test_each_check_runs_before_the_weights_in_every_process_that_can(
+    monkeypatch: pytest.MonkeyPatch, depth: int, number: int, needs: Where, process: str
+) -> None:
+    """It sees the configuration that the connector will see, in MultiConnectors of any depth."""
+    seen: list[Any] = []
+
+    def refuse(config: Config, vllm_config: Any) -> None:
+        seen.append((config, vllm_config.kv_transfer_config))
+        raise ConfigError("no")
+
+    checks: list[Any] = [(Where.CONFIG, lambda *_: None)] * len(CHECKS)
+    checks[number] = needs, refuse
+    monkeypatch.setattr(plugin, "CHECKS", checks)
+    ours = transfer(7, kv_role="kv_consumer")
+    ours.kv_connector_extra_config["weights"] = "step 8"
+    if depth:
+        del ours.engine_id  # as vLLM, take that of the whole engine
+    config = engine(node=int(process == "other node"), transfer=nested(ours, depth))
+    if process == "API server with Ray":
+        config.parallel_config.distributed_executor_backend = "ray"
+    begin = arguments(config)[0] if "API" in process else executors()[0]
+    has = {"engine": Where.ENGINE, "API server with Ray": Where.CONFIG}
+    is_run = needs <= has.get(process, Where.MACHINE)
+    refused = pytest.raises(ConfigError, match=r"^no$")
+    with refused if is_run else contextlib.nullcontext():
+        if "API" in process:
+            begin().create_engine_config()
+        else:
+            begin(config)
+    assert len(seen) == is_run
+    for parsed, own in seen:
+        assert (parsed.weights, parsed.port) == ("step 8", 7)
+        assert (own.kv_role, own.engine_id) == ("kv_consumer", "outer" if depth else "own")
+
+
+# --- vLLM's arguments, in the process that begins a start
+
+
+def arguments(vllm_config: Any) -> tuple[Any, list[Any]]:
+    """A class like vLLM's, which makes this configuration."""
+    made: list[Any] = []
+
+    class EngineArgs:
+        def create_engine_config(self, *args: Any, **options: Any) -> Any:
+            made.append((args, options))
+            return vllm_config
+
+    for _ in range(3):
+        plugin.check_with_arguments(EngineArgs)
+    return EngineArgs, made
+
+
+@pytest.fixture(autouse=True)
+def causes(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What this process would do when it exits."""
+    monkeypatch.setenv(plugin.CAUSE_FILE, "")
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(plugin.atexit, "register", at_exit.append)
+    return at_exit
+
+
+@each_depth
+def test_a_misspelt_key_ends_the_start_in_the_process_that_begins_it(depth: int) -> None:
+    ours = transfer(0)
+    ours.kv_connector_extra_config["ofer_ttl_s"] = 5
+    begin, made = arguments(engine(transfer=nested(ours, depth)))
+    with pytest.raises(ConfigError, match="did you mean 'offer_ttl_s'"):
+        begin().create_engine_config(headless=True)
+    assert made == [((), {"headless": True})]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_here"),
+    [
+        ("distributed_executor_backend", None, True),
+        ("distributed_executor_backend", "uni", True),
+        ("distributed_executor_backend", "mp", True),
+        ("distributed_executor_backend", "ray", False),
+        ("distributed_executor_backend", type("Theirs", (), {}), False),
+        ("data_parallel_backend", "ray", False),
+        ("data_parallel_size_local", 0, False),
+    ],
+)
+def test_an_address_and_a_key_file_of_another_machine_are_not_looked_for(
+    name: str, value: object, *, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server, or Ray's driver, may run where no engine runs."""
+    monkeypatch.setenv(HOST_VARIABLE, "no-such-interface")
+    ours = transfer(0)
+    ours.kv_connector_extra_config |= {"host": "no-such-interface", "key_file": "/no/such/file"}
+    config = engine(transfer=ours)
+    setattr(config.parallel_config, name, value)
+    begin, _ = arguments(config)
+    refused = pytest.raises(ConfigError, match="no-such-interface")
+    with refused if is_here else contextlib.nullcontext():
+        begin().create_engine_config()
+
+
+def test_other_engines_begin_as_before(causes: list[Callable[[], None]]) -> None:
+    other = transfer(0, kv_connector_module_path=None)
+    for config in (engine(transfer=None), engine(transfer=other), engine(transfer=multi(other))):
+        begin, made = arguments(config)
+        assert begin().create_engine_config(1) is config
+        assert made == [((1,), {})]
+    assert causes == []
+
+
+# --- the cause of a failed start is printed last
+
+START = """
+import multiprocessing, sys
+from types import SimpleNamespace
+from nixl_kv.connector import plugin
+from nixl_kv.errors import ConfigError
+
+def engine(number):
+    with plugin.causes_noted():
+        raise ConfigError(f"port {number} is in use\\nreally")
+
+if __name__ == "__main__":
+    plugin.print_cause_at_exit()
+    context = multiprocessing.get_context(sys.argv[1])
+    for number in range(int(sys.argv[2])):
+        child = context.Process(target=engine, args=[number])
+        child.start()
+        child.join()
+    raise RuntimeError("Engine core initialization failed. See root cause above.")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_the_cause_of_a_failed_start_is_the_last_line(
+    tmp_path: Path, method: str, failures: int
+) -> None:
+    """vLLM starts engines by either method; the first of several causes counts."""
+    (tmp_path / "start.py").write_text(START)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "start.py"), method, str(failures)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path), plugin.CAUSE_FILE: ""},
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    if failures:
+        assert last == r"nixl_kv: port 0 is in use\nreally"
+        assert done.stderr.count("nixl_kv: port") == 1
+    else:
+        assert last.startswith("RuntimeError: Engine core initialization failed")
+    assert [each.name for each in tmp_path.iterdir()] == ["start.py"]
+
+
+def test_a_cause_that_cannot_be_left_is_raised_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("an earlier cause")
+    for path in ("", str(tmp_path / "no" / "folder"), str(tmp_path / "taken")):
+        monkeypatch.setenv(plugin.CAUSE_FILE, path)
+        with pytest.raises(ConfigError, match="mine"), plugin.causes_noted():
+            raise ConfigError("mine")
+    assert (tmp_path / "taken").read_text() == "an earlier cause"
+
+
+def test_vllms_classes_check() -> None:
     """Looking the connector up is enough, as vLLM does while it reads its configuration."""
     pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
     from vllm.v1.executor.abstract import Executor  # noqa: PLC0415
 
     import nixl_kv.connector  # noqa: PLC0415
 
     assert nixl_kv.connector.NixlKVConnector.__name__ == "NixlKVConnector"
-    assert getattr(Executor.__init__, "checks_address", False)
+    assert getattr(Executor.__init__, "checks_start", False)
+    assert getattr(EngineArgs.create_engine_config, "checks_start", False)

@@ -15,9 +15,10 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import KEY_VARIABLE
+from nixl_kv.config import KEY_VARIABLE, Config
 from nixl_kv.connector.scheduler import WITHOUT_TICKET, Scheduler
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
@@ -704,8 +705,66 @@ def test_on_load_failure_is_set_where_vllm_looks(
     assert transfer is not None
     assert transfer.kv_load_failure_policy == expected
     said = [line for line in caplog.messages if "on_load_failure" in line]
-    line = f"a request whose KV load fails {OUTCOMES[expected]} (on_load_failure)"
-    assert said == ([] if role == "kv_producer" else [line])
+    line = f"a request whose KV load fails {OUTCOMES[expected]}"
+    if vllms != expected:
+        line += f": on_load_failure replaces kv_load_failure_policy {vllms!r}"
+    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    if role == "kv_producer":
+        assert said == []
+    else:
+        assert said[0] == f"{line} (on_load_failure is {expected!r})"
+        # Only an explicit policy can differ from vLLM's default.
+        is_explicit = (vllms, expected) == ("recompute", "fail")
+        assert [line in each for each in warnings] == [True] * is_explicit
+
+
+def test_one_warning_names_all_that_a_recipe_for_vllms_connector_loses(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "480")
+    keys = {
+        "num_threads": 4,
+        "bidirectional_kv_xfer": True,
+        "read_validation_timeout": 30,
+        "lmcache_rpc_port": "producer1",
+        "kv_lease_duration": 7200,
+    }
+    options = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "fail"}
+    with caplog.at_level(logging.INFO):
+        make(
+            {"port": 0, **keys},
+            is_described=False,
+            kv_role="kv_both",
+            enable_permute_local_kv=True,
+            **options,
+        )
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    for name in (*keys, "VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "enable_permute_local_kv"):
+        assert name in warning
+    assert "'bidirectional_kv_xfer'] is true, but this feature is lost" in warning
+    assert "on_load_failure replaces kv_load_failure_policy 'fail'" in warning
+    assert any("counts as 'offer_ttl_s', unless that is set: 3600 s" in m for m in caplog.messages)
+
+
+def test_a_recipe_that_loses_nothing_warns_of_nothing(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        make({"port": 0, "kv_lease_duration": 45}, is_described=False, kv_role="kv_both")
+    assert [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING] == []
+    assert any("counts as 'offer_ttl_s'" in line and "45 s" in line for line in caplog.messages)
+
+
+def test_different_generated_keys_are_a_warning_that_names_both_files(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = dataclasses.replace(Trust.of(Config()), other_keys=("/tmp/nixl_kv-0/nixl_kv.key",))  # noqa: S108
+    monkeypatch.setattr(Trust, "of", lambda _config: trust)
+    with caplog.at_level(logging.WARNING):
+        make({"port": 0}, is_described=False)
+    (line,) = caplog.messages
+    assert trust.key_path in line
+    assert trust.other_keys[0] in line
 
 
 def test_an_api_server_hears_which_offers_decode_has_released(make: Make) -> None:

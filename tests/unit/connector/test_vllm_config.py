@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -27,8 +27,11 @@ from vllm.v1.request import RequestStatus
 from nixl_kv.connector import vllm_config as module
 from nixl_kv.connector.kv_layout import choose_interleave
 from nixl_kv.connector.paging import Paging, StatePaging
+from nixl_kv.connector.plugin import Where, run_checks
 from nixl_kv.connector.vllm_config import (
+    CACHE_REFUSALS,
     DRAFT_FACT,
+    REFUSALS,
     STATE_KINDS,
     check_supported,
     computed_on_decode,
@@ -146,6 +149,40 @@ def test_an_engine_that_cannot_be_served_is_refused_with_the_reason(words: str) 
         change(config)
     with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
         check_supported(config, cache)
+
+
+def nested(config: VllmConfig, depth: int) -> None:
+    """Put the engine's connector into as many MultiConnectors."""
+    own = config.kv_transfer_config
+    assert own is not None
+    names = ("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_extra_config")
+    transfer = {name: getattr(own, name) for name in names}
+    for _ in range(depth):
+        connectors = {"connectors": [transfer]}
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": connectors,
+        }
+    config.kv_transfer_config = KVTransferConfig(**transfer)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("words", [words for words, (change, _) in REFUSED.items() if change])
+def test_what_needs_no_cache_is_refused_before_the_weights_load(words: str, depth: int) -> None:
+    """Also in nested MultiConnectors: the child's role and buffer device count, not the outer."""
+    config, (change, _) = vllm_config({"port": 0}), REFUSED[words]
+    assert change is not None
+    run_checks(config, Where.CONFIG)
+    change(config)
+    nested(config, depth)
+    with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
+        run_checks(config, Where.CONFIG)
+
+
+def test_most_refusals_need_no_cache() -> None:
+    assert not REFUSALS.keys() & CACHE_REFUSALS.keys()
+    assert len(REFUSALS) == 6
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,21 @@ from support import records
 TEXTS = st.text(max_size=300) | st.text("\0\nø\ud800\U0001f600", max_size=300)
 
 
-def check(own: Config, engine_id: str | None, model_name: str | list[str] = "tiny") -> None:
+def check(own: Config, engine_id: str, model_name: str | list[str] = "tiny") -> None:
     transfer = SimpleNamespace(engine_id=engine_id)
     model = SimpleNamespace(served_model_name=model_name)
     vllm_config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
-    check_wire_values(own, vllm_config, vars(transfer))
+    check_wire_values(own, vllm_config)
 
 
 @given(
-    engine_id=st.none() | TEXTS,
+    engine_id=TEXTS,
     model_name=TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     host=st.ip_addresses().map(str),
     weights=TEXTS,
 )
 def test_values_are_refused_in_words_or_reach_peers_as_they_are(
-    engine_id: str | None, model_name: Any, host: str, weights: str
+    engine_id: str, model_name: Any, host: str, weights: str
 ) -> None:
     try:
         label = weights_label("weights", weights)
@@ -43,7 +43,7 @@ def test_values_are_refused_in_words_or_reach_peers_as_they_are(
         refusal = str(error)
     else:
         name = model_name if isinstance(model_name, str) else model_name[0]
-        expect_readable(engine_id or "made by vLLM", name, host, label)
+        expect_readable(engine_id, name, host, label)
         return
     assert refusal == printable(refusal)
     assert "allowed: " in refusal

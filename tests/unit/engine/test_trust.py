@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from nixl_kv import keys
 from nixl_kv.config import Config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError, TicketRefused
 from nixl_kv.ids import endpoint_at
-from nixl_kv.keys import Keys, make_user_key, write_key_file
+from nixl_kv.keys import USER_KEY, Keys, make_user_key, write_key_file
 from nixl_kv.protocol.pair import PairAddress
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import FromPeer, Lost, Received
@@ -99,15 +100,46 @@ def test_the_mac_is_checked_before_the_host(key_file: str) -> None:
 
 def test_it_is_shown_without_secrets() -> None:
     _, path = make_user_key()
-    keys = Keys.derive(b"k" * 32)
-    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0, " (from key_file x)")
-    words = f"the key {keys.fingerprint} (from key_file x); its peers are 0.0.0.0/0, ::/0"
+    derived = Keys.derive(b"k" * 32)
+    with_key = Trust(derived, Config(key_file="x").allowed_hosts, 2.0, " (from key_file x)")
+    words = f"the key {derived.fingerprint} (from key_file x); its peers are 0.0.0.0/0, ::/0"
     assert str(with_key) == words
     here = "its peers are 127.0.0.0/8, ::1/128, 127.0.0.1/32"
     assert str(trust({"insecure": True})) == f"no key; {here}"
     assert str(trust({})).endswith(f"(of this user's engines on this machine, in {path}); {here}")
-    for secret in (keys.tickets, keys.server, keys.client):
+    for secret in (derived.tickets, derived.server, derived.client):
         assert repr(secret) not in repr(with_key)
+
+
+@pytest.mark.parametrize("others", [0, 1, 2], ids=["no other key", "one", "two"])
+def test_a_wrong_mac_names_the_files_of_generated_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Two engines of one user may have found different keys; the operator must learn where."""
+    own = [tmp_path / "state" / "nixl_kv", tmp_path / "runtime", tmp_path / "tmp"]
+    monkeypatch.setattr(keys, "_emptied_directories", lambda: own[1:])
+    monkeypatch.setattr(keys, "_lasting_directories", lambda: own[:1])
+    for directory in own[: others + 1]:
+        directory.mkdir(mode=0o700, parents=True)
+        write_key_file(directory / USER_KEY)
+    files = [str(directory / USER_KEY) for directory in own]
+    decode = trust({})
+    with pytest.raises(TicketRefused) as refusal:
+        decode.check(at_host("127.0.0.1").params(b"x" * 32))
+    text = str(refusal.value)
+    assert refusal.value.reason == "key"
+    assert f"this engine has the generated key in {files[0]}; prefill may have another" in text
+    named = files[1 : others + 1] if others else files[1:]
+    assert f"in {' or '.join(named)}: " in text
+    assert (files[0] in decode.warning()) == bool(others)
+    assert all(file in decode.warning() for file in files[1 : others + 1])
+
+
+def test_a_wrong_mac_beside_a_configured_key_names_no_generated_one(key_file: str) -> None:
+    decode = trust({"key_file": key_file})
+    with pytest.raises(TicketRefused, match=r"fingerprints that both engines log at start$"):
+        decode.check(at_host("127.0.0.1").params(b"x" * 32))
+    assert decode.warning() == ""
 
 
 @pytest.mark.parametrize(

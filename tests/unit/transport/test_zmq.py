@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -258,7 +259,12 @@ def test_an_endpoint_that_speaks_another_protocol_is_lost(
     lost = next_of(reader)
     assert isinstance(lost, Lost)
     assert lost.endpoint == endpoint
-    assert lost.reason.split(":")[0] in ("connection closed", "handshake failed", "cannot connect")
+    assert lost.reason in (
+        "connection closed",
+        "connection closed during the handshake",
+        "cannot connect",
+        "handshake failed: perhaps it has a key",  # it has read our greeting before it closes
+    )
 
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["requests", "answers"])
@@ -381,9 +387,52 @@ def test_an_endpoint_with_another_key_is_lost_with_a_reason(
     endpoint, stranger, friend = serve(server), make(client), make(server)
     with contextlib.suppress(TransportError):  # on a busy machine it is refused before it sends
         stranger.send(endpoint, b"let me in")
-    reason = f"handshake failed: perhaps it has {words}, or hangs"
+    reason = f"handshake failed: perhaps it has {words}"
     assert next_of(stranger) == Lost(endpoint, reason)
     check_served(friend, endpoint)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""That of a peer with a key (ZMTP 3.1)."""
+
+
+@pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "no keys"])
+@pytest.mark.parametrize("greeting", [b"", GREETING], ids=["silent", "greets and hangs"])
+def test_a_peer_that_does_not_answer_is_not_said_to_have_another_key(
+    make: MakeControl, monkeypatch: pytest.MonkeyPatch, keys: Keys | None, greeting: bytes
+) -> None:
+    """A stopped process, a busy one, a slow network: the key is not their trouble."""
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_MS", 300)
+    reader = make(keys)
+    with socket.create_server((HOST, 0)) as stopped:
+        endpoint = endpoint_at(HOST, stopped.getsockname()[1])
+        reader.send(endpoint, b"hello")
+        connection, _ = stopped.accept()
+        with connection:
+            connection.sendall(greeting)
+            lost = next_of(reader)
+    assert isinstance(lost, Lost)
+    is_refused = bool(greeting) and keys is None  # by us: the peer asks for a key
+    assert ("key" in lost.reason) == is_refused
+    assert lost.reason.startswith("handshake failed" if is_refused else "no answer to the hand")
+
+
+def test_a_peer_that_closes_new_connections_is_not_said_to_have_another_key(
+    make: MakeControl,
+) -> None:
+    """As a port does that has too many."""
+    reader = make(KEYS)
+    reset = struct.pack("ii", 1, 0)
+    with socket.create_server((HOST, 0)) as full:
+        endpoint = endpoint_at(HOST, full.getsockname()[1])
+        reader.send(endpoint, b"hello")
+        connection, _ = full.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        connection.close()
+        lost = next_of(reader)
+    assert isinstance(lost, Lost)
+    assert "closed" in lost.reason
+    assert "key" not in lost.reason
 
 
 @pytest.mark.usefixtures("_long_handshakes")

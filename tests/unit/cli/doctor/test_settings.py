@@ -42,6 +42,9 @@ def test_what_is_no_configuration_is_bad_input(text: str, words: str) -> None:
     assert words in str(raised.value)
 
 
+FORK = {"read_validation_timeout": 30, "theirs": 4}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -49,7 +52,14 @@ def test_what_is_no_configuration_is_bad_input(text: str, words: str) -> None:
         pytest.param({**OURS, **MODULE}, [], id="good"),
         pytest.param(OURS, [], id="by the plugin"),
         pytest.param({"offer_ttl_s": 5}, [], id="extra alone"),
-        pytest.param({"kv_lease_duration": 5}, [("settings", "warning")], id="foreign key"),
+        pytest.param({"kv_lease_duration": 5}, [], id="foreign key that counts"),
+        pytest.param({"num_threads": 4}, [("settings", "warning")], id="foreign key"),
+        pytest.param({"theirs": 4}, [("settings", "error")], id="unknown key"),
+        pytest.param(
+            {**OURS, **MODULE, "kv_connector": "NixlConnector", "kv_connector_extra_config": FORK},
+            [("settings", "warning")] * 2,
+            id="keys of a fork",
+        ),
         pytest.param({"ofer_ttl_s": 5}, [("settings", "error")], id="misspelt key"),
         pytest.param({**OURS, "kv_role": "prefill"}, [("kv_role", "error")], id="role"),
         pytest.param(
