@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.plugin import check_address, log_like_vllm
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import (
     HIT_SOURCE,
     has_sleep_hooks,
+    is_child,
     parse_config,
     required_layout,
     transfer_config,
@@ -44,10 +46,13 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
         """Opens nothing yet. A ConfigError names what the connector cannot serve."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         log_like_vllm()
+        config, is_prefill = parse_config(vllm_config), transfer_config(vllm_config).is_kv_producer
+        # Again: `check_before_weights` may not have run.
+        unpromised.check(unpromised.Engine(vllm_config, config, is_prefill=is_prefill))
         self._half: type[Scheduler | Worker]  # the other half has no state
         if role is KVConnectorRole.SCHEDULER:
             self._half = Scheduler
-            Scheduler.__init__(self, vllm_config, kv_cache_config)
+            Scheduler.__init__(self, vllm_config, kv_cache_config, is_child=is_child(self))
         else:
             self._half = Worker
             Worker.__init__(self, vllm_config, kv_cache_config)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from nixl_kv import addresses
 from nixl_kv.config import Config, own_transfers
+from nixl_kv.connector import unpromised
 from nixl_kv.errors import ConfigError, get_logger
 
 logger = get_logger(__name__)
@@ -126,6 +127,7 @@ def check_before_weights(executor: Any) -> None:
                 extra = transfer.get("kv_connector_extra_config") or {}
                 is_prefill = transfer.get("kv_role") != "kv_consumer"
                 config = Config.parse(extra, os.environ)
+                unpromised.check(unpromised.Engine(vllm_config, config, is_prefill=is_prefill))
                 check_address(config, vllm_config, is_prefill=is_prefill)
                 check_key_and_backends(config)
         begin(self, vllm_config, *args, **options)
