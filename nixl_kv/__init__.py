@@ -4,7 +4,10 @@ Importing this package opens nothing and starts nothing. vLLM loads `nixl_kv.con
 that moves KV without vLLM uses `nixl_kv.engine`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+TESTED_VLLM: Final = ("0.31", "0.32", "0.33")
+"""The minor releases of vLLM that were tested, oldest first."""
 
 if TYPE_CHECKING:
     __version__: str

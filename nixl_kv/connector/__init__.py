@@ -5,6 +5,8 @@ vLLM's plugin hook imports this package in every process, so the connector is im
 
 from typing import TYPE_CHECKING, Any
 
+from nixl_kv.connector.unpromised import import_error
+
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
     from nixl_kv.connector.early_answer import EarlyAnswer
@@ -28,15 +30,21 @@ def __getattr__(name: str) -> Any:
 
         return EarlyAnswer
     if name == "Scheduler":
-        from nixl_kv.connector.fast_scheduler import FastScheduler  # noqa: PLC0415 - see above
-
+        try:
+            from nixl_kv.connector.fast_scheduler import FastScheduler  # noqa: PLC0415 - see above
+        except ImportError as error:
+            raise import_error(error) from error
         return FastScheduler
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
-        from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it
-
-        from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above
+
+        try:
+            from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it
+
+            from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
+        except ImportError as error:
+            raise import_error(error) from error
 
         # A process may load no plugins (`VLLM_PLUGINS`), and MultiConnector looks up the
         # statistics of its children by name.

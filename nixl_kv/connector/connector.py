@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.plugin import causes_noted, check_address, log_like_vllm
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import (
     HIT_SOURCE,
     has_sleep_hooks,
+    is_child,
     parse_config,
     required_layout,
     transfer_config,
@@ -44,10 +46,18 @@ class NixlKVConnector(Scheduler, Worker, KVConnectorBase_V1, SupportsHMA):
         """Opens nothing yet. A ConfigError names what the connector cannot serve."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         log_like_vllm()
+        config, is_prefill = parse_config(vllm_config), transfer_config(vllm_config).is_kv_producer
+        # Again: `check_before_weights` may not have run.
+        unpromised.check(unpromised.Engine(vllm_config, config, is_prefill=is_prefill))
         self._half: type[Scheduler | Worker]  # the other half has no state
-        self._half = Scheduler if role is KVConnectorRole.SCHEDULER else Worker
-        with causes_noted():
-            self._half.__init__(self, vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._half = Scheduler
+            with causes_noted():
+                Scheduler.__init__(self, vllm_config, kv_cache_config, is_child=is_child(self))
+        else:
+            self._half = Worker
+            with causes_noted():
+                Worker.__init__(self, vllm_config, kv_cache_config)
 
     # --- both roles
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.plugin import log_like_vllm, own_config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.engine.watch import OfferWatch
@@ -84,7 +85,7 @@ class EarlyAnswer:
         self._error_log = LimitedLog(logger, time.monotonic)  # with tracebacks
         self._trust: Trust | None = None
         self._for_in_tree = True
-        self._is_off = False
+        self._is_off = unpromised.warn(unpromised.EARLY_ANSWER)
         self._latest: Ticket | None = None  # from the engine's last answer
         self._watch: OfferWatch | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio's own references are weak
@@ -96,7 +97,7 @@ class EarlyAnswer:
         if path not in (COMPLETIONS, CHAT):
             await self._app(scope, receive, send)
             return
-        if self._trust is None:
+        if self._trust is None and not self._is_off:
             self._configure(scope["app"].state.vllm_config)
         if self._is_off:
             await self._app(scope, receive, send)

@@ -5,37 +5,35 @@ scheduling one step later still. With this class, each rank also tells the sched
 directly, by a message to the engine's directory. The class takes these hints before each step.
 """
 
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.vllm_config import end_of_loads
-from nixl_kv.errors import get_logger
-
-logger = get_logger(__name__)
-
-UNKNOWN: Final = (
-    "--scheduler-cls nixl_kv.connector.Scheduler has no effect with this vLLM: its scheduler hears "
-    "of loads with the output of a step only"
-)
+from nixl_kv.connector.unpromised import SCHEDULER_CLASS, is_off
 
 
 class FastScheduler(AsyncScheduler):
     """See the module's docstring."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """With an untested vLLM, an instance of vLLM's own class. The connector logs why."""
+        if not is_off(SCHEDULER_CLASS):
+            return super().__new__(cls)
+        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        is_async = vllm_config.scheduler_config.async_scheduling
+        return (AsyncScheduler if is_async else Scheduler)(*args, **kwargs)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._end_loads = end_of_loads(self)
-        if self._end_loads is None:
-            logger.warning(UNKNOWN)
-        elif isinstance(self.connector, NixlKVConnector):
+        if isinstance(self.connector, NixlKVConnector):
             self.connector.takes_hints = True
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._end_loads is not None and isinstance(self.connector, NixlKVConnector):
-            self.connector.end_landed(self._end_loads)
+        if isinstance(self.connector, NixlKVConnector):
+            self.connector.end_landed(self._update_from_kv_xfer_finished)
         return super().schedule(*args, **kwargs)
 
     # An engine without asynchronous scheduling needs vLLM's other class. With this one, it would

@@ -116,6 +116,19 @@ class RequestBlocks:
         tables = self.manager.get_block_ids(request)
         return [tables[paging.group] for paging in self._pagings]
 
+    def filled(self, num_tokens: int, current: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """The blocks of the first `num_tokens` tokens, if `are_kept`."""
+        pairs = zip(self._pagings, current, strict=True)
+        return [ids[: paging.count(num_tokens)] for paging, ids in pairs]
+
+    def has_still(self, request: RequestId, filled: Sequence[Sequence[int]]) -> bool:
+        """Whether the request's table begins with these blocks."""
+        tables = self.manager.get_block_ids(request)
+        return bool(tables) and all(
+            tables[paging.group][: len(ids)] == ids
+            for paging, ids in zip(self._pagings, filled, strict=True)
+        )
+
     def tables(
         self, num_tokens: int, current: Sequence[Sequence[int]], pins: Pins
     ) -> tuple[Table, ...]:

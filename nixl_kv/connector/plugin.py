@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from nixl_kv import addresses
 from nixl_kv.config import EXTRA, HOST_VARIABLE, Config, own_transfers
+from nixl_kv.connector import unpromised
 from nixl_kv.errors import ConfigError, NixlKVError, TicketRefused, get_logger, printable
 
 logger = get_logger(__name__)
@@ -139,6 +140,11 @@ def check_settings(_config: Config, vllm_config: Any) -> None:
     check_supported(vllm_config)
 
 
+def check_vllm(config: Config, vllm_config: Any) -> None:
+    is_prefill = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+    unpromised.check(unpromised.Engine(vllm_config, config, is_prefill=is_prefill))
+
+
 def check_key(config: Config, _vllm_config: Any) -> None:
     from nixl_kv.engine.trust import Trust  # noqa: PLC0415 - not in every process
 
@@ -202,6 +208,7 @@ CHECKS: Final[tuple[tuple[Where, Callable[[Config, Any], None]], ...]] = (
     (Where.CONFIG, check_settings),
     (Where.CONFIG, check_wire_values),
     (Where.MACHINE, check_key),
+    (Where.ENGINE, check_vllm),
     (Where.ENGINE, check_port),
     (Where.ENGINE, check_backends),
 )

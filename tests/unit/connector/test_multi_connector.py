@@ -13,8 +13,11 @@ from packaging.version import Version
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -26,12 +29,26 @@ from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
+from nixl_kv.connector.scheduler import NO_CHUNKS
 from nixl_kv.connector.worker import HandshakeMetadata
+from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
-from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
-from nixl_kv.protocol.ticket import FIELD
-from support.records import ticket_for, written_out
+from nixl_kv.protocol.events import (
+    Asked,
+    CancelLoad,
+    ExpectOffer,
+    MarkWritten,
+    PrepareOffer,
+    PublishOffer,
+    Reply,
+    SetEngine,
+    StartLoad,
+)
+from nixl_kv.protocol.messages import Grant
+from nixl_kv.protocol.prefill import PrefillMachine
+from nixl_kv.protocol.ticket import FIELD, Ticket
+from support.records import RANK_LIFE, ask, ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
 
@@ -142,6 +159,96 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
     prefill.end(publishing, finished_sending={"second"})
     assert prefill.free_blocks == prefill.idle
+
+
+SYNC: Final = {"kv_connector": "SyncLoader", "kv_connector_module_path": __name__}
+
+
+class SyncLoader(KVConnectorBase_V1, SupportsHMA):
+    """Loads 64 tokens of the request Q within a step, as LMCacheConnectorV1 does."""
+
+    def get_num_new_matched_tokens(self, request: Request, local: int) -> tuple[int, bool]:
+        return (max(0, 64 - local) if request.request_id == "Q" else 0), False
+
+    def update_state_after_alloc(self, *_: Any) -> None:
+        pass
+
+    def build_connector_meta(self, _: SchedulerOutput) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished(self, *_: Any) -> tuple[bool, None]:
+        return False, None
+
+    request_finished_all_groups = request_finished
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
+
+
+@pytest.mark.parametrize("length", [120, 400], ids=["in one step", "in chunks"])
+def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> None:
+    """Q's load fails. R, a pair, shares its blocks, so what this step computes of R is wrong too.
+
+    R loads nothing itself: only vLLM's answer to the step's output shows that it goes back.
+    """
+    prefill = engine(ours("kv_producer"), {**SYNC, "kv_role": "kv_producer"}, num_blocks=64)
+    role = prefill.connector._connectors[0]
+    machine = PrefillMachine(
+        RANK_LIFE, lambda *_: None, num_slots=4, offer_ttl_s=10, lease_s=5, hold_s=60
+    )
+    page: Any = SimpleNamespace(count=4, write=lambda *_: None, clear=lambda _: None)
+    slots = PairSlots(page, 0)
+    pair = Ticket(**vars(role._prefill.address), nonce=new_nonce())
+    prefill.add("Q", [*range(64), *range(900, 940)], max_tokens=2)
+    params = {**WANT_TICKET, FIELD: role._trust.seal(pair)[FIELD]}
+    request = prefill.add("R", [*range(64), *range(5000, 4936 + length)], params)
+    granted = []
+    for step in range(8):
+        output = prefill.vllm.schedule()
+        commands = [one for one in prefill.commands(output) if not isinstance(one, SetEngine)]
+        applied: list[Any] = list(slots.apply(commands))
+        for command in applied:
+            actions = machine.handle(command, step)
+            if isinstance(command, ExpectOffer):  # decode asks at once
+                asked = ask(nonce=command.nonce, context=command.context, is_early=True)
+                actions += machine.handle(Asked(b"d", asked), step)
+            elif isinstance(command, PrepareOffer):  # the step's writes are on the stream
+                mark = MarkWritten(command.nonce, command.computed, command.life)
+                actions += machine.handle(mark, step)
+            replies = [each.message for each in actions if isinstance(each, Reply)]
+            granted += [step for each in replies if isinstance(each, Grant)]
+        if step == 0:
+            assert set(prefill.blocks_of("Q")) & set(prefill.blocks_of("R"))
+            prefill.end(output, invalid_block_ids=set(prefill.blocks_of("Q")[:4]))
+            assert request.num_computed_tokens == 64
+        else:
+            (*_, answer) = prefill.end(output) or [None]
+        if request.is_finished():
+            break
+    assert FIELD in answer.kv_transfer_params
+    assert granted == []
+    (publish,) = prefill.commands(prefill.vllm.schedule())
+    actions = machine.handle(publish, 9)
+    (grant,) = [each.message for each in actions if isinstance(each, Reply)]
+    assert isinstance(grant, Grant)
+    assert [written_out(table) for table in grant.tables] == [prefill.blocks_of("R")]
+
+
+@pytest.mark.parametrize("is_multi", [False, True])
+def test_chunks_are_off_beside_other_connectors(
+    caplog: pytest.LogCaptureFixture, *, is_multi: bool
+) -> None:
+    """Also beside one that loads nothing: its class does not tell."""
+    child = ours("kv_producer")
+    transfer = multi(child, TIER) if is_multi else KVTransferConfig(**child)
+    with caplog.at_level(logging.INFO, "vllm"):  # ours has the same level
+        prefill = Engine(transfer, 32)
+    role = prefill.connector._connectors[0] if is_multi else prefill.connector
+    assert role._prefill._in_parts is not is_multi
+    assert (NO_CHUNKS in caplog.messages) is is_multi
+    prefill.connector.shutdown()
 
 
 # --- decode

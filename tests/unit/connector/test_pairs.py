@@ -342,6 +342,109 @@ def test_other_offers_wait_for_the_last_chunk(options: dict[str, Any], pair: Tic
     assert (offer.computed, offer.in_parts, offer.is_pair) == (None, False, pair is not None)
 
 
+# --- prefill in chunks
+
+LATER = [21, 22, 23, 24, 25]
+
+
+@pytest.fixture
+def chunks() -> Prefill:
+    """Of two chunks, decode may read the first."""
+    prefill = Prefill(in_parts=True)
+    prefill.arrive()
+    assert prefill.scheduler.may_begin(P1, NUM_TOKENS)
+    prefill.manager.tables["p1"] = (TABLE[:3],)
+    (first,) = prefill.step([(P1, range(10))])
+    assert isinstance(first, PrepareOffer)
+    assert (first.computed, first.in_parts, first.life) == (10, True, 0)
+    return prefill
+
+
+BACK = WithdrawOffer(PAIR.nonce, is_final=False)
+
+
+def test_a_table_that_grows_is_the_same(chunks: Prefill) -> None:
+    chunks.manager.tables["p1"] = (TABLE[:4],)
+    assert chunks.step() == []
+    chunks.manager.tables["p1"] = (TABLE,)
+    (last,) = chunks.step([(P1, range(10, NUM_TOKENS))])
+    assert isinstance(last, PrepareOffer)
+    assert (last.computed, last.life) == (None, 0)
+    assert chunks.step() == []
+    assert chunks.finish()[1] == [PublishOffer(PAIR.nonce, P1)]
+    chunks.manager.tables["p1"] = (LATER,)
+    assert chunks.step() == [], "the offer holds its blocks now, whatever vLLM says"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param([], id="freed"),
+        pytest.param(TABLE[:2], id="cut"),
+        pytest.param([*TABLE[:2], 99], id="one replaced"),
+        pytest.param(LATER, id="others"),
+    ],
+)
+@pytest.mark.parametrize("is_last", [False, True], ids=["a part", "all of the prompt"])
+def test_a_request_that_loses_blocks_loses_its_grant_in_the_same_step(
+    chunks: Prefill, caplog: pytest.LogCaptureFixture, table: list[int], *, is_last: bool
+) -> None:
+    """VLLM may free blocks by a method that `RequestBlocks.bind` does not know."""
+    if is_last:
+        chunks.manager.tables["p1"] = (TABLE,)
+        chunks.step([(P1, range(10, NUM_TOKENS))])
+    chunks.manager.tables["p1"] = (table,)
+    assert chunks.step() == [BACK]
+    assert f"request {P1} lost blocks that decode may read" in caplog.text
+    assert chunks.step() == [], "once"
+    assert chunks.scheduler.may_begin(P1, NUM_TOKENS)
+    chunks.manager.tables["p1"] = (LATER,)
+    (again,) = chunks.step([(P1, range(12))])
+    assert isinstance(again, PrepareOffer)
+    assert (again.computed, again.life) == (12, 1)
+
+
+def test_a_request_that_vllm_names_as_preempted_loses_its_grant(chunks: Prefill) -> None:
+    assert chunks.step([], [P2]) == []
+    assert chunks.step([], [P1]) == [BACK]
+    assert chunks.step([], [P1]) == []
+
+
+def test_a_preempted_request_that_runs_again_at_once_has_another_life(chunks: Prefill) -> None:
+    chunks.preempt()
+    chunks.scheduler.may_begin(P1, NUM_TOKENS)
+    chunks.manager.tables["p1"] = (TABLE,)
+    back, again = chunks.step([(P1, range(8))], [P1])
+    assert back == BACK
+    assert isinstance(again, PrepareOffer)
+    assert (again.computed, again.life) == (8, 1)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_pair: bool) -> None:
+    """VLLM discards a step if KV that it loaded synchronously is invalid; the blocks stay."""
+    prefill = Prefill(in_parts=True)
+    pair = PAIR if is_pair else replace(PAIR, incarnation=hex32(9))
+    prefill.arrive(pair)
+    prefill.scheduler.may_begin(P1, NUM_TOKENS)
+    (first,) = prefill.step([(P1, range(NUM_TOKENS))])
+    back, again = prefill.step([(P1, range(4, NUM_TOKENS))])
+    assert isinstance(first, PrepareOffer)
+    assert isinstance(again, PrepareOffer)
+    assert back == WithdrawOffer(first.nonce, is_final=not is_pair)
+    assert (again.nonce == first.nonce, again.life) == (is_pair, 1)
+    assert prefill.finish()[1] == [PublishOffer(again.nonce, P1)]
+
+
+def test_rejected_drafts_are_no_way_back(chunks: Prefill) -> None:
+    """They are tokens of the answer: decode does not read their blocks."""
+    chunks.manager.tables["p1"] = ([*TABLE, 16, 17],)
+    chunks.step([(P1, range(10, NUM_TOKENS))])
+    assert chunks.step([(P1, range(NUM_TOKENS, NUM_TOKENS + 4))]) == []
+    assert chunks.step([(P1, range(NUM_TOKENS + 1, NUM_TOKENS + 5))]) == []
+    assert chunks.finish()[1] == [PublishOffer(PAIR.nonce, P1)]
+
+
 # --- decode
 
 

@@ -18,6 +18,7 @@ import pytest
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 from nixl_kv.connector import plugin
 from nixl_kv.connector.plugin import Where, check_address, check_before_weights
+from nixl_kv.connector.unpromised import Engine
 from nixl_kv.errors import ConfigError
 from nixl_kv.transport.ports import LimitedPort
 
@@ -170,6 +171,14 @@ def test_the_port_of_an_engine_that_is_ending_is_waited_for(
 # --- vLLM's executors
 
 
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines whose vLLM was checked. These tests also run without vLLM."""
+    checked: list[Engine] = []
+    monkeypatch.setattr(plugin.unpromised, "check", checked.append)
+    return checked
+
+
 def executors() -> tuple[Any, list[tuple[Any, ...]]]:
     """A class like vLLM's, which notes what it is made with: then it loads the weights."""
     begun: list[tuple[Any, ...]] = []
@@ -237,7 +246,28 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return engines
 
 
-def test_other_engines_and_other_nodes_are_left_alone(taken: int, hooked: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("role", "is_prefill"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)]
+)
+def test_no_weights_are_loaded_if_vllm_lacks_a_part(
+    monkeypatch: pytest.MonkeyPatch, parts: list[Engine], role: str, *, is_prefill: bool
+) -> None:
+    def check(one: Engine) -> None:
+        parts.append(one)
+        raise ConfigError("vLLM lacks a part")
+
+    monkeypatch.setattr(plugin.unpromised, "check", check)
+    executor, begun = executors()
+    with pytest.raises(ConfigError, match="lacks a part"):
+        executor(engine(transfer=multi(transfer(0, kv_role=role))))
+    assert begun == []
+    (part,) = parts
+    assert (part.config, part.is_prefill) == (Config.parse({"port": 0}, {}), is_prefill)
+
+
+def test_other_engines_and_other_nodes_are_left_alone(
+    taken: int, parts: list[Engine], hooked: list[Any]
+) -> None:
     executor, begun = executors()
     others = [
         engine(transfer=None),
@@ -251,6 +281,7 @@ def test_other_engines_and_other_nodes_are_left_alone(taken: int, hooked: list[A
         executor(each, "more")
     assert begun == [(each, "more") for each in others]
     assert hooked == others[-2:], "those of ours"
+    assert [each.vllm_config for each in parts] == others[-1:]
 
 
 BAD_IDS = {

@@ -1,0 +1,655 @@
+"""Parts of vLLM without a promise: the list is complete, and a start without one says so."""
+
+import ast
+import asyncio
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+import nixl_kv
+from nixl_kv.config import Config
+from nixl_kv.connector import early_answer, unpromised
+from nixl_kv.connector.fast_scheduler import FastScheduler
+from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
+from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.errors import ConfigError
+from nixl_kv.ids import RequestId, new_nonce
+from nixl_kv.protocol import events
+from nixl_kv.protocol.ticket import FIELD, Ticket
+from support.records import ticket_for
+from support.vllm_objects import override, vllm_config
+from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
+
+CONNECTOR: Final = Path(unpromised.__file__).parent
+MEMBERS: Final = [(part, member) for part in PARTS for member in part.members]
+
+# --- the list is complete
+
+# In connector/, the last word of an expression, and the classes of vLLM that its value has.
+KINDS: Final = {
+    "vllm_config": "VllmConfig",
+    "_vllm_config": "VllmConfig",
+    "vllm": "VllmConfig",
+    "transfer": "KVTransferConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "transfer_config()": "KVTransferConfig",
+    "model": "ModelConfig",
+    "model_config": "ModelConfig",
+    "model_arch_config": "ModelArchitectureConfig",
+    "architecture": "ModelArchitectureConfig",
+    "media": "MultiModalConfig",
+    "cache_config": "CacheConfig",
+    "parallel": "ParallelConfig",
+    "parallel_config": "ParallelConfig",
+    "scheduler_config": "SchedulerConfig",
+    "attention_config": "AttentionConfig",
+    "compilation_config": "CompilationConfig",
+    "observability_config": "ObservabilityConfig",
+    "aux_output_config": "AuxOutputConfig",
+    "speculative": "SpeculativeConfig",
+    "kv_cache_config": "KVCacheConfig",
+    "_kv_cache_config": "KVCacheConfig",
+    "kv": "KVCacheConfig",
+    "kv_cache_spec": "KVCacheSpec",
+    "_first()": "KVCacheSpec",
+    "inner": "SlidingWindowSpec ChunkedLocalAttentionSpec",
+    "spec": "AttentionSpec KVCacheSpec MambaSpec UniformTypeKVCacheSpecs",
+    "request": "Request",
+    "arrived": "Request",
+    "feature": "MultiModalFeatureSpec",
+    "mm_position": "PlaceholderRange",
+    "scheduler_output": "SchedulerOutput",
+    "output": "SchedulerOutput KVConnectorOutput",
+    "connector_output": "KVConnectorOutput",
+    "cached": "CachedRequestData",
+    "manager": "KVCacheManager",
+    "kv_cache_manager": "KVCacheManager",
+    "get_blocks()": "KVCacheBlocks",
+    "blocks": "KVCacheBlocks",
+    "end_loads": "a function",
+    "block_pool": "BlockPool",
+    "module": "Attention AttentionLayerBase MambaMixer2 set_default_quant_scales",
+    "_module": "Attention AttentionLayerBase MambaMixer2 set_default_quant_scales",
+    "getattr()": "Mixer2RMSNormGated UniformTypeKVCacheSpecs",
+    "KVConnectorFactory": "KVConnectorFactory",
+    "executor": "Executor",
+    "client": "EngineClient",
+    "state": "init_app_state",
+}
+
+# Attributes of mappings and of our own records with the same names.
+OURS_TOO: Final = {
+    "get",
+    "values",
+    ("state", "name"),
+    ("blocks", "are_kept"),
+    ("blocks", "num_blocks"),
+    ("blocks", "astype"),
+    ("blocks", "count"),
+}
+# vLLM's classes that a class of this package extends: it may use these of their own attributes.
+BASES: Final = {
+    "FastScheduler": "Scheduler AsyncScheduler",
+    "PromMetrics": "KVConnectorPromMetrics",
+}
+# Private names of vLLM that the connector interface itself defines.
+PUBLIC: Final = {"_cache_hit_source"}
+
+
+def used() -> Iterator[tuple[str, str, str]]:
+    """`(where, classes of vLLM, attribute)` for each use in connector/ that can be recognised."""
+    for path in sorted(CONNECTOR.glob("*.py")):
+        if path.name != "unpromised.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+                for word, name in attributes(node):
+                    if word in KINDS and not {name, (word, name)} & OURS_TOO:
+                        yield where, KINDS[word], name
+                if isinstance(node, ast.ClassDef) and node.name in BASES:
+                    for name in private_names(node):
+                        yield where, BASES[node.name], name
+
+
+def attributes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Attribute):
+        yield word_of(node.value), node.attr
+    if isinstance(node, ast.Call) and word_of(node.func) in ("getattr", "hasattr", "setattr"):
+        owner, name = node.args[:2]
+        if isinstance(name, ast.Constant):
+            yield word_of(owner), str(name.value)
+
+
+def word_of(node: ast.AST) -> str:
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return node.attr
+        case ast.Call():
+            return f"{word_of(node.func)}()"
+    return ""
+
+
+def private_names(owner: ast.ClassDef) -> set[str]:
+    """Attributes of `self` and of `super()` that this class does not define itself."""
+    methods = {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}
+    assigned = {
+        node.attr
+        for node in ast.walk(owner)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    read = {name for node in ast.walk(owner) for word, name in attributes(node) if word == "self"}
+    inherited = {
+        name for node in ast.walk(owner) for word, name in attributes(node) if word == "super()"
+    }
+    return {name for name in (read - methods - assigned) | inherited if not name.startswith("__")}
+
+
+def listed(classes: str, name: str) -> bool:
+    owners = classes.split()
+    return any(
+        part.owner.rpartition(":")[2] in owners and member.partition("(")[0] == name
+        for part, member in MEMBERS
+    )
+
+
+def test_each_use_of_a_part_is_listed() -> None:
+    unlisted = {
+        f"{where}: {name} of {classes}"
+        for where, classes, name in used()
+        if not listed(classes, name)
+    }
+    assert not unlisted
+
+
+def test_each_private_name_is_listed() -> None:
+    """Whatever the object: a name with an underscore that this package does not define itself."""
+    names = {member.partition("(")[0] for _, member in MEMBERS} | PUBLIC
+    source = "".join(path.read_text(encoding="utf-8") for path in CONNECTOR.glob("*.py"))
+    found = {
+        match[1]
+        for line in source.splitlines()
+        if "noqa: SLF001" in line
+        for match in re.finditer(r"\w\.(_[a-z]\w*)", line)
+    }
+    assert found, "there are some"
+    assert found <= names
+
+
+def test_each_parameter_with_a_type_of_vllm_has_a_known_name() -> None:
+    """Otherwise `used` would overlook what a function does with it."""
+    kinds = {part.owner.rpartition(":")[2] for part in PARTS}
+    unknown = set()
+    for path in CONNECTOR.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.arg) and node.annotation is not None:
+                words = set(re.findall(r"\w+", ast.unparse(node.annotation)))
+                if words & kinds and node.arg not in KINDS:
+                    unknown.add(f"{path.name}:{node.lineno}: {node.arg}")
+    assert not unknown
+
+
+def test_no_part_is_listed_in_vain() -> None:
+    source = "".join(
+        path.read_text(encoding="utf-8")
+        for path in CONNECTOR.glob("*.py")
+        if path.name != "unpromised.py"
+    )
+    words = set(re.findall(r"\w+", source)) | {"is_attention_free"}  # in unpromised.py itself
+    assert not {name for _, name in MEMBERS if name.partition("(")[0] not in words}
+
+
+def test_this_vllm_has_all_parts() -> None:
+    assert list(unpromised.missing(PARTS)) == []
+
+
+# --- a part is missing or has changed
+
+
+def engine(**changed: Any) -> unpromised.Engine:
+    """One that every absence concerns."""
+    config = vllm_config()
+    override(config, is_hybrid=True)
+    config.parallel_config.world_size = 2
+    config.cache_config.cache_dtype = "fp8"
+    values = {"vllm_config": config, "config": Config(), "is_prefill": True}
+    return unpromised.Engine(**values | changed)
+
+
+def replace_owner(monkeypatch: pytest.MonkeyPatch, part: Part, **members: Any) -> None:
+    """Let vLLM have these members of a part's owner alone."""
+    module, _, name = part.owner.partition(":")
+    if name:
+        loaded = unpromised._load(module)
+        monkeypatch.setattr(loaded, name, SimpleNamespace(**members))
+    else:
+        stand_in = ModuleType(module)
+        vars(stand_in).update(members)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+
+
+def stand_in(member: str) -> Any:
+    """As `member` describes it."""
+    name, is_callable, rest = member.partition("(")
+    if not is_callable:
+        return name
+    scope: dict[str, Any] = {}
+    exec(f"def f({rest}: pass", scope)  # noqa: S102 - the list is ours
+    return scope["f"]
+
+
+def expect(caplog: pytest.LogCaptureFixture, absence: Absence, *texts: str) -> None:
+    """The start fails, or a WARNING tells what is off; all texts are in it."""
+    if absence.ends_start:
+        with pytest.raises(ConfigError) as error:
+            unpromised.check(engine())
+        message = str(error.value)
+        assert "install one of these" in message
+    else:
+        unpromised.check(engine())
+        caplog.clear()
+        assert unpromised.is_off(absence)
+        assert unpromised.warn(absence)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        message = record.getMessage()
+        assert absence.text in message
+    for text in (f"vLLM {vllm.__version__} lacks", "tested with vLLM 0.31 to 0.33", *texts):
+        assert text in message
+
+
+CHANGES: Final = [
+    pytest.param(part, member, is_changed, id=f"{part.owner.rpartition(':')[2]}.{member}-{how}")
+    for is_changed, how in ((False, "missing"), (True, "changed"))
+    for part, member in MEMBERS
+    if "(" in member or not is_changed  # data has no signature
+]
+
+
+@pytest.mark.parametrize(("part", "member", "is_changed"), CHANGES)
+def test_the_effect_of_each_absence(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: Part,
+    member: str,
+    *,
+    is_changed: bool,
+) -> None:
+    name = member.partition("(")[0]
+    monkeypatch.setattr(unpromised, "PARTS", (part,))
+    others = {each.partition("(")[0]: stand_in(each) for each in part.members if each != member}
+    instead = {name: lambda unknown: unknown} if is_changed else {}
+    if part.absence is unpromised.CPU:
+        monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: True)
+    replace_owner(monkeypatch, part, **others, **instead)
+    texts = [f"{part.owner.rpartition(':')[2]}.{member}", part.purpose]
+    expect(caplog, part.absence, *texts, *(["and has "] if is_changed else []))
+    replace_owner(monkeypatch, part, **others, **{name: stand_in(member)})
+    unpromised.check(engine())
+    assert not unpromised.is_off(part.absence)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.owner.rpartition(":")[2])
+def test_a_missing_owner_is_named_once(monkeypatch: pytest.MonkeyPatch, part: Part) -> None:
+    monkeypatch.setattr(unpromised, "PARTS", (part,))
+    module, _, name = part.owner.partition(":")
+    if name:
+        monkeypatch.delattr(unpromised._load(module), name)
+    else:
+        monkeypatch.setitem(sys.modules, module, None)
+    (text,) = unpromised.missing([part])
+    assert text == f"{part.owner.replace(':', '.')} ({part.purpose})"
+
+
+def test_an_optional_parameter_more_is_no_change() -> None:
+    def free(request: Any, reason: str = "", *rest: Any, later: int = 0) -> Any:
+        return request, reason, rest, later
+
+    assert unpromised._find(SimpleNamespace(free=free), "free(request)") == "free(request)"
+    for member in ("free()", "free(reason)", "free(request, other)"):
+        assert unpromised._find(SimpleNamespace(free=free), member) == "free(request)"
+
+
+@pytest.mark.parametrize(
+    ("absence", "changed"),
+    [
+        (unpromised.STATE, {"is_prefill": False}),
+        (unpromised.STATE, {"vllm_config": vllm_config()}),
+        (unpromised.SCALES, {"vllm_config": vllm_config()}),
+    ],
+)
+def test_an_engine_without_need_of_a_part_starts(
+    monkeypatch: pytest.MonkeyPatch, absence: Absence, changed: dict[str, Any]
+) -> None:
+    part = next(part for part in PARTS if part.absence is absence)
+    monkeypatch.setattr(unpromised, "PARTS", (part,))
+    replace_owner(monkeypatch, part)
+    with pytest.raises(ConfigError):
+        unpromised.check(engine())
+    unpromised.check(engine(**changed))
+
+
+# --- versions
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.31.0", True),
+        ("0.32.7", True),
+        ("0.33.0+cpu", True),
+        ("0.33.0.post1", True),
+        ("v0.33.0", True),
+        ("0.33.0rc1", False),
+        ("0.33.1.dev7+g1234567", False),
+        ("0.34.0", False),
+        ("0.3.1", False),
+        ("0.310.0", False),
+        ("1.31.0", False),
+        ("dev", False),
+        ("0.0.0", False),
+        ("", False),
+    ],
+)
+def test_which_versions_are_tested(version: str, *, expected: bool) -> None:
+    assert is_tested(version) is expected
+
+
+# --- vLLM's scheduler, as an upgrade might change it
+
+
+class Stepped(SteppedScheduler):
+    """With this connector, and chunks of 64 tokens."""
+
+    def __init__(
+        self, role: str = "kv_both", kind: type[Scheduler] | None = None, **config: Any
+    ) -> None:
+        extra = {"port": 0, "insecure": True}
+        transfer = KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra)
+        super().__init__(make_config(transfer, 24, max_num_batched_tokens=64, **config), kind)
+        self.describe()
+
+    def pair(self) -> dict[str, Any]:
+        address = self.connector._prefill.address
+        ticket = Ticket(**vars(address), nonce=new_nonce())
+        return {**WANT_TICKET, FIELD: self.connector._trust.seal(ticket)[FIELD]}
+
+
+Make = Callable[..., Stepped]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Stepped] = []
+
+    def new(*args: Any, **options: Any) -> Stepped:
+        made.append(Stepped(*args, **options))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.connector.shutdown()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == unpromised.__name__]
+
+
+def renamed(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Give vLLM a class Request that calls an attribute differently."""
+    module = unpromised._load("vllm.v1.request")
+    scope = dict(vars(module))
+    exec(re.sub(rf"\b{old}\b", new, inspect.getsource(Request)), scope)  # noqa: S102
+    monkeypatch.setattr(module, "Request", scope["Request"])
+
+
+def test_all_missing_parts_are_named_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(self: Any, request_id: str, *, is_preempted: bool) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
+    monkeypatch.delattr(KVCacheManager, "pop_blocks_for_free")
+    monkeypatch.setattr(KVCacheManager, "free", free)
+    renamed(monkeypatch, "abort_immediately", "is_refused")
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value) == (
+        "vLLM 0.34.1 lacks "
+        "Request.abort_immediately (tells that vLLM's frontend refused the request, so that it is "
+        "neither offered nor loaded); "
+        "KVCacheManager.free(request) (wrapped: tells that a request loses its blocks, before "
+        "another request gets them, and has free(request_id, is_preempted)); "
+        "KVCacheManager.pop_blocks_for_free(request) (wrapped: tells that a request loses its "
+        f"blocks, before another request gets them); nixl_kv {nixl_kv.__version__} is tested with "
+        "vLLM 0.31 to 0.33; install one of these, or a release of nixl_kv that is tested with this "
+        "vLLM"
+    )
+
+
+def test_what_only_recurrent_state_needs_ends_no_other_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed(monkeypatch, "_all_token_ids", "_token_ids")
+    make()
+    with pytest.raises(ConfigError, match=r"lacks Request\._all_token_ids "):
+        unpromised.check(engine())
+
+
+def change_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = Scheduler._update_from_kv_xfer_finished
+
+    def changed(self: Any, kv_connector_output: Any, scheduler_output: Any) -> None:
+        assert scheduler_output is not None
+        method(self, kv_connector_output)
+
+    monkeypatch.setattr(Scheduler, method.__name__, changed)
+    update = Scheduler.update_from_output
+
+    def call(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As this vLLM's `update_from_output` would call it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                self, method.__name__, lambda output: changed(self, output, scheduler_output), False
+            )
+            return update(self, scheduler_output, model_runner_output)
+
+    monkeypatch.setattr(Scheduler, "update_from_output", call)
+
+
+def rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    update, method = Scheduler.update_from_output, Scheduler._update_from_kv_xfer_finished
+    monkeypatch.delattr(Scheduler, method.__name__)
+
+    def call(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, method.__name__, lambda output: method(self, output), False)
+            return update(self, scheduler_output, model_runner_output)
+
+    monkeypatch.setattr(Scheduler, "update_from_output", call)
+
+
+def upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+
+
+@pytest.mark.parametrize("change", [change_argument, rename, upgrade])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_scheduler_class_is_vllms_own(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[pytest.MonkeyPatch], None],
+    *,
+    is_async: bool,
+) -> None:
+    """From the start on, and not at the first load. All else goes on."""
+    change(monkeypatch)
+    decode = make("kv_consumer", FastScheduler, is_async=is_async)
+    assert type(decode.vllm) is (AsyncScheduler if is_async else Scheduler)
+    assert not decode.connector.takes_hints
+    (warning,) = warnings_of(caplog)
+    assert "--scheduler-cls nixl_kv.connector.Scheduler has no effect" in warning
+    prompt = list(range(48))
+    decode.add("d", prompt, ticket_for(prompt, new_nonce()).params(None))
+    decode.end(decode.vllm.schedule())
+    decode.end(decode.vllm.schedule(), finished_recving={"d"})
+    output = decode.vllm.schedule()
+    assert output.num_scheduled_tokens == {"d": 1}
+    (ended,) = decode.end(output)
+    assert ended.finished
+
+
+def computed(output: SchedulerOutput) -> list[int | None]:
+    commands = output.kv_connector_metadata.commands
+    return [one.computed for one in commands if isinstance(one, events.PrepareOffer)]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("0.33.0", [64, 128, None]), ("0.34.1", [None]), ("dev", [None])]
+)
+def test_chunks_are_off_with_an_untested_vllm(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    expected: list[int | None],
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    prefill = make()
+    prefill.add("p", range(150), prefill.pair())
+    found = []
+    for _ in range(3):
+        output = prefill.vllm.schedule()
+        found += computed(output)
+        answers = prefill.end(output)
+    assert found == expected
+    assert FIELD in answers[0].kv_transfer_params, "it is offered all the same"
+    warnings = warnings_of(caplog)
+    assert len(warnings) == (0 if version == "0.33.0" else 1), "of all features together"
+    for text in ("in chunks", "--scheduler-cls", f"vLLM {version} was not tested"):
+        assert all(text in warning for warning in warnings)
+
+
+class Page:
+    """Fence slots of a rank."""
+
+    count = 8
+
+    def __init__(self) -> None:
+        self.slots: dict[int, bytes] = {}
+
+    def write(self, slot: int, token: bytes) -> None:
+        self.slots[slot] = token
+
+    def clear(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+
+def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 0.3x added `pop_blocks_for_free` beside `free`. No hook and no wrapper hears of it."""
+
+    def free_request(scheduler: Any, request: Request) -> None:
+        scheduler.kv_cache_manager.coordinator.free(request.request_id)
+
+    monkeypatch.setattr(Scheduler, "_free_request_blocks", free_request)
+    prefill, page = make(), Page()
+    slots = PairSlots(page, 0)  # type: ignore[arg-type] # the part of a page that it uses
+    prefill.add("old", range(9000, 9032), max_tokens=300)
+    prefill.end(prefill.vllm.schedule())
+    prefill.add("R", range(300), prefill.pair())
+    while len(granted := set(prefill.blocks_of("R"))) < 8:
+        output = prefill.vllm.schedule()
+        slots.apply(output.kv_connector_metadata.commands)
+        prefill.end(output)
+    assert page.slots
+    request = prefill.vllm.requests["R"]
+    prefill.vllm.running.remove(request)
+    prefill.vllm._preempt_request(request, 0.0)
+    prefill.vllm.waiting.remove_requests([request])  # it waits behind another one
+    prefill.add("X", range(70_000, 70_060), max_tokens=2)
+    output = prefill.vllm.schedule()
+    assert granted & set(prefill.blocks_of("X")), "which this step writes"
+    slots.apply(output.kv_connector_metadata.commands)
+    assert page.slots == {}
+    prefill.end(output)
+    prefill.vllm.waiting.add_request(request)
+    found: list[Any] = []
+    while not request.is_finished():
+        output = prefill.vllm.schedule()
+        found += slots.apply(output.kv_connector_metadata.commands)
+        prefill.end(output)
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    lives = [one.life for one in found if isinstance(one, events.PrepareOffer)]
+    assert lives
+    assert set(lives) == {1}, "it is offered again, for its new blocks"
+    assert RequestId("R") in prefill.connector._prefill._offers
+
+
+# --- what cannot be imported, and the API server
+
+
+def test_a_name_that_cannot_be_imported_is_named_with_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("vllm.v1.request.RequestStatus")
+    monkeypatch.delattr("vllm.v1.kv_cache_interface.MambaSpec")
+    unavailable = ImportError("cannot import name 'MambaSpec'", name="vllm.v1.kv_cache_interface")
+    error = unpromised.import_error(unavailable)
+    assert isinstance(error, ConfigError)
+    start = (
+        f"vLLM {vllm.__version__} lacks vllm.v1.kv_cache_interface.MambaSpec, "
+        "vllm.v1.request.RequestStatus; "
+    )
+    assert str(error).startswith(start)
+
+
+@pytest.mark.parametrize("name", ["vllm", "torch", None])
+def test_other_errors_of_an_import_stay(name: str | None) -> None:
+    error = ImportError("no module", name=name)
+    assert unpromised.import_error(error) is error
+
+
+@pytest.mark.parametrize("name", ["NixlKVConnector", "Scheduler"])
+def test_the_start_names_what_it_cannot_import(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    modules = sys.modules
+    for module in [each for each in modules if each.startswith("nixl_kv.connector.")]:
+        if module.rpartition(".")[2] in ("connector", "scheduler", "worker", "fast_scheduler"):
+            monkeypatch.delitem(modules, module)
+    monkeypatch.delattr("vllm.v1.core.sched.output.SchedulerOutput")
+    with pytest.raises(ConfigError, match=r"lacks vllm\.v1\.core\.sched\.output\.SchedulerOutput"):
+        getattr(nixl_kv.connector, name)
+
+
+def test_the_early_answer_is_off_without_its_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passed: list[Any] = []
+
+    async def app(*args: Any) -> None:
+        passed.append(args)
+
+    monkeypatch.delattr("vllm.engine.protocol.EngineClient.notify_kv_transfer_request_rejected")
+    middleware = early_answer.EarlyAnswer(app)
+    (warning,) = warnings_of(caplog)
+    assert "EarlyAnswer does nothing" in warning
+    assert "EngineClient.notify_kv_transfer_request_rejected(" in warning
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": early_answer.COMPLETIONS}
+    asyncio.run(middleware(scope, None, None))  # type: ignore[arg-type] # they pass unchanged
+    assert passed == [(scope, None, None)]
