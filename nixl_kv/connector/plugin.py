@@ -177,9 +177,9 @@ def check_wire_values(config: Config, vllm_config: Any) -> None:
             "it out"
         )
     names: str | list[str] = vllm_config.model_config.served_model_name
-    model = names if isinstance(names, str) else names[0]
+    served = names if isinstance(names, str) else names[0]
     try:
-        model.encode()  # peers compare it
+        served.encode()  # peers compare it
         ticket = Ticket(
             host=config.host,
             port=config.port or 1,
@@ -197,7 +197,7 @@ def check_wire_values(config: Config, vllm_config: Any) -> None:
         raise ConfigError(
             f"decode could not read this engine's tickets: {error}; their values are engine_id "
             f"{name!r}, {config.host_name} {config.host!r}, weights {config.weights!r} and the "
-            f"model's name {printable(repr(model), MAX_SHOWN)}; allowed: printable text in UTF-8; "
+            f"model's name {printable(repr(served), MAX_SHOWN)}; allowed: printable text in UTF-8; "
             "change the value that the error names"
         ) from error
     if read != ticket:

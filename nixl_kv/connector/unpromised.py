@@ -48,6 +48,11 @@ class Engine:
         return stored.startswith(("fp8", "int", "nvfp4"))
 
     @property
+    def takes_media(self) -> bool:
+        model = self.vllm_config.model_config
+        return model.multimodal_config is not None and bool(model.supports_multimodal_inputs)
+
+    @property
     def is_on_cpu(self) -> bool:
         return bool(_load("vllm.platforms:current_platform").is_cpu())
 
@@ -80,6 +85,16 @@ SCALES: Final = Absence(
 )
 CPU: Final = Absence(
     "an engine on CPU does not start", ends_start=True, concerns=lambda engine: engine.is_on_cpu
+)
+MEDIA: Final = Absence(
+    "an engine whose model takes media does not start, unless media is 'own'",
+    ends_start=True,
+    concerns=lambda engine: engine.takes_media and engine.config.media != "own",
+)
+PRIVATE: Final = Absence(
+    "media: 'ticket' is refused",
+    ends_start=True,
+    concerns=lambda engine: engine.takes_media and engine.config.media == "ticket",
 )
 CHUNKS: Final = Absence(
     "decode reads no prompt in chunks while prefill computes it", rests_on_order=True
@@ -117,7 +132,8 @@ PARTS: Final = (
     Part(
         "vllm.v1.request:Request",
         (
-            *("request_id", "kv_transfer_params", "status", "trace_headers", "resumable"),
+            *("request_id", "kv_transfer_params", "sampling_params", "status", "trace_headers"),
+            "resumable",
             *("num_tokens", "num_prompt_tokens", "num_computed_tokens", "prompt_token_ids"),
             *("prompt_embeds", "prompt_is_token_ids", "mm_features", "lora_request", "cache_salt"),
         ),
@@ -139,7 +155,23 @@ PARTS: Final = (
         ("FINISHED_ERROR", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
         "only a prompt that was computed to its end is offered",
     ),
-    Part("vllm.multimodal.inputs:MultiModalFeatureSpec", ("identifier", "mm_position"), "media"),
+    Part(
+        "vllm.v1.request:Request",
+        ("client_index", "take_events()", "get_finished_reason()"),
+        "ends a request that decode may not compute",
+        MEDIA,
+    ),
+    Part(
+        "vllm.v1.request:Request",
+        ("block_hashes", "update_block_hashes()"),
+        "keeps the blocks of a request with stand-ins from other requests",
+        PRIVATE,
+    ),
+    Part(
+        "vllm.multimodal.inputs:MultiModalFeatureSpec",
+        ("identifier", "mm_position", "data"),
+        "media",
+    ),
     Part("vllm.multimodal.inputs:PlaceholderRange", ("offset", "length"), "media"),
     # --- steps
     Part(
@@ -281,7 +313,7 @@ PARTS: Final = (
         f"{_CONFIG}:KVTransferConfig",
         (
             *("kv_connector", "kv_connector_extra_config", "engine_id", "kv_buffer_device"),
-            *("is_kv_producer", "is_kv_consumer"),
+            *("is_kv_producer", "is_kv_consumer", "kv_role"),
         ),
         "--kv-transfer-config",
     ),
@@ -296,6 +328,7 @@ PARTS: Final = (
             *("architecture", "dtype", "hf_config", "hf_text_config", "served_model_name"),
             *("max_model_len", "model_arch_config", "multimodal_config", "enable_sleep_mode"),
             *("supports_multimodal_inputs", "use_mla", "is_hybrid", "is_attention_free"),
+            "uses_mrope",
         ),
         "facts that two engines must share",
     ),
@@ -323,9 +356,10 @@ PARTS: Final = (
             *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
             *("data_parallel_size", "data_parallel_index", "decode_context_parallel_size"),
             *("prefill_context_parallel_size", "cp_kv_cache_interleave_size", "master_addr"),
-            *("nnodes_within_dp", "node_rank_within_dp"),
+            *("nnodes_within_dp", "node_rank_within_dp", "distributed_executor_backend"),
+            *("data_parallel_size_local", "data_parallel_backend"),
         ),
-        "ranks of the engine",
+        "ranks of the engine, and where they run",
     ),
     Part(
         f"{_CONFIG}:ParallelConfig",
@@ -370,6 +404,30 @@ PARTS: Final = (
         ),
         "Prometheus metrics",
     ),
+    # --- the hooks that end requests
+    Part(
+        f"{_CONFIG}:SchedulerConfig",
+        ("scheduler_cls", "get_scheduler_cls()"),
+        "puts the hooks before the scheduler's class",
+        MEDIA,
+    ),
+    Part(
+        f"{_SCHED}.scheduler:Scheduler",
+        (
+            *("connector", "requests", "scheduler_config", "schedule()"),
+            "update_from_output(scheduler_output, model_runner_output)",
+            "finish_requests(request_ids, finished_status)",
+        ),
+        "ends requests that decode may not compute",
+        MEDIA,
+    ),
+    Part(
+        "vllm.v1.engine:EngineCoreOutput",
+        (*("request_id", "new_token_ids", "finish_reason", "events", "trace_headers"),),
+        "tells the API server of such an end",
+        MEDIA,
+    ),
+    Part("vllm.v1.engine:EngineCoreOutputs", ("outputs",), "the same", MEDIA),
     # --- the scheduler class
     Part(
         f"{_SCHED}.scheduler:Scheduler",

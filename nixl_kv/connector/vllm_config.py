@@ -97,10 +97,10 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
 def counts_media(vllm_config: VllmConfig) -> bool:
     """Whether vLLM numbers a request's images, audio and video instead of hashing them."""
     # It hashes only for its caches. Two engines number one image differently, or two images alike.
-    media = vllm_config.model_config.multimodal_config
+    multimodal = vllm_config.model_config.multimodal_config
     return bool(
         takes_media(vllm_config)
-        and media.mm_processor_cache_gb == 0
+        and multimodal.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     )
 
@@ -283,14 +283,14 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
     return {f"max_model_len above {edge}": str(max_model_len > edge) for edge in edges if edge}
 
 
-def _media_facts(media: MultiModalConfig) -> dict[str, str]:
-    options = dict(media.mm_processor_kwargs or {})
+def _media_facts(multimodal: MultiModalConfig) -> dict[str, str]:
+    options = dict(multimodal.mm_processor_kwargs or {})
     options.pop("device", None)  # does not change the result
-    rate = media.video_pruning_rate
+    rate = multimodal.video_pruning_rate
     return {
         "mm_processor_kwargs": json.dumps(options, sort_keys=True, default=str),
-        "media_io_kwargs": json.dumps(media.media_io_kwargs, sort_keys=True, default=str),
-        "video_pruning": f"{media.video_pruning_method} {rate}" if rate else "none",
+        "media_io_kwargs": json.dumps(multimodal.media_io_kwargs, sort_keys=True, default=str),
+        "video_pruning": f"{multimodal.video_pruning_method} {rate}" if rate else "none",
     }
 
 
@@ -533,6 +533,7 @@ _GEOMETRY: Final = (
 
 
 def takes_media(vllm_config: VllmConfig) -> bool:
+    """Whether the model takes images, audio or video, and the operator has not turned them off."""
     model = vllm_config.model_config
     return model.multimodal_config is not None and bool(model.supports_multimodal_inputs)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 import vllm
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,7 +51,7 @@ KINDS: Final = {
     "model_config": "ModelConfig",
     "model_arch_config": "ModelArchitectureConfig",
     "architecture": "ModelArchitectureConfig",
-    "media": "MultiModalConfig",
+    "multimodal": "MultiModalConfig",
     "cache_config": "CacheConfig",
     "parallel": "ParallelConfig",
     "parallel_config": "ParallelConfig",
@@ -69,6 +69,8 @@ KINDS: Final = {
     "inner": "SlidingWindowSpec ChunkedLocalAttentionSpec",
     "spec": "AttentionSpec KVCacheSpec MambaSpec UniformTypeKVCacheSpecs",
     "request": "Request",
+    "requests": "Request",
+    "scheduler": "Scheduler",
     "arrived": "Request",
     "feature": "MultiModalFeatureSpec",
     "mm_position": "PlaceholderRange",
@@ -224,10 +226,11 @@ def test_this_vllm_has_all_parts() -> None:
 def engine(**changed: Any) -> unpromised.Engine:
     """One that every absence concerns."""
     config = vllm_config()
-    override(config, is_hybrid=True)
+    override(config, is_hybrid=True, supports_multimodal_inputs=True)
+    config.model_config.multimodal_config = MultiModalConfig()
     config.parallel_config.world_size = 2
     config.cache_config.cache_dtype = "fp8"
-    values = {"vllm_config": config, "config": Config(), "is_prefill": True}
+    values = {"vllm_config": config, "config": Config(media="ticket"), "is_prefill": True}
     return unpromised.Engine(**values | changed)
 
 
