@@ -354,6 +354,9 @@ NO_TABLES: Final = {
         "connector.vllm_config.MAX_FACT",
         "cli.options.MAX_ERROR",
     ],
+    *["connector.plugin.MAX_SHOWN", "errors.MAX_ID", "protocol.ticket.MAX_NAME"],
+    *["config.MAX_SHOWN", "config.MAX_MISS", "config.MAX_SECONDS"],
+    *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
