@@ -30,6 +30,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
+DYNAMO_VARIABLE: Final = "NIXL_KV_DYNAMO"  # tells an engine that Dynamo's worker has started it
 AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"

@@ -194,7 +194,7 @@ class DecodeScheduler:
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         if refusal := self._refusal(ticket, prompt, num_tokens, is_early=is_early):
             words, reason = refusal
-            if reason != "prompt":  # whoever has another prompt must not end this one's offer
+            if reason != "prompt":  # a request with another prompt must not end this one's offer
                 self._give_back(prepare)
             raise TicketRefused(f"kv_transfer_params: {words}", reason)
         latest = self._epochs.pop(ticket.incarnation, 0)

@@ -1,4 +1,4 @@
-"""Prompts with images, audio or video: what decode may load, and what it may compute itself.
+"""Prompts with images, audio or video: decode loads them, computes them itself, or fails them.
 
 Platforms may give decode something else than prefill had: stand-in embeddings under the picture's
 own id, or token ids without media, because decode reads the KV anyway. If decode computed such a

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import EXTRA, HOST_VARIABLE, Config, own_transfers
+from nixl_kv.config import DYNAMO_VARIABLE, EXTRA, HOST_VARIABLE, Config, own_transfers
 from nixl_kv.connector import unpromised
 from nixl_kv.errors import ConfigError, NixlKVError, TicketRefused, get_logger, printable
 
@@ -36,8 +36,6 @@ logger = get_logger(__name__)
 MAX_SHOWN: Final = 300  # characters of a bad value in an error
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
-# Tells the engine's process that Dynamo's worker has started it.
-DYNAMO: Final = "NIXL_KV_DYNAMO"
 ARGUMENTS: Final = "vllm.engine.arg_utils"
 
 CAUSE_FILE: Final = "NIXL_KV_CAUSE_FILE"
@@ -51,7 +49,7 @@ PORT_RETRY_S: Final = 0.1
 def register() -> None:
     """Tell vLLM's factory where `NixlKVConnector` is. May be called again."""
     if "dynamo" in sys.modules:
-        os.environ[DYNAMO] = "1"
+        os.environ[DYNAMO_VARIABLE] = "1"
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
             KVConnectorFactory,

@@ -13,8 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.connector import NixlKVConnector
-
 
 class EndsRequests:
     """The hooks. `hook_scheduler` mixes them into a scheduler class of vLLM's."""
@@ -69,9 +67,9 @@ def hook_scheduler(vllm_config: VllmConfig) -> None:
         config.scheduler_cls = type(base.__name__, (EndsRequests, base), fields)
 
 
-def _own(connector: Any) -> Iterator[NixlKVConnector]:
-    """This connector, also as a child of a MultiConnector."""
-    if isinstance(connector, NixlKVConnector):
+def _own(connector: Any) -> Iterator[Any]:
+    """Each NixlKVConnector, also as a child of a MultiConnector."""
+    if hasattr(connector, "pop_failed"):
         yield connector
     for child in getattr(connector, "_connectors", ()):
         yield from _own(child)

@@ -586,7 +586,7 @@ class Scheduler:
         return isinstance(params, Mapping) and pair.is_prefill_leg(params, self._config.pair_ids)
 
     def _ticket_without_offer(self, request: Request) -> dict[str, Any] | None:
-        """Of a prompt with media: decode may have stand-ins for them, so it needs the hashes."""
+        """A ticket for a prompt with media: decode may have stand-ins, so it needs the hashes."""
         is_leg = self._is_prefill_leg(request.kv_transfer_params)
         if not is_leg or self._prefill.address is None:
             return None

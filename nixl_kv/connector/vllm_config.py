@@ -37,11 +37,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import Config
+from nixl_kv.config import DYNAMO_VARIABLE, Config
 from nixl_kv.connector.decode import Prompt, Rows
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.connector.plugin import DYNAMO
 from nixl_kv.errors import ConfigError, TicketRefused
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
@@ -99,7 +98,8 @@ def counts_media(vllm_config: VllmConfig) -> bool:
     # It hashes only for its caches. Two engines number one image differently, or two images alike.
     multimodal = vllm_config.model_config.multimodal_config
     return bool(
-        takes_media(vllm_config)
+        multimodal is not None
+        and takes_media(vllm_config)
         and multimodal.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     )
@@ -504,7 +504,7 @@ def for_workers(params: Any) -> tuple[Any, list[str]]:
 
 
 def _extras(request: Request) -> Iterator[bytes]:
-    """What a request's KV depends on, beside its tokens and its media."""
+    """The adapter and the salt, on which a request's KV depends."""
     if request.lora_request is not None:
         yield b"lora" + str(request.lora_request.lora_name).encode()
     if request.cache_salt:
@@ -552,7 +552,8 @@ def check_ends_requests(vllm_config: VllmConfig) -> None:
 
 def media_rules(setting: str) -> MediaRules:
     """The rules of this process: Dynamo's worker has loaded `dynamo`, or its parent process has."""
-    return MediaRules(setting, has_stand_ins="dynamo" in sys.modules or DYNAMO in os.environ)
+    is_dynamo = "dynamo" in sys.modules or DYNAMO_VARIABLE in os.environ
+    return MediaRules(setting, has_stand_ins=is_dynamo)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0  # counts resets of prefill's cache
     weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the label of prefill's weights
     media: _Hash = ""  # of the images, audio and video; empty: the prompt has none
-    not_offered: Annotated[str, Meta(max_length=MAX_WHY)] = ""  # why there is no offer
+    # The reason, if prefill keeps no blocks for decode.
+    not_offered: Annotated[str, Meta(max_length=MAX_WHY)] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +110,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 
     @property
     def hashes(self) -> str:
-        """What prefill compares once more when decode asks."""
+        """Prefill compares them once more when decode asks."""
         return self.context + self.media
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:

@@ -68,10 +68,11 @@ def specs(*flags: str, suffix: str = "", **fields: Any) -> tuple[Any, Any]:
         extra_args=(*GRAPHS, *flags),
         **fields,
     )
-    return tuple(
+    prefill, decode = (
         replace(spec, extra_env={**spec.extra_env, "CUDA_VISIBLE_DEVICES": str(gpu)})
         for spec, gpu in ((prefill, 0), (decode, NUM_GPUS - 1))
     )
+    return prefill, decode
 
 
 def ask(client: Client, question: dict[str, str], **extra: Any) -> bool:
@@ -110,7 +111,7 @@ def test_the_readmes_pair_answers_exactly_through_the_router(
 
 def test_a_prompt_that_extends_prefills_is_loaded(engines: list[Engine]) -> None:
     """Decode gets the first word of the answer with the prompt."""
-    with Pair(*engines) as pair:
+    with Pair(engines[0], engines[1]) as pair:
         since = CountersSince(pair.to_decode)
         for question in QUESTIONS[:8]:
             first, *rest = question["answer"].split()
@@ -124,9 +125,8 @@ def test_chunks_are_read_while_prefill_computes_the_next(cluster: Cluster) -> No
     prefill, decode = specs("--max-num-batched-tokens", "64", suffix="-early")
     decode = replace(decode, extra_args=(*GRAPHS, *FAST_SCHEDULER))
     prefill = replace(prefill, extra_args=(*prefill.extra_args, *EARLY_ANSWER))
-    started = cluster.start(prefill, decode)
-    router = cluster.route([started[0]], [started[1]])
-    with Pair(*started, router) as pair:
+    first, second = started = cluster.start(prefill, decode)
+    with Pair(first, second, cluster.route([first], [second])) as pair:
         since = CountersSince(pair.to_decode)
         with ThreadPoolExecutor(8) as pool:
             right = list(pool.map(partial(ask, pair.to_router), QUESTIONS))
@@ -144,7 +144,7 @@ def test_engines_that_sleep_read_again(cluster: Cluster) -> None:
     """Sleep frees the cache's memory; the KV of tickets from before is gone."""
     sleepy = specs("--enable-sleep-mode", suffix="-sleepy", extra_env={"VLLM_SERVER_DEV_MODE": "1"})
     started = cluster.start(*sleepy)
-    with Pair(*started) as pair:
+    with Pair(started[0], started[1]) as pair:
         if pair.to_decode.vllm_version().startswith(("0.31.", "0.32.")):
             pytest.skip("this vLLM tells connectors nothing of sleep")
         since = CountersSince(pair.to_decode)

@@ -63,7 +63,7 @@ HOOKS = sorted(
         for name in vars(owner)
         if not name.startswith("_") and callable(getattr(owner, name))
     }
-    - {"end_landed"}  # our own scheduler class calls it
+    - {"end_landed", "pop_failed"}  # our own scheduler classes call them
 )
 
 

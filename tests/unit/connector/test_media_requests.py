@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from vllm.v1.request import Request, RequestStatus
 
+from nixl_kv.config import DYNAMO_VARIABLE
 from nixl_kv.connector import plugin
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import (
@@ -64,9 +65,7 @@ def with_media(*features: Any, params: Any = None, tokens: list[int] = TOKENS) -
         pytest.param({}, False, id="nothing"),
     ],
 )
-def test_data_is_told_from_what_may_be_a_stand_in(
-    data: dict[str, object], *, is_data: bool
-) -> None:
+def test_data_is_told_from_what_may_be_a_stand_in(data: dict[str, Any], *, is_data: bool) -> None:
     reader = MediaReader(frozenset({IMAGE}), has_geometry=False)
     (item,) = reader.media_of(with_media(feature(**data))).items
     assert (item.begin, item.end, item.identifier) == (10, 14, "picture")
@@ -76,7 +75,7 @@ def test_data_is_told_from_what_may_be_a_stand_in(
 def test_sizes_count_where_positions_depend_on_them() -> None:
     """A stand-in of other sizes would give the tokens after it other positions."""
     reader = MediaReader(frozenset({IMAGE}), has_geometry=True)
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "the picture": {"pixel_values": PIXELS, "image_grid_thw": GRID},
         "a stand-in": {"image_embeds": PIXELS, "image_grid_thw": GRID},
         "another shape": {"image_embeds": PIXELS, "image_grid_thw": torch.tensor([1, 2, 8])},
@@ -142,14 +141,14 @@ def test_private_blocks_serve_no_other_request() -> None:
 def test_dynamo_is_recognised_in_the_engines_process(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setenv(plugin.DYNAMO, "")  # so that the end of the test undoes what follows
-    monkeypatch.delenv(plugin.DYNAMO)
+    monkeypatch.setenv(DYNAMO_VARIABLE, "")  # so that the end of the test undoes what follows
+    monkeypatch.delenv(DYNAMO_VARIABLE)
     monkeypatch.delitem(sys.modules, "dynamo", raising=False)
     if where != "nowhere":
         monkeypatch.setitem(sys.modules, "dynamo", ModuleType("dynamo"))
     if where == "in the parent process":
         plugin.register()  # vLLM loads its plugins before it starts the engine's process
-        assert os.environ[plugin.DYNAMO] == "1"
+        assert os.environ[DYNAMO_VARIABLE] == "1"
         monkeypatch.delitem(sys.modules, "dynamo")
     assert media_rules("auto").has_stand_ins == (where != "nowhere")
 
@@ -182,6 +181,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 PICTURE: Final = feature(pixel_values=PIXELS)
 STAND_IN: Final = feature(image_embeds=PIXELS)
 LEG: Final = {"do_remote_decode": True}
+BAD_PARAMS: Final[list[Any]] = [{"nixl_kv_ticket": "?"}, {"do_remote_prefill": True}, 7, []]
 
 
 def answer(prefill: Scheduler, request: Request) -> Any:
@@ -226,7 +226,7 @@ def test_a_prompt_with_media_that_is_not_offered_has_a_ticket_that_says_why(make
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
 def test_stand_ins_are_computed_in_no_role(make: Make, role: str) -> None:
     scheduler = make(role)
-    for params in ({"nixl_kv_ticket": "?"}, {"do_remote_prefill": True}, 7, []):
+    for params in BAD_PARAMS:
         request = with_media(STAND_IN, params=params)
         scheduler.on_new_request(request)
         assert scheduler.pop_failed({request.request_id: request}) == [request.request_id]
