@@ -108,6 +108,12 @@ def expect_bounded(messages: list[str], lines: int = REQUEST_LINES) -> None:
         assert "x" * MAX_ID not in message
 
 
+def refuse(scheduler: Scheduler, params: Any) -> None:
+    request = long_request(params() if callable(params) else params)
+    scheduler.on_new_request(request)
+    scheduler.pop_failed({request.request_id: request})  # if decode may not compute it
+
+
 def test_each_reason_is_tried() -> None:
     assert REFUSED.keys() == set(TICKET_REASONS)
 
@@ -122,7 +128,7 @@ def test_refused_tickets_cost_bounded_lines(
     caplog.set_level(logging.INFO)
     params = REFUSED[reason]
     for _ in range(FLOOD):
-        scheduler.on_new_request(long_request(params() if callable(params) else params))
+        refuse(scheduler, params)
     stats = scheduler.stats.pop()
     assert stats is not None
     expected = FLOOD - (reason == "used")
@@ -133,7 +139,7 @@ def test_refused_tickets_cost_bounded_lines(
     shown = len(caplog.messages)
     caplog.clear()
     clock.now += 60
-    scheduler.on_new_request(long_request(params() if callable(params) else params))
+    refuse(scheduler, params)
     assert caplog.messages[1] == f"  and {expected - shown} more like it since the last such line"
 
 
