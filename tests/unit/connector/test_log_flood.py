@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 import nixl_kv
 from nixl_kv.connector import scheduler as module
 from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.traces import _Begun
 from nixl_kv.errors import MAX_ID, REQUEST_LINES, TICKET_REASONS
 from nixl_kv.protocol.ticket import FIELD, Ticket
 from support.cache_manager import CacheManager
@@ -210,6 +211,22 @@ def test_a_reset_of_the_cache_costs_bounded_lines(
     caplog.set_level(logging.INFO)
     scheduler.reset_cache()
     expect_bounded(caplog.messages, REQUEST_LINES + 1)
+
+
+def test_a_ticket_without_an_offer_that_cannot_be_made_ends_no_engine(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception from a hook would."""
+    scheduler, request = make(), long_request(OFFER)
+    request.mm_features = [object()]
+    monkeypatch.setattr(scheduler, "_ticket_without_offer", lambda _: 1 / 0)
+    assert scheduler.request_finished_all_groups(request, ([1],)) == (False, None)
+    expect_bounded(caplog.messages, 1)
+    assert "gets no ticket: ZeroDivisionError" in caplog.text
+
+
+def test_spans_have_short_ids() -> None:
+    assert len(_Begun.of(long_request(OFFER)).request) == MAX_ID
 
 
 def test_lines_about_requests_are_written_by_limited_logs_only() -> None:

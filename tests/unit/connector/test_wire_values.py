@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from nixl_kv.config import Config, weights_label
 from nixl_kv.connector.plugin import check_wire_values
+from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import ConfigError, printable
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import MAX_WHY
 from support import records
+from support.vllm_objects import kv_cache_config, vllm_config
 
 TEXTS = st.text(max_size=300) | st.text("\0\nø\ud800\U0001f600", max_size=300)
 
@@ -22,8 +24,8 @@ TEXTS = st.text(max_size=300) | st.text("\0\nø\ud800\U0001f600", max_size=300)
 def check(own: Config, engine_id: str, model_name: str | list[str] = "tiny") -> None:
     transfer = SimpleNamespace(engine_id=engine_id)
     model = SimpleNamespace(served_model_name=model_name)
-    vllm_config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
-    check_wire_values(own, vllm_config)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
+    check_wire_values(own, config)
 
 
 @given(
@@ -63,6 +65,13 @@ def expect_readable(engine: str, model: str, host: str, weights: str) -> None:
 @given(st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=256))
 def test_printable_ids_are_good(engine_id: str) -> None:
     check(Config.parse({"insecure": True}, {}), engine_id)
+
+
+def test_the_connector_checks_too() -> None:
+    """A process may load no plugins, so that nothing was checked before the weights."""
+    extra = {"port": 0, "insecure": True}
+    with pytest.raises(ConfigError, match="engine_id of --kv-transfer-config is 'prefill"):
+        Scheduler(vllm_config(extra, engine_id="prefill\n"), kv_cache_config())
 
 
 def test_the_longest_values_fit() -> None:

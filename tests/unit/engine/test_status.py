@@ -3,8 +3,10 @@
 import pytest
 
 from nixl_kv.engine.status import build_status
-from nixl_kv.ids import ANY_INCARNATION, Rank, short
+from nixl_kv.errors import MAX_ID
+from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, short
 from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest, decode_to_tool, encode
+from support.records import prepare_offer
 from support.stepped import MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -129,3 +131,12 @@ def test_offers_that_nobody_reads_are_failures_of_prefill(world: World) -> None:
     world.run()
     (failure,) = status(world.prefill).lists["failures"]
     assert (failure["peer"], failure["reason"]) == ("", "offer_unclaimed")
+
+
+def test_long_ids_of_requests_are_cut(world: World) -> None:
+    name = RequestId("x" * 60_000)
+    world.prefill.submit(prepare_offer(request=name))
+    world.prefill.turn()
+    answer = status(world.prefill)
+    assert len(answer.lists["offers"][0]["request"]) == MAX_ID
+    assert len(encode(answer)) < 5000
