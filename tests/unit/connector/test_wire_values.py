@@ -24,8 +24,8 @@ TEXTS = st.text(max_size=300) | st.text("\0\nø\ud800\U0001f600", max_size=300)
 def check(own: Config, engine_id: str, model_name: str | list[str] = "tiny") -> None:
     transfer = SimpleNamespace(engine_id=engine_id)
     model = SimpleNamespace(served_model_name=model_name)
-    vllm_config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
-    check_wire_values(own, vllm_config)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
+    check_wire_values(own, config)
 
 
 @given(
