@@ -9,6 +9,7 @@ import re
 from typing import Final
 
 from harness.local.memory_control import MemoryControl
+from nixl_kv.connector.decode import Prompt
 from nixl_kv.ids import (
     ANY_INCARNATION,
     Claim,
@@ -17,11 +18,12 @@ from nixl_kv.ids import (
     HintKey,
     Incarnation,
     Rank,
+    RequestId,
     new_claim,
 )
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import RankDescription, Reader, encode
-from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import FromEndpoint, FromPeer
 from sim.engine import Engine
 from sim.rank import Environment
@@ -50,7 +52,8 @@ class Liar:
         self._next_at = 0.0
 
     def ask(self, engine: Engine, issued: IssuedTicket, ticket: Ticket) -> None:
-        context = ticket.context or context_hash(ticket.nonce, issued.prompt.token_ids, ())
+        prompt = Prompt(RequestId("lie"), issued.prompt.length, issued.prompt.token_ids)
+        context = ticket.hashes or "".join(prompt.hashes(ticket.nonce))
         for rank in engine.description.ranks:
             self._asked[rank.endpoint] = rank
             ask = messages.Ask(
