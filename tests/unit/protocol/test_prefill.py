@@ -30,6 +30,7 @@ from nixl_kv.protocol.events import (
     PrepareOffer,
     ReclaimBlocks,
     Record,
+    Reply,
     RevokeAll,
     RevokeOffer,
     Tick,
@@ -37,7 +38,7 @@ from nixl_kv.protocol.events import (
     WithdrawOffer,
     WriteSlot,
 )
-from nixl_kv.protocol.messages import DigestRequest, PackRequest
+from nixl_kv.protocol.messages import Deny, DenyCause, DigestRequest, PackRequest
 from nixl_kv.protocol.prefill import (
     CAUSES,
     ENDED,
@@ -1093,6 +1094,31 @@ def test_the_scripts_above_make_each_transition_of_the_table(
         *["Tick: overdue", "ReclaimBlocks: overdue"],
         "PublishOffer: not_needed",
     }
+
+
+@pytest.mark.parametrize(
+    ("script", "ask_or_tick", "cause"),
+    [
+        pytest.param(ASKED_EARLY, (90.0 + UNKNOWN_S, Tick()), "not_arrived", id="never heard of"),
+        pytest.param(
+            after(OFFERED, (100.0 + TTL_S, Tick(), UNCLAIMED)), (999.0, ASK), "unclaimed", id="late"
+        ),
+        pytest.param(after(GRANTED, READ), (101.0, ASK), "", id="used"),
+        pytest.param(after(OFFERED, (RevokeOffer(NONCE), REVOKED)), (101.0, ASK), "", id="revoked"),
+        pytest.param([], (101.0, ASK), "", id="unknown"),
+        pytest.param(OFFERED, (101.0, asked(ask(context=hex32(9)))), "", id="another prompt"),
+    ],
+)
+def test_decode_hears_why_only_where_its_operator_looks_elsewhere(
+    script: Script, ask_or_tick: tuple[float, Any], cause: DenyCause
+) -> None:
+    now, event = ask_or_tick
+    denials = [
+        action.message
+        for action in new_machine(script).handle(event, now)
+        if isinstance(action, Reply) and isinstance(action.message, Deny)
+    ]
+    assert [denial.cause for denial in denials] == [cause]
 
 
 def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
