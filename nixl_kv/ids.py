@@ -24,6 +24,9 @@ Nonce = NewType("Nonce", str)
 Claim = NewType("Claim", str)
 """One attempt of a decode engine to read an offer: 32 hex digits, shared by its ranks."""
 
+HintKey = NewType("HintKey", str)
+"""The secret of one load, 32 hex digits: only the decode engine knows it, unlike the claim."""
+
 Rank = NewType("Rank", int)
 """A worker of an engine: 0 to pp * tp - 1, pipeline stage major."""
 
@@ -53,6 +56,10 @@ def new_nonce() -> Nonce:
 
 def new_claim() -> Claim:
     return Claim(secrets.token_hex(16))
+
+
+def new_hint_key() -> HintKey:
+    return HintKey(secrets.token_hex(16))
 
 
 def new_fence_token() -> FenceToken:

@@ -23,12 +23,14 @@ from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import (
     ANY_INCARNATION,
-    Claim,
+    EngineId,
+    HintKey,
     Incarnation,
     Nonce,
     Rank,
     RequestId,
     new_claim,
+    new_hint_key,
 )
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Hint, Landed
@@ -103,13 +105,15 @@ class _Load:
 
     request: RequestId
     num_tokens: int  # the upper bound of tokens to load
-    claim: Claim | None = None
+    hint_key: HintKey | None = None
     is_ready: bool = True  # not an early one before prefill computes its request
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
     is_retracted: bool = False  # must not end well
     is_refused: bool = False  # its ticket was refused, and the request must fail
-    landed: set[Rank] = field(default_factory=set)  # ranks that have said so between steps
+    num_cached: int | None = None  # by a rank that has landed; see `Grant`
+    # The ranks that have said so between steps, and their incarnations.
+    landed: dict[Rank, Incarnation] = field(default_factory=dict)
 
 
 class DecodeScheduler:
@@ -136,7 +140,7 @@ class DecodeScheduler:
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
-        self._by_claim: dict[Claim, _Load] = {}
+        self._by_hint_key: dict[HintKey, _Load] = {}
         self._told: set[RequestId] = set()  # vLLM knows their ends; the workers' reports follow
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
@@ -173,7 +177,8 @@ class DecodeScheduler:
         is_early = ticket.is_pair
         if is_early:
             ticket = self._complete(ticket, prompt, has_label=pair is None)
-        prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early)
+        hint_key = new_hint_key()
+        prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early, hint_key)
         self._forget_used()
         if ticket.nonce in self._used:
             if is_rejected:  # the client hung up after the request had arrived
@@ -202,8 +207,8 @@ class DecodeScheduler:
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
-        load = _Load(prompt.request, num_tokens, prepare.claim, is_ready=not is_early)
-        self._loads[load.request] = self._by_claim[prepare.claim] = load
+        load = _Load(prompt.request, num_tokens, hint_key, is_ready=not is_early)
+        self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)
         # An early ticket says nothing about prefill's media; prefill compares the hashes.
         if why := self._media.why_not_computed(prompt.media, None if is_early else ticket):
@@ -276,24 +281,28 @@ class DecodeScheduler:
         load = self._loads.get(request)
         return load is not None and load.is_started
 
-    def take_landed(self, hints: Iterable[Hint], num_ranks: int) -> set[RequestId]:
-        """End the loads that have landed on all ranks. vLLM must hear of them now.
+    def take_landed(
+        self, hints: Iterable[Hint], engine: EngineId, num_ranks: int
+    ) -> dict[RequestId, int | None]:
+        """End the loads that have landed on all ranks of this engine. vLLM must hear of them now.
 
-        Only the ranks of this engine, and prefill, know a claim. A failed load never lands on all
-        ranks, so it ends with the workers' reports.
+        Returns `Grant.num_cached` of each. Any peer may send hints, but only this engine knows the
+        key of a load. A failed load never lands on all ranks, so it ends with the workers' reports.
         """
-        landed = set()
+        landed: dict[RequestId, int | None] = {}
         for hint in hints:
-            load = self._by_claim.get(hint.claim)
-            if load is None:  # it has ended
-                continue
+            load, reader = self._by_hint_key.get(hint.hint_key), hint.reader
+            if load is None or reader.engine != engine or reader.rank >= num_ranks:
+                continue  # the load has ended, or the hint is forged
             load.is_ready = True
             if isinstance(hint, Landed) and load.is_started:
-                load.landed.add(hint.reader.rank)
+                load.num_cached = hint.num_cached if load.num_cached is None else load.num_cached
+                if reader.incarnation not in load.landed.values():
+                    load.landed[Rank(reader.rank)] = Incarnation(reader.incarnation)
             is_unknown = not load.is_retracted and load.request not in self._told
             if is_unknown and len(load.landed) == num_ranks:
                 self._end(load.request)
-                landed.add(load.request)
+                landed[load.request] = load.num_cached
                 self._told.add(load.request)
         return landed
 
@@ -371,8 +380,8 @@ class DecodeScheduler:
 
     def _forget(self, request: RequestId) -> None:
         load = self._loads.pop(request)
-        if load.claim is not None:
-            del self._by_claim[load.claim]
+        if load.hint_key is not None:
+            del self._by_hint_key[load.hint_key]
 
     def _release(self, request: RequestId) -> None:
         self._forget(request)

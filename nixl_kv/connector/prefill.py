@@ -36,8 +36,6 @@ logger = get_logger(__name__)
 # reclaim blocks from offers.
 BLOCK_WAIT_S: Final = 1.0
 
-ALL_BLOCKS: Final = 1 << 31  # more than any cache has
-
 # Pair tickets that are remembered, so that a second request with one makes an offer of its own.
 MAX_PAIRS: Final = 1 << 16
 
@@ -73,6 +71,8 @@ class _Offer:
     make_hashes: Callable[[Nonce], tuple[str, str]] = field(repr=False)
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
+    count_cached: Callable[[], int | None] = field(default=lambda: None, repr=False)
+    num_cached: int = 0  # tokens that vLLM did not compute, as of the last step of the prompt
     pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
     life: int = 0  # how often it was preempted
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
@@ -146,12 +146,16 @@ class PrefillScheduler:
         num_tokens: int,
         make_hashes: Callable[[Nonce], tuple[str, str]],
         pair: Ticket | None = None,
+        *,
+        count_cached: Callable[[], int | None] = lambda: None,  # in a step; None: no longer known
     ) -> None:
         """Another engine decodes this request. `make_hashes` hashes prompt and media with a nonce.
 
-        A `pair` ticket of this engine is out already. One that was used before is ignored.
+        `count_cached` counts the tokens that vLLM takes from caches. A `pair` ticket of this engine
+        is out already. One that was used before is ignored.
         """
-        offer = self._awaited[request] = _Offer(request, num_tokens, make_hashes)
+        offer = _Offer(request, num_tokens, make_hashes, count_cached=count_cached)
+        self._awaited[request] = offer
         if pair is not None and self.is_new(pair):
             offer.pair = pair.nonce
             self._pairs[pair.nonce] = None
@@ -259,7 +263,8 @@ class PrefillScheduler:
         self._commands.append(events.PublishOffer(offer.nonce, request))
         self._expect(offer, 0)
         self._hold(offer, distinct_ids(tables))
-        del offer.make_hashes  # it holds the prompt: embeddings may be hundreds of megabytes
+        # They hold the prompt: embeddings may be hundreds of megabytes.
+        del offer.make_hashes, offer.count_cached
         return True, params
 
     def update_connector_output(self, finished_sending: Collection[RequestId]) -> None:
@@ -291,7 +296,7 @@ class PrefillScheduler:
                 del self._awaited[request]
                 self._release(offer)
         if self._offers:
-            self._commands.append(events.ReclaimBlocks(ALL_BLOCKS))
+            self._commands.append(events.RevokeAll())
 
     def _prepare(self, offer: _Offer, *, computed: int | None = None) -> None:
         """This step computes all of the prompt, or the first `computed` tokens of a pair."""
@@ -303,6 +308,8 @@ class PrefillScheduler:
             offer.granted = self._blocks.filled(computed or offer.num_tokens, current)
             self._granted[offer.request] = offer
         offer.tables = self._blocks.tables(computed or offer.num_tokens, current, offer.pins)
+        num_cached = offer.count_cached()
+        offer.num_cached = offer.num_cached if num_cached is None else num_cached
         self._commands.append(
             events.PrepareOffer(
                 offer.nonce,
@@ -315,6 +322,7 @@ class PrefillScheduler:
                 in_parts=bool(offer.pair) and offer.in_parts,
                 life=offer.life,
                 computed=computed,
+                num_cached=offer.num_cached,
             )
         )
 

@@ -27,6 +27,7 @@ from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
 from nixl_kv.connector.traces import Traces
+from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.vllm_config import (
     MediaReader,
     check_ends_requests,
@@ -179,6 +180,7 @@ class Scheduler:
         transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
         self._counts = RequestCounts(self.stats, self._config.entry_of, recomputes=self._recomputes)
         self._traces = Traces(vllm_config)
+        self._cached = CachedTokens()
 
     def _log_settings(self, transfer: KVTransferConfig) -> None:
         """Tell, once per engine, which settings of the operator's count for something else here."""
@@ -239,6 +241,8 @@ class Scheduler:
         self._prefill.update_state_after_alloc(request_id)
         tables = self._transferred(blocks.get_block_ids())
         self._decode.update_state_after_alloc(request_id, tables, num_external_tokens)
+        if num_external_tokens and self._decode.has_begun(request_id):
+            self._cached.on_start(request)
 
     # Once per step, even an empty one.
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
@@ -284,6 +288,7 @@ class Scheduler:
         elif self._recomputes and has_failed:
             self._log.warning(OUTER_POLICY, shown_id(request_id))
         self._decode.request_finished(request_id)
+        self._cached.forget(request_id)
         self._counts.forget(request_id)
         keeps_blocks, params = self._prefill.request_finished(
             request_id, self._transferred(block_ids), reason=why_not_offered(request)
@@ -322,7 +327,9 @@ class Scheduler:
         self._follow_label()
         hints = [] if self._directory is None else self._directory.pop_hints()
         num_ranks = self._vllm_config.parallel_config.world_size
-        landed = self._decode.take_landed(hints, num_ranks)
+        landed = self._decode.take_landed(hints, self._engine_id, num_ranks)
+        for request_id, num_cached in landed.items():
+            self._cached.on_loaded(request_id, num_cached)
         if landed:
             self.stats.count("early_ends", len(landed))
             self._early = KVConnectorOutput(finished_recving=set(landed))
@@ -344,9 +351,10 @@ class Scheduler:
         self._traces.end_offers(self._counts.count_offers(sent))
         told, failed = self._decode.pop_told(received), _own(output.failed_recving)
         held_back = self._decode.update_connector_output(received - told, failed)
-        self._traces.end_loads(
-            self._counts.count_loads(received, held_back, self._decode.must_load)
-        )
+        ended = self._counts.count_loads(received, held_back, self._decode.must_load)
+        self._traces.end_loads(ended)
+        for request_id, load in ended.items():
+            self._cached.on_loaded(request_id, load.num_cached if not load.reason else None)
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if output.finished_recving:
             output.finished_recving -= held_back | told
@@ -363,7 +371,7 @@ class Scheduler:
                 self._prefill.address, epoch=self._epoch, weights=self._decode.weights
             )
         logger.info(
-            "cache reset: revoking those of %d offers that no rank is reading; cancelling %d loads",
+            "cache reset: revoking %d offers, also those that are being read; cancelling %d loads",
             self._prefill.num_offers,
             self._decode.num_open,
         )
@@ -580,6 +588,7 @@ class Scheduler:
             request.num_prompt_tokens,
             partial(prompt.hashes, weights=label, num_tokens=num_tokens),
             ticket,
+            count_cached=partial(count_cached, request),
         )
 
     def _is_prefill_leg(self, params: object) -> bool:

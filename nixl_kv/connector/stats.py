@@ -342,6 +342,7 @@ class LoadReport:
     source: events.PeerKey | None = None  # the prefill engine; None: none was asked
     num_bytes: int = 0
     paths: frozenset[str] = frozenset()
+    num_cached: int | None = None  # see `messages.Landed`
 
     @classmethod
     def of(cls, ended: events.LoadEnded) -> "LoadReport":
@@ -354,6 +355,7 @@ class LoadReport:
             ended.peer,
             sum(read.num_bytes for read in ended.reads),
             frozenset(read.path for read in ended.reads if read.num_bytes),
+            ended.num_cached,
         )
 
     @property
@@ -374,6 +376,7 @@ class LoadReport:
             self.source or other.source,
             self.num_bytes + other.num_bytes,
             self.paths | other.paths,
+            other.num_cached if self.num_cached is None else self.num_cached,
         )
 
 

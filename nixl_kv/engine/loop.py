@@ -71,6 +71,10 @@ OFFER_FAULTS: Final = frozenset(events.OfferEnd) - {
     events.OfferEnd.READ,
     events.OfferEnd.NOT_NEEDED,
 }
+OVERDUE: Final = (
+    "engine %r has read the KV of request %s for so long that it must hang or lie: its blocks are "
+    "taken back, and the engine will find its read void; restart it"
+)
 KNOWN_LOG_S: Final = 60.0  # between two lines about loads from an unusable peer
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
@@ -595,8 +599,11 @@ class Loop:
         if not self.outstanding.settle(report):
             return
         if isinstance(report, events.OfferEnded):
+            reader = report.reader or ""
             if report.end in OFFER_FAULTS:
-                self.parts.history.count(f"offer_{report.end.value}")
+                self.parts.history.count(f"offer_{report.end.value}", peer=reader)
+            if report.end is events.OfferEnd.OVERDUE:
+                self._log.warning(OVERDUE, reader, report.request)
             return
         self._on_load_ended()
         if report.failure is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import ANY_INCARNATION, Claim, Endpoint, EngineId, Incarnation, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
@@ -171,6 +171,7 @@ class DecodeMachine:
             claim=command.claim,
             peer=key,
             is_early=command.is_early,
+            hint_key=command.hint_key,
             timeout_s=self._timeout_s,
             wait_for_prefill_s=self._wait_for_prefill_s,
             since=now,
@@ -488,12 +489,12 @@ class DecodeMachine:
                 self._requeue(load, read, now)
             if load.is_early and not load.is_announced and load.is_ready:
                 load.is_announced = True
-                actions += [events.LoadReady(load.request), *self._hint(load, messages.Ready)]
+                actions += [events.LoadReady(load.request), *self._hint(load.ready())]
             is_over = load.is_over
             if is_over and (load.start is not None or load.is_cancelled):
                 actions += load.end(now)
                 if load.failure is None:
-                    actions += self._hint(load, messages.Landed)
+                    actions += self._hint(load.landed())
                 self._forget(load)
             else:
                 self._due.set(load.claim, math.inf if is_over else load.next_due)
@@ -504,11 +505,9 @@ class DecodeMachine:
                 actions += load.start_read(load.reads[rank], now)
         return actions
 
-    def _hint(self, load: Load, kind: type[messages.Hint]) -> Actions:
+    def _hint(self, hint: messages.Hint) -> Actions:
         """Tell the scheduler between its steps. The caller has the result by then."""
-        if self._directory is None:
-            return []
-        return [events.Send(self._directory, load.about(kind, ANY_INCARNATION))]
+        return [] if self._directory is None else [events.Send(self._directory, hint)]
 
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
         """Queue a read, or take it out once it has ended."""

@@ -12,7 +12,17 @@ import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, FenceToken, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import (
+    Claim,
+    Endpoint,
+    EngineId,
+    FenceToken,
+    HintKey,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+)
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
 
@@ -30,6 +40,7 @@ class Transition(NamedTuple):
 
 Record: TypeAlias = Callable[[Transition], None]
 NO_TOKEN: Final = FenceToken(b"")
+NO_HINTS: Final = HintKey("")
 OVER = "OVER"  # the name of the state after the last transition
 
 
@@ -41,6 +52,7 @@ class PrepareLoad(msgspec.Struct, frozen=True):
     ticket: Ticket  # a pair ticket has got the prompt's length and hash
     claim: Claim
     is_early: bool = False  # by a pair ticket
+    hint_key: HintKey = NO_HINTS  # goes back with hints, and to no peer
 
 
 class StartLoad(msgspec.Struct, frozen=True):
@@ -107,6 +119,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     in_parts: bool = False  # of a pair: it may have a slot, and be granted before `PublishOffer`
     life: int = 0  # counts the preemptions of the request
     computed: int | None = None  # tokens in memory after the step; None: all
+    num_cached: int = 0  # tokens that prefill did not compute; see `messages.Grant`
     slot: int | None = None  # of `PairSlots`
     fence_token: FenceToken = NO_TOKEN
 
@@ -150,6 +163,10 @@ class ReclaimBlocks(msgspec.Struct, frozen=True):
     """A local request waits for blocks: end unclaimed offers, and recall unread ones."""
 
     num_blocks: int
+
+
+class RevokeAll(msgspec.Struct, frozen=True):
+    """The cache was reset: end each offer whose ticket is out, even while it is being read."""
 
 
 # --- events of the sockets
@@ -444,6 +461,7 @@ class FailureKind(enum.Enum):
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
     RECALLED = "recalled"
+    NOT_ARRIVED = "not_arrived"
     UNREACHABLE = "unreachable"
     INCOMPATIBLE = "incompatible"
     LATE = "late"
@@ -478,6 +496,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     reads: tuple[ReadDone, ...] = ()  # one per prefill rank
     waits: tuple[float, ...] = ()  # seconds in each of PHASES; one that did not begin has 0
     ended_at: float = 0.0  # in monotonic seconds, if `waits` is known
+    num_cached: int | None = None  # see `messages.Landed`
 
 
 class OfferEnd(enum.Enum):
@@ -492,6 +511,7 @@ class OfferEnd(enum.Enum):
     ABORTED = "aborted"
     REVOKED = "revoked"
     EXPIRED = "expired"
+    OVERDUE = "overdue"
     LOST = "lost"
 
 
@@ -565,6 +585,7 @@ PrefillCommand: TypeAlias = (
     | PublishOffer
     | WithdrawOffer
     | RevokeOffer
+    | RevokeAll
     | ReclaimBlocks
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad

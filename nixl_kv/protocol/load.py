@@ -11,13 +11,23 @@ back when no read can write into them. One failure cancels the reads from all ra
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, FenceToken, Incarnation, Rank, RequestId, short
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Claim,
+    Endpoint,
+    FenceToken,
+    HintKey,
+    Incarnation,
+    Rank,
+    RequestId,
+    short,
+)
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Machine, MachineState, Table
@@ -105,15 +115,26 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.DRAINING})
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
-DENIED: Final = "denied the ask: the offer was used, expired or revoked; its log has the reason"
+DENIED: Final[Mapping[messages.DenyCause, tuple[FailureKind, str]]] = {
+    "": (
+        FailureKind.DENIED,
+        "denied the ask: the offer was used, expired or revoked; its log has the reason",
+    ),
+    "unclaimed": (
+        FailureKind.DENIED,
+        "denied the ask: the offer expired before decode asked (offer_ttl_s of prefill)",
+    ),
+    "not_arrived": (
+        FailureKind.NOT_ARRIVED,
+        "never heard of this request: the router did not send it to that engine, or it hangs",
+    ),
+}
 
-_Message = TypeVar("_Message", bound=messages.Message)
 _Refusal: TypeAlias = (
     messages.Deny | messages.Recall | messages.HeartbeatReply | events.EndpointLost
 )
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
 _REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
-    messages.Deny: (FailureKind.DENIED, DENIED),
     messages.Recall: (FailureKind.RECALLED, "recalled its blocks before decode had its own"),
     messages.HeartbeatReply: (FailureKind.LEASE_LOST, "let the lease run out"),
     events.EndpointLost: (FailureKind.UNREACHABLE, "is unreachable"),
@@ -200,6 +221,8 @@ class Load:
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
     is_early: bool = False  # by a pair ticket
+    hint_key: HintKey = field(default=events.NO_HINTS, repr=False)
+    num_cached: int | None = None  # by the latest grant
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
     told_at: float = -math.inf  # when prefill last said that it will compute the request
     wait_for_prefill_s: float = math.inf  # until prefill computes the request
@@ -390,7 +413,7 @@ class Load:
         former = read.grant if read.state is State.GRANTED else None
         if former is not None and former.fence_token != grant.fence_token:
             self._lose_grant(read, grant, now)
-        self.has_begun = True
+        self.has_begun, self.num_cached = True, grant.num_cached
         if read.state is State.ASKING:
             if read.num_lost:
                 read.digest = None  # of bytes that prefill has computed again
@@ -425,7 +448,10 @@ class Load:
         if is_lost and self.is_early:
             self._lose_grant(read, event, now)
             return self.ask(read, now)
-        kind, what = _REFUSALS[type(event)]
+        if isinstance(event, messages.Deny):
+            kind, what = DENIED[event.cause]
+        else:
+            kind, what = _REFUSALS[type(event)]
         reason = f": {event.reason}" if isinstance(event, events.EndpointLost) else ""
         failure = Failure(kind, f"prefill rank {read.rank} {what}{reason}")
         # The fence slot decides about a posted read. A comparison goes on once both digests are
@@ -577,7 +603,8 @@ class Load:
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
         is_verified, num_tokens = is_good and start.verify, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
-        return [events.LoadEnded(*ended, self._waits(now), now)]
+        num_cached = self.num_cached if is_good else None
+        return [events.LoadEnded(*ended, self._waits(now), now, num_cached)]
 
     def _waits(self, now: float) -> tuple[float, ...]:
         """The seconds in each of PHASES. The slowest read decides; a failed load stops early."""
@@ -622,13 +649,22 @@ class Load:
     def _send(
         self, read: RankRead, message: Callable[..., messages.Message], **fields: object
     ) -> events.Send:
-        return events.Send(read.endpoint, self.about(message, read.incarnation, **fields))
-
-    def about(
-        self, message: Callable[..., _Message], incarnation: Incarnation, **fields: object
-    ) -> _Message:
         names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
-        return message(incarnation=incarnation, **names, **fields)
+        sent = message(incarnation=read.incarnation, **names, **fields)
+        return events.Send(read.endpoint, sent)
+
+    def ready(self) -> messages.Ready:
+        return messages.Ready(
+            incarnation=ANY_INCARNATION, hint_key=self.hint_key, reader=self.reader
+        )
+
+    def landed(self) -> messages.Landed:
+        return messages.Landed(
+            incarnation=ANY_INCARNATION,
+            hint_key=self.hint_key,
+            reader=self.reader,
+            num_cached=self.num_cached,
+        )
 
 
 HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] = {

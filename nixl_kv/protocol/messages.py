@@ -36,6 +36,7 @@ from nixl_kv.ids import (
     Endpoint,
     EngineId,
     FenceToken,
+    HintKey,
     Incarnation,
     Nonce,
     Rank,
@@ -251,6 +252,8 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
     fence_token: Annotated[FenceToken, Meta(min_length=16, max_length=16)]
     # The first tokens of the prompt that are in memory; None: all. More come with other grants.
     num_tokens: _Token | None = None
+    # Tokens of the prompt that prefill took from its own caches, as it tells its own clients.
+    num_cached: _Token = 0
 
 
 # Of a request whose offer cannot be granted yet: it has not arrived, waits, or is in a step.
@@ -263,8 +266,16 @@ class Pending(_OfClaim, frozen=True, kw_only=True):
     state: PrefillState
 
 
+# What decode may know of a denial; '': only prefill's log has the reason.
+# not_arrived: this rank waited for the request of an early ask, but never heard of it.
+# unclaimed: no ask came within offer_ttl_s of the ticket.
+DenyCause: TypeAlias = Literal["", "not_arrived", "unclaimed"]
+
+
 class Deny(_OfClaim, frozen=True, kw_only=True):
-    """No blocks, digest or chunk for this claim. Only prefill's log has the reason."""
+    """No blocks, digest or chunk for this claim."""
+
+    cause: DenyCause = ""
 
 
 @dataclass(frozen=True)
@@ -350,12 +361,24 @@ class Release(_OfClaim, frozen=True, kw_only=True):
     complete: bool  # else it gives up
 
 
-class Ready(_OfClaim, frozen=True, kw_only=True):
-    """From a decode rank to its own engine: prefill computes the request of an early load."""
+class _Hint(_Message, frozen=True, kw_only=True):
+    """From a decode rank to its own engine, about a load.
+
+    The scheduler acts on it, so it has nothing that prefill knows but the name of the rank.
+    """
+
+    hint_key: Annotated[HintKey, HEX32]
+    reader: Reader
 
 
-class Landed(_OfClaim, frozen=True, kw_only=True):
-    """From a decode rank to its own engine: this rank's part of the load is here, and proven."""
+class Ready(_Hint, frozen=True, kw_only=True):
+    """Prefill computes the request of an early load."""
+
+
+class Landed(_Hint, frozen=True, kw_only=True):
+    """This rank's part of the load is here, and proven."""
+
+    num_cached: _Token | None = None  # see `Grant`; None: this rank has read nothing
 
 
 class StatusRequest(_Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ it reports the end, and the caller reuses the blocks only after that report.
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -35,6 +35,13 @@ from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
+
+# The rank takes its blocks back from a reader that still reads after this long. It believes a
+# heartbeat that says so, but a reader may hang or lie. An honest one gives up a read that does not
+# move after 4 x request_timeout_s, 120 s by default; 100 GB over 1 Gbit/s take 800 s.
+READING_S: Final = 900.0
+# The same while a local request waits for blocks. A reader that loses them computes the prompt.
+READING_WANTED_S: Final = 150.0
 
 
 class State(MachineState):
@@ -60,10 +67,12 @@ TRANSITIONS: Final[Table[State]] = {
         events.PublishOffer: (None,),  # of a pair that decode has declined before
         events.Tick: (None,),
         events.RevokeOffer: (None,),
+        events.RevokeAll: (None,),
         events.ReclaimBlocks: (None,),
     },
     State.GRANTED: {
         events.ReclaimBlocks: (State.RECALLED,),
+        events.RevokeAll: (None,),
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
         events.Tick: (State.RECALLED, None),
@@ -72,11 +81,14 @@ TRANSITIONS: Final[Table[State]] = {
     State.RECALLED: {
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
+        events.RevokeAll: (None,),
         events.Tick: (None,),
     },
     State.READING: {
         messages.Release: (None,),
         messages.Heartbeat: (None,),
+        events.ReclaimBlocks: (None,),
+        events.RevokeAll: (None,),
         events.Tick: (None,),
         events.WithdrawOffer: (None,),
     },
@@ -89,10 +101,17 @@ ENDED: Final = {
     OfferEnd.ABORTED: "the reader of the offer aborted it",
     OfferEnd.REVOKED: "the offer's blocks were needed for other requests",
     OfferEnd.EXPIRED: "the lease of the offer's reader has expired (lease_s)",
+    OfferEnd.OVERDUE: "the reader of the offer has read it for too long",
     OfferEnd.LOST: "the offer was lost when the transfer thread restarted",
 }
 """Why an ask for an ended offer is denied."""
 OTHER_PROMPT: Final = "another prompt"
+NOT_ARRIVED: Final = "its request did not arrive"
+CAUSES: Final[Mapping[str, messages.DenyCause]] = {
+    NOT_ARRIVED: "not_arrived",
+    ENDED[OfferEnd.UNCLAIMED]: "unclaimed",
+}
+"""The reasons that decode may know: its operator looks for them in the wrong place otherwise."""
 WITHDRAWN: Final = "its request ended without an offer"
 
 MACHINE: Final = Machine("offer", TRANSITIONS)
@@ -114,6 +133,7 @@ class Binding:
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
     asked_at: float
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
+    reading_since: float = math.inf  # of a pinned offer that is READING
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
     # The number of each reader's latest ask or pack request.
@@ -188,7 +208,15 @@ class Offer:
         if self.binding is None:
             return self.ends_at
         lease = of_leases(self.binding.leases[rank] for rank in self.binding.readers)
-        return lease if self.state is State.READING else min(lease, self.binding.held_until)
+        if self.state is State.READING:
+            return min(lease, self.binding.reading_since + READING_S)
+        return min(lease, self.binding.held_until)
+
+    def has_read_for(self, seconds: float, now: float) -> bool:
+        """Whether readers of pinned blocks have been reading for this long."""
+        if self.binding is None or self.state is not State.READING:
+            return False
+        return self.binding.reading_since + seconds <= now
 
     @property
     def asks(self) -> list[RoutedAsk]:
@@ -334,7 +362,7 @@ class PrefillMachine:
             case events.Tick():
                 due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
-                actions += self._deny_all(self.early.pop_due(now), "its request did not arrive")
+                actions += self._deny_all(self.early.pop_due(now), NOT_ARRIVED)
             case events.DigestMade():
                 actions = self._on_digest_made(event)
             case events.ChunkPacked():
@@ -378,6 +406,8 @@ class PrefillMachine:
     def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
+        if isinstance(command, events.RevokeAll):
+            return self._revoke_all(command)
         if isinstance(command, events.ExpectOffer):
             denials = self._deny_all(self.early.expect(command), OTHER_PROMPT)
             return denials + self._report_given_up(command.nonce)
@@ -431,6 +461,8 @@ class PrefillMachine:
         offer.is_pinned = True
         if offer.binding is not None:
             offer.binding.held_until = now + self._hold_s
+            if offer.state is State.READING:  # its time begins when it costs pinned blocks
+                offer.binding.reading_since = now
             self._due.set(offer.nonce, offer.due_at())
             return []
         offer.move(State.OFFERED, command)
@@ -506,9 +538,18 @@ class PrefillMachine:
         self, offer: Offer, binding: Binding, route: bytes, ask: messages.Ask
     ) -> events.Reply:
         written = None if offer.is_written else offer.written
-        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables, "num_tokens": written}
-        fence = {"slot": binding.slot, "fence_token": binding.fence_token}
-        return self._reply(route, messages.Grant, ask, **grant, **fence)
+        prepared = offer.prepared
+        return self._reply(
+            route,
+            messages.Grant,
+            ask,
+            lease_s=self._lease_s,
+            tables=prepared.tables,
+            num_tokens=written,
+            num_cached=prepared.num_cached,
+            slot=binding.slot,
+            fence_token=binding.fence_token,
+        )
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
         rank = ask.reader.rank
@@ -577,7 +618,7 @@ class PrefillMachine:
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        denial = self._reply(route, messages.Deny, message)
+        denial = self._reply(route, messages.Deny, message, cause=CAUSES.get(reason, ""))
         return [events.AskDenied(message.nonce, reason), denial]
 
     def _reply(
@@ -684,6 +725,8 @@ class PrefillMachine:
                     binding.routes[rank] = route
                 if binding.claim in reading and offer.state is not State.READING:
                     offer.move(State.READING, heartbeat, peer=reader_name(heartbeat.reader))
+                    binding.reading_since = now if offer.is_pinned else math.inf
+                    self._due.set(offer.nonce, offer.due_at())
             elif binding.numbers.get(rank, heartbeat.number) < heartbeat.number:
                 binding.ended.add(rank)
                 self.ring.release((offer.nonce, rank))
@@ -730,6 +773,9 @@ class PrefillMachine:
         if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
             binding.ended.update(binding.leases)
             end = OfferEnd.REVOKED
+        elif offer.has_read_for(READING_S, now) and binding.readers:
+            binding.ended.update(binding.leases)
+            end = OfferEnd.OVERDUE
         actions = self.settle(offer, tick, end)
         if offer.binding is None:
             return actions
@@ -747,11 +793,25 @@ class PrefillMachine:
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
         self._due.set(offer.nonce, offer.due_at())
-        asked = [(rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked]
-        return [self._reply(binding.routes[rank], messages.Recall, ask) for rank, ask in asked]
+        return self._tell_recalled(offer)
+
+    def _tell_recalled(self, offer: Offer) -> Actions:
+        return [self._reply(each.route, messages.Recall, each.ask) for each in offer.asks]
+
+    def _revoke_all(self, command: events.RevokeAll) -> Actions:
+        """End each offer whose ticket is out. A fence ends the loads that read one."""
+        actions: Actions = []
+        for offer in list(self.offers.values()):
+            if offer.is_pinned and offer.state is not State.PREPARED:
+                actions += self._tell_recalled(offer)
+                actions += self._end(offer, command, OfferEnd.REVOKED)
+        return actions
 
     def _reclaim(self, command: events.ReclaimBlocks, now: float) -> Actions:
-        """End as few unclaimed offers as are needed, then recall unread ones; oldest first."""
+        """End as few unclaimed offers as are needed, then recall unread ones; oldest first.
+
+        At last, end those that have been read for too long.
+        """
         offers = list(self.offers.values())
         missing = command.num_blocks  # beside the recalled ones, which come back soon
         missing -= sum(offer.num_blocks for offer in offers if offer.state is State.RECALLED)
@@ -765,6 +825,10 @@ class PrefillMachine:
                     actions += self._end(offer, command, OfferEnd.REVOKED)
                 else:
                     actions += self.recall(offer, command, now)
+        for offer in offers:
+            if missing > 0 and offer.has_read_for(READING_WANTED_S, now):
+                missing -= offer.num_blocks
+                actions += self._end(offer, command, OfferEnd.OVERDUE)
         return actions
 
     # --- the end of an offer

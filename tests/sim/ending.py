@@ -51,9 +51,10 @@ def _allowed(world: World) -> tuple[float, float]:
     queue_s = num_bytes / world.shape.rate if world.shape.rate else 0.0
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s
     load += LONGEST_LOAD * PAUSE_S
-    granted = config.hold_s + RECALL_S + load + config.lease_s
+    read = max(load, world.shape.patience) if world.liars else load
+    granted = config.hold_s + RECALL_S + read + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
-    return load, offer + (granted if world.decodes() else 0)
+    return load, offer + (granted if world.decodes() or world.liars else 0)
 
 
 def end(world: World, ending: str, invariants: Invariants) -> None:

@@ -61,6 +61,13 @@ class Engine:
         return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
 
     @property
+    def hints_at(self) -> Endpoint | None:
+        """Where its scheduler hears of loads between its steps."""
+        if self._directory is None or not self._environment.takes_hints:
+            return None
+        return endpoint_at(HOST, self._directory.port)
+
+    @property
     def is_stopped(self) -> bool:
         return any(rank.is_stopped for rank in self.ranks)
 
@@ -133,9 +140,7 @@ class Engine:
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
         self.description = self._describe()
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
-        at: Endpoint | None = None
-        if self._directory is not None and self._environment.takes_hints:
-            at = endpoint_at(HOST, self._directory.port)
+        at = self.hints_at
         self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts, at)]
         if self._directory is not None:
             self._directory.publish(self.description)
@@ -165,7 +170,7 @@ class Engine:
 
     def _begin(self) -> None:
         if self._directory is not None:
-            self.scheduler.decode.end_landed(self._directory.pop_hints(), len(self._seats))
+            self.scheduler.decode.end_landed(self._directory.pop_hints())
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
         # A load writes its own blocks; they may hold a local prefix by now.

@@ -12,6 +12,7 @@ a verified load   was compared with each rank's digest, and equal
 a corrupt load    was damaged on its way
 a dropped peer    is not being read (see `planes.SimTransport`)
 a stopped rank    is not written by any read, and owes no load (see `rank.RankLife.stop`)
+a message         to a peer has no key of a load, which the scheduler believes
 the machines      say so themselves
 
 And where no lease runs out and no message is lost (`gentle`), a read is served to its end: its
@@ -24,13 +25,14 @@ from dataclasses import dataclass
 from harness.local.machines import check_decode, check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import ABSENT
-from nixl_kv.ids import FenceToken, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import Endpoint, FenceToken, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
 from nixl_kv.protocol.ticket import SealedTicket
 from sim.cache import BLOCK_TOKENS, NULL_BLOCK
 from sim.engine import Engine
+from sim.liars import names_in
 from sim.planes import Read
 from sim.rank import RankLife
 from sim.repeatable import Violation
@@ -98,6 +100,17 @@ class Invariants:
             self._reported.add((rank, result.request))
             self._check_reads(engine)
             self._check_load(engine, rank, result)
+
+    def on_send(self, rank: RankLife, endpoint: Endpoint, payload: bytes) -> None:
+        """What decode's scheduler believes must not be known to the other side."""
+        engine = self._engine_of(rank)
+        if engine is None or endpoint == engine.hints_at:
+            return
+        names = names_in(payload)
+        secrets = engine.scheduler.decode.connector._by_hint_key
+        if any(name in secrets for name in names):
+            raise Violation("secret told to a peer", f"{rank.seat.name}, to {endpoint}")
+        self._world.told.extend(names)
 
     def on_reply(self, rank: RankLife, payload: bytes) -> None:
         answer, engine = decode_answer(payload), self._engine_of(rank)

@@ -252,6 +252,7 @@ class SimControl(MemoryControl):
         super().__init__(network, name)
         self.wait_s: float | None = 0.0  # of the latest poll
         self.on_reply: Callable[[bytes], None] = lambda _payload: None
+        self.on_send: Callable[[Endpoint, bytes], None] = lambda _endpoint, _payload: None
         self._port = port
         self._faults = faults
 
@@ -263,6 +264,7 @@ class SimControl(MemoryControl):
         if self._faults.unsent:
             self._faults.unsent -= 1
             raise TransportError("the schedule let it fail")
+        self.on_send(endpoint, payload)
         super().send(endpoint, payload)
 
     def reply(self, route: bytes, payload: bytes) -> None:

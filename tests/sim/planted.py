@@ -15,12 +15,12 @@ from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.pair_slots import PairSlots
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.early import EarlyAsks, _Pair
 from nixl_kv.protocol.load import Load, State
-from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, PrefillMachine, RingBook
+from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine, RingBook
 from nixl_kv.reading import replace
 from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import SlotPage
@@ -290,12 +290,13 @@ def landed_ranks_counted_not_named(patch: pytest.MonkeyPatch) -> None:
     """So a message that comes twice ends a load that has landed on one rank."""
     take, numbers = DecodeScheduler.take_landed, itertools.count()
 
-    def count(decode: DecodeScheduler, hints: Any, num_ranks: int) -> set[RequestId]:
-        renamed = [
-            structs.replace(hint, reader=structs.replace(hint.reader, rank=next(numbers)))
-            for hint in hints
-        ]
-        return take(decode, renamed, num_ranks)
+    def count(decode: DecodeScheduler, hints: Any, engine: EngineId, num_ranks: int) -> Any:
+        renamed = []
+        for hint in hints:
+            number = next(numbers)
+            names = {"rank": number % num_ranks, "incarnation": str(number)}
+            renamed.append(structs.replace(hint, reader=structs.replace(hint.reader, **names)))
+        return take(decode, renamed, engine, num_ranks)
 
     patch.setattr(DecodeScheduler, "take_landed", count)
 
@@ -304,7 +305,7 @@ def landed_ranks_counted_not_named(patch: pytest.MonkeyPatch) -> None:
 def landed_before_a_reset(patch: pytest.MonkeyPatch) -> None:
     take = DecodeScheduler.take_landed
 
-    def take_all(decode: DecodeScheduler, *given: Any) -> set[RequestId]:
+    def take_all(decode: DecodeScheduler, *given: Any) -> dict[RequestId, int | None]:
         retracted = [load for load in decode._loads.values() if load.is_retracted]
         for load in retracted:
             load.is_retracted = False
@@ -319,6 +320,44 @@ def landed_before_a_reset(patch: pytest.MonkeyPatch) -> None:
 @breaks("ended twice", "unexpected report", in_="told")
 def told_loads_reported_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeScheduler, "pop_told", lambda *_: set())
+
+
+@breaks("secret told to a peer", in_="told", is_quick=True)
+def secret_of_a_load_in_its_asks(patch: pytest.MonkeyPatch) -> None:
+    send = Load._send
+
+    def send_key(load: Load, read: Any, message: Any, **fields: Any) -> events.Send:
+        sent = send(load, read, message, **fields)
+        return structs.replace(sent, message=structs.replace(sent.message, claim=load.hint_key))
+
+    patch.setattr(Load, "_send", send_key)
+
+
+@breaks("wrong bytes", "unexpected report", "unexpected end", in_="told")
+def hints_believed_of_who_knows_the_claim(patch: pytest.MonkeyPatch) -> None:
+    new_request, take = DecodeScheduler.on_new_request, DecodeScheduler.take_landed
+    by_claim: dict[str, Any] = {}
+
+    def note(decode: DecodeScheduler, *given: Any, **options: Any) -> None:
+        new_request(decode, *given, **options)
+        prepare = decode._commands[-1]
+        if isinstance(prepare, events.PrepareLoad):
+            by_claim[prepare.claim] = prepare.hint_key
+
+    def take_any(decode: DecodeScheduler, hints: Any, *given: Any) -> Any:
+        keys = [(hint, by_claim.get(hint.hint_key, hint.hint_key)) for hint in hints]
+        return take(decode, [structs.replace(hint, hint_key=key) for hint, key in keys], *given)
+
+    patch.setattr(DecodeScheduler, "on_new_request", note)
+    patch.setattr(DecodeScheduler, "take_landed", take_any)
+
+
+# --- peers that lie
+
+
+@breaks("offer too long", "not over", in_="lying", is_quick=True)
+def reader_believed_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Offer, "has_read_for", lambda *_: False)
 
 
 @breaks("wrong bytes", "good bytes called corrupt", in_="staged")

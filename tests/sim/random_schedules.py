@@ -93,6 +93,8 @@ class Profile:
     num_steps: int = 150  # with two engines
 
 
+PATIENCE_S: Final = 20.0  # longer than any load of an honest engine here
+
 PROFILES: Final[Mapping[str, Profile]] = {
     "gentle": Profile(_weights(EVERY_DAY, GENTLE), gentle=True),
     "leaving": Profile(_weights(EVERY_DAY, GENTLE, "abort 5"), gentle=True),
@@ -183,11 +185,18 @@ PROFILES: Final[Mapping[str, Profile]] = {
         gentle=True,
         num_steps=300,
     ),
+    "lying": Profile(
+        _weights(EVERY_DAY, BUSY, EARLY, "lie 4, wait 2, reset 0.3"),
+        shapes=[
+            replace(shape, patience=PATIENCE_S, fast=True)
+            for shape in (Shape(), Shape(2, 1), Shape(1, 2, blocks=20), Shape(1, 1, prefills=2))
+        ],
+    ),
     "told": Profile(
         _weights(
             EVERY_DAY,
             "prefill 8, decode once 12, turn 120, deliver 120, repeat 40, land 60",
-            "reset 1, abort 1, round 2",
+            "reset 1, abort 1, round 2, forge 4",
         ),
         shapes=[Shape(each, 2, fast=True) for each in (1, 2)],
     ),

@@ -123,6 +123,7 @@ class RankLife:
         self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
         self.control.on_reply = lambda payload: environment.observer.on_reply(self, payload)
+        self.control.on_send = lambda at, payload: environment.observer.on_send(self, at, payload)
         seat.slots.start_life(self.faults)
         self.engine = TransferEngine(
             RankSpec(

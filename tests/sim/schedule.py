@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+from unittest.mock import patch
 
+from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import FailureKind
 from sim.cache import BLOCK_TOKENS
 from sim.ending import end
@@ -94,7 +96,12 @@ Source: TypeAlias = Callable[[Run], Iterator[str]]
 
 
 def follow(shape: Shape, source: Source) -> Outcome:
-    with repeatable():
+    reading_s = shape.patience or prefill.READING_S
+    with (
+        repeatable(),
+        patch.object(prefill, "READING_S", reading_s),
+        patch.object(prefill, "READING_WANTED_S", reading_s / 3),
+    ):
         run = Run(shape)
         violation = None
         try:

@@ -14,7 +14,7 @@ from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, RequestId
+from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Hint
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
@@ -237,9 +237,10 @@ class DecodeHalf(_Half):
                 self.failed.add(name)
                 request.num_computed_tokens = 0
 
-    def end_landed(self, hints: Iterable[Hint], num_ranks: int) -> None:
+    def end_landed(self, hints: Iterable[Hint]) -> None:
         """Unpark requests whose loads have landed on all ranks; before a step."""
-        for name in self.connector.take_landed(hints, num_ranks):
+        engine = EngineId(self.seats[0].process.name)
+        for name in self.connector.take_landed(hints, engine, len(self.seats)):
             if self.requests[name].status is not Status.WAITING_FOR_REMOTE_KVS:
                 raise Violation("unexpected end", f"{name}, which does not load")
             if name in self.void:

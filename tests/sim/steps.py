@@ -31,6 +31,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     kill E, start E                  an engine
     stop X, cont X                   an engine or a rank stands still
     die R N                          the thread dies at the N-th thing that it does next
+    lie TICKET                       a peer asks for it, and says for ever that it reads
+    forge D                          a peer says that all loads of an engine have landed
     wait S                           seconds pass
 """
 
@@ -41,9 +43,10 @@ from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
 from nixl_kv.ids import RequestId, new_nonce
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.engine import Engine
+from sim.liars import Liar, forge
 from sim.planes import Faults, Read
 from sim.rank import FAILED, RankLife
 from sim.vllm import BY_ID, IssuedTicket, Request
@@ -84,6 +87,8 @@ def perform(world: World, line: str) -> None:
     for engine in world.alive():
         if engine.directory_control.inbox:
             engine.serve_directory()
+    for liar in world.liars:
+        liar.act()
 
 
 # --- arguments
@@ -259,6 +264,15 @@ def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int)
     _add_to_decode(world, engine, ticket, local)
 
 
+def _lie(world: World, issued: IssuedTicket) -> None:
+    ticket = SealedTicket.parse(issued.params).open()
+    engine = world.engines[issued.engine]
+    if engine is not None and engine.description.incarnation == ticket.incarnation:
+        liar = Liar(len(world.liars), world)
+        world.liars.append(liar)
+        liar.ask(engine, issued, ticket)
+
+
 def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
     prompt = world.new_prompt(ticket.prompt.length)
     _add_to_decode(world, engine, replace(ticket, prompt=prompt), 0)
@@ -365,6 +379,8 @@ STEPS: Final[Mapping[str, Step]] = {
     "arrive": (arrive, _nth(lambda world: world.arriving)),
     "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
     "foreign": (_foreign, DECODE_ENGINE, TICKET),
+    "lie": (_lie, TICKET),
+    "forge": (lambda world, engine: forge(engine, list(world.told)), DECODE_ENGINE),
     "step": (lambda _, engine: engine.step(), Argument(_running, _any_engine)),
     "piece": (lambda _, engine: engine.piece(), Argument(_half_awake, _any_engine)),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),

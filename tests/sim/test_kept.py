@@ -1,10 +1,14 @@
 """Schedules that show a rule, or whose outcome was wrong once. `sim.steps` explains their lines."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
 
-from sim.schedule import replay
+from nixl_kv.protocol.load import Load
+from sim.schedule import Run, follow, replay
+from sim.world import Shape
+from support.stepped import Clock
 
 OFFERED = "prefill 8 1; step p *3; turn p.0"
 GRANTED = f"{OFFERED}; decode d0 0 0; step d0; turn d0.0"
@@ -41,6 +45,24 @@ KEPT = {  # how its loads end, the good ones first, and the schedule
     "a cancelled read that takes longer than a lease": (
         "dropped",
         f"world gentle=1; {READING}; abort d0 0; step d0" + f"; {HEARTBEAT}" * 6,
+    ),
+    "a peer that says for ever that it reads": ("", f"world patience=20; {OFFERED}; lie 0"),
+    "a peer that says so while prefill computes": (
+        "",
+        "world patience=20; pair 12 p; lie 0; deliver 0; turn p.0; arrive 0; step p; deliver 0 *9",
+    ),
+    "one that says so when all caches are full": (
+        "good good denied",
+        f"""
+        world patience=20 share=1 blocks=7; {OFFERED}; lie 0; deliver 0; turn p.0; deliver 0 *2
+        turn p.0; prefill 8 1; prefill 8 1; wait 7; turn p.0; step p *2; wait 1.1; step p *3
+        turn p.0; step p; turn p.0; step p *2
+        decode d0 0 0; decode d0 1 0; decode d0 2 0
+        """,
+    ),
+    "a cache that is reset while it is read": (
+        "fenced",
+        f"world; {READING}; reset p; step p; turn p.0; step p",
     ),
     # processes
     "a read that hangs when prefill restarts": (
@@ -120,11 +142,41 @@ KEPT = {  # how its loads end, the good ones first, and the schedule
 OF_VLLM = pytest.mark.xfail(strict=True, reason="vLLM 0.33 does not compute it: docs/faults.md")
 
 
-def lines_of(text: str) -> Iterator[str]:
-    """The steps between semicolons, as often as `*N` says; calm at the end if no other is named."""
+def test_a_reader_that_hangs_for_ever_loses_the_blocks_and_uses_no_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode's own time-outs do not work, and its read lands when others have the blocks."""
+    monkeypatch.setattr(Load, "deadline", math.inf)
+
+    def lines(run: Run) -> Iterator[str]:
+        yield from steps_of(READING)
+        read, *_ = run.world.fabric.reads()
+        read.hangs = True
+        (prefill,) = run.world.prefills()
+        while prefill.scheduler.blocks.block_pool.num_used:
+            assert run.world.clock.now - read_at < 30.0
+            yield from steps_of(HEARTBEAT)
+        assert run.world.clock.now - read_at >= 20.0, "an honest reader may need that"
+        yield from steps_of("prefill 8 1; step p *3")
+        read.hangs = False
+        yield "end calm"
+
+    read_at = Clock().now
+    outcome = follow(Shape(patience=20.0), lines)
+    assert outcome.violation is None
+    assert outcome.ends == ["fenced"]
+
+
+def steps_of(text: str) -> Iterator[str]:
+    """The steps between semicolons, as often as `*N` says."""
     for step in text.strip().replace("\n", ";").split(";"):
         line, _, count = step.strip().partition(" *")
         yield from [line] * int(count or 1)
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """Calm at the end if no other is named."""
+    yield from steps_of(text)
     if "end " not in text:
         yield "end calm"
 

@@ -3,6 +3,7 @@
 Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1`.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.paths import allocate
 from sim.cache import KnownPrompt, RankCache
 from sim.engine import Engine
+from sim.liars import MOST_NAMES, Liar
 from sim.planes import Process, SimFabric, SimSlots
 from sim.rank import Environment, RankLife, Seat
 from sim.vllm import IssuedTicket, Request
@@ -51,6 +53,7 @@ class Shape:
     late: bool = False  # prefill's steps may still write after their output
     staged: int = 0  # bytes of each rank's staging memory; 0: reads are direct
     gentle: bool = False  # every load has to be good
+    patience: float = 0.0  # seconds that prefill believes a reader; 0: as long as READING_S
 
     def __str__(self) -> str:
         """The first line of a schedule: what differs from the plainest world."""
@@ -117,6 +120,8 @@ class World(Environment):
         self.num_used = 0  # how often a ticket was used
         self.is_damage_due = False  # for the next piece of a load that is verified
         self.damaged: set[RequestId] = set()
+        self.liars: list[Liar] = []
+        self.told: deque[str] = deque(maxlen=MOST_NAMES)  # names that decode has told a peer
         self._seats = {
             name: self._make_seats(name, FIRST_PORT + 100 * number)
             for number, name in enumerate(shape.names)

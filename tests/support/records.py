@@ -14,6 +14,7 @@ from nixl_kv.ids import (
     Endpoint,
     EngineId,
     FenceToken,
+    HintKey,
     Incarnation,
     Nonce,
     Rank,
@@ -85,6 +86,7 @@ NONCE = Nonce(hex32(1))
 NONCE2 = Nonce(hex32(2))
 CLAIM = Claim(hex32(0xC1))
 RIVAL = Claim(hex32(0xC2))
+HINT_KEY = HintKey(hex32(0x5EC))
 CONTEXT = hex32(0xE)
 TABLES = (Table.of([7, 3]),)
 LEASE_S, HOLD_S, TIMEOUT_S, HEARTBEAT_S = 2.0, 60.0, 30.0, 0.4
@@ -167,12 +169,24 @@ def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> mess
     return messages.Heartbeat(**{**OF_RANK, **values, **changed})
 
 
+def teller(rank: int = 0, engine: str = DECODE) -> Reader:
+    """A rank that sends hints; each has an incarnation of its own."""
+    return reader(rank, engine, Incarnation(hex32(0xD00 + rank)))
+
+
+_OF_LOAD: Final[dict[str, Any]] = {
+    "incarnation": ANY_INCARNATION,
+    "hint_key": HINT_KEY,
+    "reader": teller(),
+}
+
+
 def ready(**changed: Any) -> messages.Ready:
-    return messages.Ready(**{**OF_CLAIM, "incarnation": ANY_INCARNATION, **changed})
+    return messages.Ready(**{**_OF_LOAD, **changed})
 
 
 def landed(**changed: Any) -> messages.Landed:
-    return messages.Landed(**{**OF_CLAIM, "incarnation": ANY_INCARNATION, **changed})
+    return messages.Landed(**{**_OF_LOAD, **changed})
 
 
 def recall(**changed: Any) -> messages.Recall:
@@ -264,7 +278,7 @@ def publish_offer(nonce: Nonce = NONCE, request: RequestId = P1) -> events.Publi
 def prepare_load(
     request: RequestId = D1, claim: Claim = CLAIM, *, is_early: bool = False, **changed: Any
 ) -> events.PrepareLoad:
-    return events.PrepareLoad(request, ticket(**changed), claim, is_early)
+    return events.PrepareLoad(request, ticket(**changed), claim, is_early, HINT_KEY)
 
 
 def start_load(

@@ -75,14 +75,16 @@ def play(machine: Machine, script: Script, now: float = 100.0) -> None:
 def _reworded(action: Action, expected: Any) -> Action:
     """The action with the expected words for its failure, if it has these among its own.
 
-    A script states no times of the ends of loads and offers.
+    A script states no times of the ends of loads and offers. It may leave out cached tokens.
     """
     match action, expected:
         case LoadEnded(failure=mine), LoadEnded(failure=wanted):
             if mine is not None and wanted is not None and wanted.detail in mine.detail:
                 mine = replace(mine, detail=wanted.detail, is_known=wanted.is_known)
-            times = {"waits": expected.waits, "ended_at": expected.ended_at}
-            return replace(action, failure=mine, **times)
+            given = {name: getattr(expected, name) for name in ("waits", "ended_at")}
+            if expected.num_cached is None:
+                given["num_cached"] = None
+            return replace(action, failure=mine, **given)
         case OfferEnded(), OfferEnded():
             return replace(action, reader=expected.reader, asked_at=expected.asked_at)
     return action

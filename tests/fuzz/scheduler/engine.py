@@ -18,9 +18,9 @@ import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import new_incarnation, new_nonce
-from nixl_kv.protocol.messages import Hint, encode
+from nixl_kv.protocol.messages import Hint, Reader, encode
 from nixl_kv.protocol.ticket import Ticket
-from support.records import rank_description, ticket_for
+from support.records import rank_description, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
     MAX_TOKENS,
@@ -205,6 +205,10 @@ class Engine:
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
         return output.kv_connector_metadata.metadata[1].requests if self._is_multi else []
+
+    @property
+    def teller(self) -> Reader:
+        return teller(engine=self.role._engine_id)
 
     def tell(self, hint: Hint) -> None:
         """A worker's rank tells the scheduler's process."""

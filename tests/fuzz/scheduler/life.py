@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from fuzz.scheduler.engine import Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
-from nixl_kv.ids import Claim, RequestId
+from nixl_kv.ids import HintKey, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import FIELD
 from support.records import landed
@@ -86,7 +86,7 @@ class Life:
         self._early: list[RequestId] = []  # loads that wait until prefill computes
         self._saves: dict[str, None] = {}
         self._loads: dict[str, events.StartLoad] = {}
-        self._claims: dict[str, Claim] = {}
+        self._hint_keys: dict[str, HintKey] = {}
         self._landed: dict[str, bool] = {}  # since the latest step has begun
         self._waiting: dict[str, int] = {}  # prefills to be offered: by how many overtaken
         self._pause_left = 0  # steps
@@ -255,7 +255,7 @@ class Life:
         for command in self._engine.metadata(output).commands:
             self._do(command)
             if isinstance(command, events.PrepareLoad):
-                self._claims[command.request] = command.claim
+                self._hint_keys[command.request] = command.hint_key
         self._saves.update(dict.fromkeys(self._engine.saves(output)))
         self._steps.append(_Step(output, sampled, writes, self._landed))
         self._landed = {}
@@ -328,7 +328,7 @@ class Life:
             case events.RevokeOffer():
                 for offer in self._offers.values():
                     offer.is_revoked |= offer.command.nonce == command.nonce
-            case events.ReclaimBlocks():
+            case events.ReclaimBlocks() | events.RevokeAll():
                 for offer in self._offers.values():
                     offer.is_revoked = True
             case events.StartLoad():
@@ -411,7 +411,8 @@ class Life:
             self._landed[name] = self._land(self._loads.pop(name))
             if self._landed[name]:
                 self.counts["loads told between steps"] += 1
-                self._engine.tell(landed(claim=self._claims[name]))
+                hint_key = self._hint_keys[name]
+                self._engine.tell(landed(hint_key=hint_key, reader=self._engine.teller))
 
     def _reports(self, held_back: Collection[str], ended: Mapping[str, bool]) -> dict[str, Any]:
         """What the workers report with a step, which told them to fail the loads `held_back`."""
@@ -511,7 +512,8 @@ class Life:
             "blocks held": len(prefill._held),
             "blocks unclaimed": len(prefill._unclaimed),
             "open loads": role._decode.num_open,
-            "claims": role._decode._by_claim,
+            "keys of hints": role._decode._by_hint_key,
+            "numbers of cached tokens": role._cached._loading,
             "loads that workers must report": role._decode._told,
         }
         rest = {name: each for name, each in rest.items() if each}

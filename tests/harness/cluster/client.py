@@ -67,6 +67,7 @@ class Answer:
     finish_reason: str = ""
     """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
     pieces: tuple[str, ...] = ()  # of the text, if it was streamed
+    cached_tokens: int | None = None  # with --enable-prompt-tokens-details
 
 
 class Client:
@@ -179,10 +180,12 @@ class Client:
         answer = _checked(self._http.post(path, json=body)).json()
         seconds = time.perf_counter() - begin
         prompt_tokens = answer["usage"]["prompt_tokens"]
+        details = answer["usage"].get("prompt_tokens_details") or {}
         return [
             Answer(
                 *(_text(choice), _tokens(choice), prompt_tokens, seconds, _likely(choice)),
                 finish_reason=choice["finish_reason"] or "",
+                cached_tokens=details.get("cached_tokens"),
             )
             for choice in answer["choices"]
         ]

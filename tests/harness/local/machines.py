@@ -75,6 +75,9 @@ def check_offer(offer: Offer) -> None:
         raise LocalProtocolError(f"{name} with an end at {offer.ends_at}")
     if offer.binding is not None and not offer.binding.readers:
         raise LocalProtocolError(f"{name}, but all readers have ended")
+    since = math.inf if offer.binding is None else offer.binding.reading_since
+    if (offer.state is State.READING and offer.is_pinned) != (since < math.inf):
+        raise LocalProtocolError(f"{name}, pinned: {offer.is_pinned}, read since {since}")
 
 
 def check_ring(ring: RingBook) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,11 +17,11 @@ from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.engine.trust import Trust
-from nixl_kv.ids import Endpoint, RequestId, new_nonce
+from nixl_kv.ids import Endpoint, EngineId, Rank, RequestId, new_nonce
 from nixl_kv.protocol.events import LoadEnded, PrepareLoad, SetEngine
-from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.messages import Reader, encode
 from support.polling import wait_until
-from support.records import landed, reader, ready, ticket, ticket_for
+from support.records import landed, ready, teller, ticket, ticket_for
 from support.vllm_scheduler import OURS, SteppedScheduler, make_config, make_request, make_scheduler
 
 PROMPT: Final = list(range(48))
@@ -84,8 +85,8 @@ class Engine(SteppedScheduler):
 
     def hear(self, load: PrepareLoad, *ranks: int, kind: Callable[..., Any] = landed) -> None:
         for rank in ranks:
-            hint = kind(claim=load.claim, reader=reader(rank))
-            self.connector._directory._hints.append(hint)
+            reader = teller(rank, self.connector._engine_id)
+            self.connector._directory._hints.append(kind(hint_key=load.hint_key, reader=reader))
 
 
 def good(name: str) -> dict[str, Any]:
@@ -204,15 +205,44 @@ def test_a_load_that_has_not_landed_on_all_ranks_ends_with_their_reports(
     assert engine.free_blocks == engine.idle
 
 
-@pytest.mark.parametrize("claim", ["that of another load", "of none"])
-def test_a_claim_that_is_not_the_loads_ends_nothing(engine: Engine, claim: str) -> None:
-    """Whoever does not know it cannot say that bytes have landed."""
+OWN: Final = EngineId("decode-1")
+
+
+def _keys_a_peer_may_try(load: PrepareLoad) -> list[str]:
+    """All that prefill learns of a load has the form of its key."""
+    return [load.claim, load.ticket.nonce, load.ticket.context, load.ticket.incarnation]
+
+
+def test_a_hint_without_the_key_of_the_load_ends_nothing(engine: Engine) -> None:
+    """Only the ranks of this engine can say that bytes have landed."""
     _, load = engine.load()
-    other = landed().claim if claim == "of none" else engine.load("e")[1].claim
-    for rank in (0, 1):
-        hint = landed(claim=other, reader=reader(rank), nonce=load.ticket.nonce)
-        engine.connector._directory._hints.append(hint)
+    _, other = engine.load("e")
+    for key in (*_keys_a_peer_may_try(load), landed().hint_key, other.hint_key):
+        for rank in (0, 1):
+            reader = teller(rank, engine.connector._engine_id)
+            engine.connector._directory._hints.append(landed(hint_key=key, reader=reader))
     assert "d" not in engine.vllm.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([teller(1, "decode-2")], id="a rank of another engine"),
+        pytest.param([teller(2, OWN)], id="a rank that the engine does not have"),
+        pytest.param([teller(0, OWN)], id="the same rank again"),
+        pytest.param([replace(teller(0, OWN), rank=Rank(1))], id="one rank under two numbers"),
+    ],
+)
+def test_each_rank_of_the_engine_says_so_itself(engine: Engine, others: list[Reader]) -> None:
+    engine.connector._engine_id = OWN
+    _, load = engine.load()
+    engine.hear(load, 0)
+    for reader in others:
+        hint = landed(hint_key=load.hint_key, reader=reader)
+        engine.connector._directory._hints.append(hint)
+    assert not engine.vllm.schedule().num_scheduled_tokens
+    engine.hear(load, 1)
+    assert engine.vllm.schedule().num_scheduled_tokens == {"d": 1}
 
 
 def reset(engine: Engine) -> None:
@@ -297,7 +327,7 @@ def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: E
 
 
 def test_what_has_not_begun_has_not_landed(engine: Engine) -> None:
-    """Whatever prefill, which knows the claim, says. vLLM's engine would end."""
+    """Whatever a rank says. vLLM's engine would end."""
     engine.add("d", PROMPT, ticket(num_tokens=0, context="", host="127.0.0.1").params(None))
     (prepare,) = engine.vllm.schedule().kv_connector_metadata.commands
     engine.hear(prepare, 0, 1)
@@ -314,7 +344,8 @@ def test_ranks_tell_by_message(make: Make) -> None:
     assert engine.directory is not None
     control = Trust.of(engine.connector._config).control()
     heard = engine.connector._directory._hints
-    hints = [kind(claim=load.claim, reader=reader(n)) for kind in (ready, landed) for n in (0, 1)]
+    own, key = engine.connector._engine_id, load.hint_key
+    hints = [kind(hint_key=key, reader=teller(n, own)) for kind in (ready, landed) for n in (0, 1)]
     for hint in hints:
         control.send(engine.directory, encode(hint))
     wait_until(lambda: len(heard) == len(hints) or control.poll(0.01))

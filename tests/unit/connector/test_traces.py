@@ -47,6 +47,7 @@ from support.records import (
     publish_offer,
     read_done,
     release,
+    teller,
     ticket_for,
 )
 from support.scripts import READING, loading
@@ -358,8 +359,9 @@ def test_a_load_that_ends_between_steps_has_its_span_when_the_workers_report(
     """Its request may have ended by then."""
     decode = engine(kind=FastScheduler)
     begin_load(decode, max_tokens=1)
-    (claim,) = decode.connector._decode._by_claim
-    decode.connector._directory._hints.append(landed(claim=claim))
+    (key,) = decode.connector._decode._by_hint_key
+    reader = teller(engine=decode.connector._engine_id)
+    decode.connector._directory._hints.append(landed(hint_key=key, reader=reader))
     report(decode, ended(), finished_recving={"d1"})
     assert not decode.vllm.requests
     assert only(exported)[1]["outcome"] == "loaded"

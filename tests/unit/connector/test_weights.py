@@ -18,7 +18,7 @@ from nixl_kv.protocol.events import (
     PrepareLoad,
     PrepareOffer,
     PublishOffer,
-    ReclaimBlocks,
+    RevokeAll,
     WithdrawOffer,
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
@@ -275,10 +275,7 @@ def test_prefill_takes_its_offers_back_with_the_next_step(make: Make, how: str) 
     prefill = make("kv_producer")
     before = offered(prefill)
     end_weights(prefill, how)
-    publish, reclaim = prefill.step()
-    assert publish == PublishOffer(before.nonce, RequestId("p"))
-    assert isinstance(reclaim, ReclaimBlocks)
-    assert reclaim.num_blocks > NUM_BLOCKS
+    assert prefill.step() == [PublishOffer(before.nonce, RequestId("p")), RevokeAll()]
     prefill.step(finished_sending={"p"})
     assert prefill.vllm.reset_prefix_cache()
     after = offered(prefill)

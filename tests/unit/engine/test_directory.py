@@ -52,8 +52,8 @@ from support.records import (
     description,
     hex32,
     landed,
-    reader,
     ready,
+    teller,
 )
 
 HOST = "127.0.0.1"
@@ -175,7 +175,7 @@ def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
 
 
 def test_ranks_are_heard_in_order_and_not_answered(directory: Directory) -> None:
-    hints: list[Hint] = [ready(), landed(), landed(reader=reader(1))]
+    hints: list[Hint] = [ready(), landed(), landed(reader=teller(1))]
     assert directory.answers(*map(encode, hints), encode(describe())) == [description()]
     assert directory.server.pop_hints() == hints
     assert directory.server.pop_hints() == []
@@ -183,7 +183,7 @@ def test_ranks_are_heard_in_order_and_not_answered(directory: Directory) -> None
 
 def test_a_flood_of_them_costs_the_oldest(directory: Directory) -> None:
     """An idle scheduler takes none."""
-    hints: list[Hint] = [landed(reader=reader(number % 1000)) for number in range(MAX_HINTS + 3)]
+    hints: list[Hint] = [landed(reader=teller(number % 1000)) for number in range(MAX_HINTS + 3)]
     directory.replies(*map(encode, hints))
     assert directory.server.pop_hints() == hints[3:]
 

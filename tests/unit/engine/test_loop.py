@@ -31,6 +31,7 @@ from nixl_kv.ids import (
     RequestId,
     new_claim,
 )
+from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
@@ -276,6 +277,22 @@ def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
     world.prefill.submit(RevokeOffer(world.prefill.offer(1, TABLE, 11).nonce))
     world.prefill.turn()
     assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+
+
+def test_a_reader_that_reads_for_ever_loses_the_blocks_and_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prefill, "READING_S", 2.0)
+    reading(world)
+    for _ in range(4):
+        world.clock.now += 0.8
+        world.decode.turn()
+        world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.OVERDUE)
+    (line,) = [each for each in caplog.messages if "taken back" in each]
+    assert line.startswith("engine 'decode' has read the KV of request p1 for so long")
+    (fault,) = world.prefill.parts.history.listed()
+    assert (fault["peer"], fault["reason"]) == ("decode", "offer_overdue")
 
 
 # --- strangers

@@ -1,8 +1,10 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
 import random
+import re
 from typing import Any, NoReturn, get_args, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Endpoint, Rank, RequestId
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
@@ -44,15 +47,17 @@ from nixl_kv.protocol.load import (
     Cancelled,
     State,
 )
-from nixl_kv.protocol.messages import PrefillState
+from nixl_kv.protocol.messages import Landed, PrefillState, Ready
 from nixl_kv.protocol.read_queue import MAX_BYTES
 from support.records import (
     CLAIM,
     D1,
     D2,
     HEARTBEAT_S,
+    HINT_KEY,
     HOME,
     LAYERS,
+    NONCE,
     NONCE2,
     OTHER_LIFE,
     PEER,
@@ -781,22 +786,38 @@ EARLY_LOADS: dict[str, Script] = {
     ),
 }
 OWN = Endpoint("tcp://10.0.0.2:5601")
+
+
+def landed_with(num_cached: int | None) -> Landed:
+    return landed(reader=READER, num_cached=num_cached)
+
+
+LANDED = landed_with(0)
 TOLD: dict[str, Script] = {
     "it is ready, and has landed": after(
         EARLY,
-        (PENDING["computing"], READY, Send(OWN, ready())),
+        (PENDING["computing"], READY, Send(OWN, ready(reader=READER))),
         (PENDING["computing"],),
         (answered(GRANT),),
         (110.0, START, READ),
-        (read_done(), RELEASED, GOOD, Send(OWN, landed())),
+        (read_done(), RELEASED, GOOD, Send(OWN, LANDED)),
     ),
-    "it is not early": after(READING, (read_done(), RELEASED, GOOD, Send(OWN, landed()))),
+    "it is not early": after(READING, (read_done(), RELEASED, GOOD, Send(OWN, LANDED))),
+    "how much was cached on prefill": after(
+        PREPARED,
+        (fits(), Send(RANK_0, ask())),
+        (answered(grant(num_cached=4)),),
+        (START, StartRead(PEER, Rank(0), grant(num_cached=4), start_load())),
+        (read_done(), RELEASED, replace(GOOD, num_cached=4), Send(OWN, landed_with(4))),
+    ),
     "no part of the KV is for this rank": after(
         PREPARED,
         (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
-        (START, LoadEnded(D1, 7, None, PEER), Send(OWN, landed())),
+        (START, LoadEnded(D1, 7, None, PEER), Send(OWN, landed_with(None))),
     ),
-    "it fails": after(EARLY, (answered(deny()), READY, Send(OWN, ready())), (START, DENIED)),
+    "it fails": after(
+        EARLY, (answered(deny()), READY, Send(OWN, ready(reader=READER))), (START, DENIED)
+    ),
     "it is cancelled": after(READING, (cancel_load(), STOP), (read_done(), GIVEN_UP, DROPPED)),
 }
 
@@ -1202,3 +1223,51 @@ def test_a_digest_from_before_a_preemption_is_forgotten() -> None:
     machine.handle(PENDING["queued"], 111.0)
     machine.handle(answered(WHOLE), 112.0)
     assert read.digest is None
+
+
+# --- what decode believes, and what prefill knows
+
+WITH_KEYS: dict[str, Script] = {**READS, **SEVERAL_VERIFIED, **CHUNKS, **EARLY_LOADS, **PARTS}
+
+
+def test_prefill_never_hears_what_the_scheduler_believes() -> None:
+    """No field of any message to a peer would be taken for the key of a hint."""
+    told: set[str] = set()
+    believed: set[str] = set()
+    for script in WITH_KEYS.values():
+        machine = decode_machine()
+        machine.set_engine(READER.engine, OWN)
+        for step in script:
+            has_time = isinstance(step[0], float)
+            now = step[0] if has_time else 100.0
+            for action in machine.handle(step[1] if has_time else step[0], now):
+                if not isinstance(action, Send):
+                    continue
+                if isinstance(action.message, Ready | Landed):
+                    assert action.endpoint == OWN
+                    believed.add(action.message.hint_key)
+                else:
+                    told |= set(re.findall("[0-9a-f]{32}", str(msgspec.to_builtins(action))))
+    assert believed == {HINT_KEY}
+    assert told >= {CLAIM, NONCE, READER.incarnation}
+    assert not told & believed
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "words"),
+    [
+        ("", FailureKind.DENIED, "denied the ask: the offer was used, expired or revoked"),
+        ("unclaimed", FailureKind.DENIED, "expired before decode asked (offer_ttl_s of prefill)"),
+        ("not_arrived", FailureKind.NOT_ARRIVED, "prefill rank 0 never heard of this request"),
+    ],
+)
+def test_a_denial_says_where_to_look(
+    cause: messages.DenyCause, kind: FailureKind, words: str
+) -> None:
+    machine = decode_machine()
+    play(machine, EARLY)
+    machine.handle(answered(deny(cause=cause)), 101.0)
+    (ended,) = [each for each in machine.handle(START, 102.0) if isinstance(each, LoadEnded)]
+    assert ended.failure is not None
+    assert ended.failure.kind is kind
+    assert words in ended.failure.detail

@@ -38,6 +38,7 @@ from support.records import (
     CONTEXT,
     ENGINE_LIFE,
     FENCE_TOKEN,
+    HINT_KEY,
     LAYERS,
     NONCE,
     RANK_LIFE,
@@ -68,6 +69,7 @@ from support.records import (
 )
 
 READER_WIRE = ["decode", hex32(0xD), 0]
+TELLER_WIRE = ["decode", hex32(0xD00), 0]
 
 
 def part(offset: int) -> dict[str, int]:
@@ -148,11 +150,15 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         ["Ask", 10, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
     ),
     "grant": (
-        grant(),
-        ["Grant", 10, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None],
+        grant(num_cached=384),
+        ["Grant", 10, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None, 384],
     ),
     "pending": (pending("queued"), ["Pending", 10, RANK_LIFE, *OFFER_WIRE, "queued"]),
-    "deny": (deny(), ["Deny", 10, RANK_LIFE, *OFFER_WIRE]),
+    "deny": (deny(), ["Deny", 10, RANK_LIFE, *OFFER_WIRE, ""]),
+    "deny with a cause": (
+        deny(cause="not_arrived"),
+        ["Deny", 10, RANK_LIFE, *OFFER_WIRE, "not_arrived"],
+    ),
     "digest request": (
         digest_request(),
         ["DigestRequest", 10, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
@@ -195,8 +201,11 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         OffersReleased(incarnation=ENGINE_LIFE, nonces=(NONCE,)),
         ["OffersReleased", 10, ENGINE_LIFE, [NONCE]],
     ),
-    "ready": (ready(), ["Ready", 10, ANY_INCARNATION, NONCE, CLAIM, READER_WIRE]),
-    "landed": (landed(), ["Landed", 10, ANY_INCARNATION, NONCE, CLAIM, READER_WIRE]),
+    "ready": (ready(), ["Ready", 10, ANY_INCARNATION, HINT_KEY, TELLER_WIRE]),
+    "landed": (
+        landed(num_cached=384),
+        ["Landed", 10, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
+    ),
     "status": (status(), ["Status", 10, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
     "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 10]),
 }
@@ -408,7 +417,7 @@ TABLE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 RECORDS: list[tuple[Message, Callable[[list[Any]], Any], dict[str, Any]]] = [
     (digest_request(), lambda wire: wire[-1][0], SLICE_ERRORS),
     (description(), lambda wire: wire[5], SHAPE_ERRORS),
-    (grant(), lambda wire: wire[-4][0], TABLE_ERRORS),
+    (grant(), lambda wire: wire[-5][0], TABLE_ERRORS),
 ]
 
 

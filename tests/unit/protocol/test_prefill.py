@@ -1,6 +1,7 @@
 """The prefill machine: what it answers, which slots it writes and clears, and when offers end."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,15 +30,20 @@ from nixl_kv.protocol.events import (
     PrepareOffer,
     ReclaimBlocks,
     Record,
+    Reply,
+    RevokeAll,
     RevokeOffer,
     Tick,
     Transition,
     WithdrawOffer,
     WriteSlot,
 )
-from nixl_kv.protocol.messages import DigestRequest, PackRequest
+from nixl_kv.protocol.messages import Deny, DenyCause, DigestRequest, PackRequest
 from nixl_kv.protocol.prefill import (
+    CAUSES,
     ENDED,
+    READING_S,
+    READING_WANTED_S,
     RECALL_S,
     TRANSITIONS,
     WITHDRAWN,
@@ -130,7 +136,9 @@ def ended(end: OfferEnd) -> list[Action]:
 
 
 def denied(reason: str, **changed: Any) -> list[Action]:
-    return [AskDenied(changed.get("nonce", NONCE), reason), replied(deny(**changed))]
+    """Decode hears why only where its operator needs that."""
+    cause = CAUSES.get(reason, "")
+    return [AskDenied(changed.get("nonce", NONCE), reason), replied(deny(cause=cause, **changed))]
 
 
 WRITTEN, GRANT = WriteSlot(FIRST_SLOT, fence_token(1)), replied(grant())
@@ -608,6 +616,20 @@ HELD = 100.0 + HOLD_S
 IS_HELD = (HELD - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST)
 """The reader lives, and does not read."""
 WANTED_BACK = "its blocks were recalled"
+
+
+def reads_on(begin: float, seconds: float, ranks: Sequence[int] = (0,)) -> Script:
+    """Heartbeats of readers that say that they read, until shortly before that time."""
+    steps = []
+    for number in range(3, 3 + int(seconds / (LEASE_S / 2))):
+        now = min(begin + (number - 2) * LEASE_S / 2, begin + seconds - 0.1)
+        for rank in ranks:
+            by = {"reader": reader(rank), "number": number}
+            heartbeat = asked(renew(number, CLAIM, reading=1, reader=reader(rank)))
+            steps.append((now, heartbeat, replied(renewed(**by))))
+    return steps
+
+
 RECALLS: dict[str, Script] = {
     "what nobody reads is recalled after a time, and then taken back": after(
         GRANTED,
@@ -638,6 +660,52 @@ RECALLS: dict[str, Script] = {
         (asked(release(complete=False)),),
         (asked(release(complete=False, reader=SECOND)), *TAKEN_BACK),
     ),
+    "one that reads for ever is believed for a while": after(
+        READING,
+        *reads_on(101.0, READING_S),
+        (101.0 + READING_S - 0.01, Tick()),
+        (101.0 + READING_S, Tick(), *ended(OfferEnd.OVERDUE)),
+        (asked(renew(9999, CLAIM, reading=1)), replied(renewed(CLAIM, number=9999))),
+        (ASK, *denied(ENDED[OfferEnd.OVERDUE])),
+    ),
+    "two readers have no more time than one": after(
+        SHARED,
+        (101.0, HEARTBEAT_READING, NOTHING_LOST),
+        *reads_on(101.0, READING_S, BOTH),
+        (101.0 + READING_S, Tick(), *ended(OfferEnd.OVERDUE)),
+    ),
+    "a recall that a heartbeat ends begins its time": after(
+        RECALLED,
+        (101.5, HEARTBEAT_READING, NOTHING_LOST),
+        *reads_on(101.5, READING_S),
+        (101.5 + READING_S, Tick(), *ended(OfferEnd.OVERDUE)),
+    ),
+    "a request that needs blocks takes them from one that reads for long": after(
+        READING,
+        *reads_on(101.0, READING_WANTED_S),
+        (101.0 + READING_WANTED_S - 0.01, RECLAIM),
+        (101.0 + READING_WANTED_S, RECLAIM, *ended(OfferEnd.OVERDUE)),
+        (RECLAIM,),
+    ),
+    "only if those of others are too few": after(
+        READING,
+        *reads_on(101.0, READING_WANTED_S),
+        (101.0 + READING_WANTED_S, OFFER_2),
+        (publish_offer(NONCE2, P2),),
+        (RECLAIM, OfferEnded(NONCE2, P2, OfferEnd.REVOKED)),
+    ),
+    "a reset takes back all that is out, also what is read": after(
+        READING,
+        (OFFER_2,),
+        (publish_offer(NONCE2, P2),),
+        (OFFER_3,),  # its ticket is not out: the scheduler withdraws it
+        (RevokeAll(), RECALL, *TAKEN_BACK, OfferEnded(NONCE2, P2, OfferEnd.REVOKED)),
+        (asked(renew(3, CLAIM, reading=1)), replied(renewed(CLAIM, number=3))),
+        (RevokeAll(),),
+        (ASK, *denied(ENDED[OfferEnd.REVOKED])),
+    ),
+    "and what is granted, or recalled": after(GRANTED, (RevokeAll(), RECALL, *TAKEN_BACK)),
+    "and what was recalled before": after(RECALLED, (RevokeAll(), RECALL, *TAKEN_BACK)),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(
         READING, (asked(renew(3)), *ABORTED, replied(renewed(number=3)))
@@ -925,6 +993,15 @@ PAIRS: dict[str, Script] = {
     "a reader that is done before the pin": after(
         PARTS, (94.0, prepare_pair(None)), (MARK, granted_pair(None)), (RELEASE, *PAIR_READ)
     ),
+    "its time to read begins with the pin": after(
+        PARTS,
+        (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
+        *reads_on(94.0, READING_S + 99),
+        (1100.0, prepare_pair(None)),
+        (publish_offer(),),
+        *reads_on(1100.0, READING_S),
+        (1100.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
+    ),
     "what is computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "a digest waits for all of its tokens": after(
         PARTS,
@@ -1013,9 +1090,35 @@ def test_the_scripts_above_make_each_transition_of_the_table(
     assert {move.cause for move in recorded if move.after == OVER} == {
         *["Release: read", "Release: aborted", "Release: not_needed", "Heartbeat: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
-        *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
+        *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked", "RevokeAll: revoked"],
+        *["Tick: overdue", "ReclaimBlocks: overdue"],
         "PublishOffer: not_needed",
     }
+
+
+@pytest.mark.parametrize(
+    ("script", "ask_or_tick", "cause"),
+    [
+        pytest.param(ASKED_EARLY, (90.0 + UNKNOWN_S, Tick()), "not_arrived", id="never heard of"),
+        pytest.param(
+            after(OFFERED, (100.0 + TTL_S, Tick(), UNCLAIMED)), (999.0, ASK), "unclaimed", id="late"
+        ),
+        pytest.param(after(GRANTED, READ), (101.0, ASK), "", id="used"),
+        pytest.param(after(OFFERED, (RevokeOffer(NONCE), REVOKED)), (101.0, ASK), "", id="revoked"),
+        pytest.param([], (101.0, ASK), "", id="unknown"),
+        pytest.param(OFFERED, (101.0, asked(ask(context=hex32(9)))), "", id="another prompt"),
+    ],
+)
+def test_decode_hears_why_only_where_its_operator_looks_elsewhere(
+    script: Script, ask_or_tick: tuple[float, Any], cause: DenyCause
+) -> None:
+    now, event = ask_or_tick
+    denials = [
+        action.message
+        for action in new_machine(script).handle(event, now)
+        if isinstance(action, Reply) and isinstance(action.message, Deny)
+    ]
+    assert [denial.cause for denial in denials] == [cause]
 
 
 def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
@@ -1130,7 +1233,7 @@ def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
 
 EVENTS = [
     *[prepare_offer(), publish_offer(), WithdrawOffer(NONCE), RevokeOffer(NONCE)],
-    *[ask(), release(), renew(1), Tick(), ReclaimBlocks(1)],
+    *[ask(), release(), renew(1), Tick(), ReclaimBlocks(1), RevokeAll()],
 ]
 
 
