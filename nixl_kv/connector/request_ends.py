@@ -69,7 +69,7 @@ def hook_scheduler(vllm_config: VllmConfig) -> None:
 
 def _own(connector: Any) -> Iterator[Any]:
     """Each NixlKVConnector, also as a child of a MultiConnector."""
-    if hasattr(connector, "pop_failed"):
+    if getattr(connector, "pop_failed", None):
         yield connector
     for child in getattr(connector, "_connectors", ()):
         yield from _own(child)

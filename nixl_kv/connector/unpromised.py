@@ -104,6 +104,7 @@ SCHEDULER_CLASS: Final = Absence(
 )
 WHOLE_BLOCKS: Final = Absence("engines exchange whole blocks only")
 EARLY_CHECKS: Final = Absence("settings are checked after the weights are loaded")
+USAGE: Final = Absence("decode tells its clients that all loaded tokens were cached")
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
 )
@@ -160,6 +161,13 @@ PARTS: Final = (
         ("client_index", "take_events()", "get_finished_reason()"),
         "ends a request that decode may not compute",
         MEDIA,
+    ),
+    Part("vllm.v1.request:Request", ("prefill_stats",), "cached tokens in usage", USAGE),
+    Part(
+        "vllm.v1.metrics.stats:PrefillStats",
+        ("num_cached_tokens", "num_prompt_tokens"),
+        "the same",
+        USAGE,
     ),
     Part(
         "vllm.v1.request:Request",
@@ -463,7 +471,7 @@ PARTS: Final = (
 )
 
 
-FEATURES: Final = (CHUNKS, SCHEDULER_CLASS, WHOLE_BLOCKS, EARLY_CHECKS, MODULE_PATH)
+FEATURES: Final = (CHUNKS, SCHEDULER_CLASS, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
 
 # --- at the start
 

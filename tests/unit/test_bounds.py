@@ -26,6 +26,7 @@ from nixl_kv.ids import (
     ANY_ENGINE,
     ANY_INCARNATION,
     Claim,
+    HintKey,
     Incarnation,
     Nonce,
     Rank,
@@ -251,7 +252,7 @@ class _Directory:
 def hints() -> Growth:
     directory = _Directory.new()
     for number in range(MANY):
-        directory.tell(landed(claim=Claim(hex32(number))))
+        directory.tell(landed(hint_key=HintKey(hex32(number))))
         yield len(directory.server._hints)
 
 

@@ -431,8 +431,7 @@ def test_a_peer_that_closes_new_connections_is_not_said_to_have_another_key(
         connection.close()
         lost = next_of(reader)
     assert isinstance(lost, Lost)
-    assert "closed" in lost.reason
-    assert "key" not in lost.reason
+    assert "key" not in lost.reason, "whether it was closed, or another attempt failed"
 
 
 @pytest.mark.usefixtures("_long_handshakes")
