@@ -353,7 +353,7 @@ class PrefillScheduler:
                 self._withdraw(self._awaited[request])
         for offer in list(self._granted.values()):
             if not self._blocks.has_still(offer.request, offer.granted):
-                logger.warning(LOST_BLOCKS, offer.request)
+                self._log.warning(LOST_BLOCKS, shown_id(offer.request))
                 self._withdraw(offer)
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
