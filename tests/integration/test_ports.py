@@ -19,6 +19,7 @@ from harness.cluster import netns
 from harness.cluster.netns import Namespace, Switch
 from harness.local.caches import Sizes
 from nixl_kv.config import Config
+from nixl_kv.transport.ports import UcxPorts
 from support.integration import CONFIG
 from support.processes import Side, SideProcess
 
@@ -46,7 +47,8 @@ class HostSide(Side):
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - in the namespace
 
         netns.enter(namespace)
-        super().__init__(role, lambda: nixl_transport(config, "DRAM"), SIZES, config)
+        ports = UcxPorts()
+        super().__init__(role, lambda: nixl_transport(config, "DRAM", ports), SIZES, config, ports)
 
     def ports(self) -> list[Port]:
         """Only here: psutil reads the tables of the namespace in which it is called."""
