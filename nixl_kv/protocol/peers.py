@@ -354,9 +354,10 @@ class PeerBook:
         del self.known[peer.key]
         if peer.description is None:
             return []
-        # A link with a farewell closes by itself when it is idle.
+        # After a farewell the peer ends the connections, and the idle link closes by itself.
         closing = [] if farewell else self._disconnect(peer)
-        return [events.DropPeer(peer.key, is_dead=is_dead), *farewell, *closing]
+        dropped = events.DropPeer(peer.key, is_dead=is_dead or bool(farewell))
+        return [dropped, *farewell, *closing]
 
     def _index(self, peer: Peer) -> None:
         for endpoint in peer.endpoints:

@@ -341,7 +341,7 @@ ADMISSIONS: dict[str, Script] = {
         (admitted(), Connect(PEER, (THERE,))),
         (HandshakeDone(PEER),),
         (cancel_load(), GIVEN_UP),
-        (100.0 + KEPT_S, Tick(), DropPeer(PEER), LEAVE),
+        (100.0 + KEPT_S, Tick(), DropPeer(PEER, is_dead=True), LEAVE),
     ),
 }
 
