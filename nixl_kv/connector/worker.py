@@ -46,7 +46,7 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
-from nixl_kv.transport.ports import UcxPorts
+from nixl_kv.transport.ports import UcxPorts, warn_of_other_users
 
 logger = get_logger(__name__)
 
@@ -401,6 +401,8 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
     ports = UcxPorts()
+    if rank % max(1, parallel.world_size // parallel.nnodes_within_dp) == 0:
+        warn_of_other_users()  # once for each machine of the engine
     return RankSpec(
         engine=engine_id(vllm_config),
         rank=rank,
