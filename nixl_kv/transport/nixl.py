@@ -206,6 +206,7 @@ class NixlTransport:
                 if options and engine_config:
                     options["engine_config"] = engine_config
                 create = partial(agent.create_backend, backend, options)
+                agent.get_plugin_params(backend)  # loads UCX, which the guard changes
                 with guard():
                     past_stale_descriptors(create, bindings.nixlBackendError)
 

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from nixl_kv.config import LOOPBACK, AllowedHosts, Network
 from nixl_kv.errors import LimitedLog, get_logger
 from nixl_kv.transport.descriptors import DESCRIPTORS, are_open, listening_sockets
 from nixl_kv.transport.descriptors import limit as num_descriptors
+from nixl_kv.transport.listening import before_listening
 
 logger = get_logger(__name__)
 
@@ -38,6 +40,7 @@ SHARE_OF_DESCRIPTORS: Final = 4
 
 PROCESSES: Final = Path("/proc")
 SHOWN_USERS: Final = 8
+SHOWN_HOSTS: Final = 8
 
 # More addresses than UCX has on any machine that is known to us.
 MAX_LISTENS: Final = 64
@@ -255,13 +258,12 @@ def with_this_machine(allowed: AllowedHosts, addresses: Iterable[str]) -> Allowe
 class UcxPorts:
     """The ports that UCX opens for the agents of one rank. This machine may connect to them.
 
-    Other hosts may while they are admitted. UCX offers no list of its sockets. We take the TCP
-    sockets of this process that listen, are new, are inherited by child processes (Python's and
-    ZMQ's are not), and are watched by an epoll under their descriptor's number, as UCX does. A
-    socket like that of another library would get the filter too; vLLM uses no such library.
-
-    UCX listens for 60 to 300 ms before its sockets have the filter. Connections that other hosts
-    opened in that time are ended, and what they sent is thrown away.
+    Other hosts may while they are admitted. Each socket has its filter before UCX listens on it
+    (`before_listening`). Where UCX's library cannot be changed, `guard` finds the sockets when the
+    agent is made: TCP sockets of this process that listen, are new, are inherited by child
+    processes (Python's and ZMQ's are not), and are watched by an epoll under their descriptor's
+    number, as UCX does. A socket like that of another library would get the filter too; vLLM uses
+    no such library.
 
     The transfer thread calls `admit`, and other threads make agents meanwhile. Each attaches the
     latest filter last (`_attach`), so no lock is needed.
@@ -287,12 +289,25 @@ class UcxPorts:
         before: dict[int, int] = {}
         with suppress(OSError):  # reported below
             before = listening_sockets()
-        yield
+        self._prune()
+        with before_listening(self._add):
+            yield
         try:
             now, watched = listening_sockets(), _watched_by_number()
-            self._add({n: now[n] for n in now if now[n] != before.get(n) and n in watched})
+            new = {n: now[n] for n in now if now[n] != before.get(n) and n in watched}
+            late = self._late({n: new[n] for n in new if new[n] != self._sockets.get(n)})
+            self._note(late)
+            self._attach()
         except (OSError, psutil.Error) as error:
-            self._report(f"UCX's ports are unknown: {error}")
+            self._report(f"UCX's ports have no filter: {error}")
+            return
+        if late:
+            self._report("UCX listened for a moment before its ports had one", late)
+            self._cut_off()
+        names = ", ".join(
+            f"{host} port {port}" for host, port in sorted(self._places(self._sockets))
+        )
+        logger.info("UCX listens on %s; of other machines it hears only admitted ones", names)
 
     def admit(self, hosts: Iterable[str]) -> bool:
         """Let these hosts connect, and no others but this machine. Takes 20 us per socket.
@@ -317,65 +332,87 @@ class UcxPorts:
             threading.Thread(target=self._cut_off, name="nixl-kv-ports", daemon=True).start()
         return True
 
-    def _add(self, opened: Mapping[int, int]) -> None:
-        """Filter new sockets, and end the connections that other hosts have already made."""
-        places: set[tuple[str, int]] = set()
+    def _prune(self) -> None:
+        """Forget sockets that are closed."""
         for number, inode in list(self._sockets.items()):
             if not are_open({number: inode}):
                 self._sockets.pop(number, None)
+
+    def _add(self, number: int) -> None:
+        """Filter a socket before UCX listens on it."""
+        inode = os.fstat(number).st_ino
+        with _duplicate(number, inode) as one:
+            if one.family == socket.AF_UNIX:
+                return
+            self._note({number: inode})
+            try:
+                # A connection inherits the filter of the socket that accepted it. So the filter
+                # passes all packets of an admitted host, not only SYNs.
+                attach(one, self._program())
+            except OSError as error:
+                self._report(f"the kernel refuses socket filters: {error}", {number: inode})
+
+    def _note(self, sockets: Mapping[int, int]) -> None:
+        self._sockets.update(sockets)
+        self._own |= {host for host, _ in self._places(sockets) if not _is_loopback(host)}
+
+    def _late(self, opened: Mapping[int, int]) -> dict[int, int]:
+        """UCX's sockets among these, on which it listens already."""
+        found: dict[int, int] = {}
         for number, inode in opened.items():
             with suppress(OSError), _duplicate(number, inode) as one:
                 if one.family != socket.AF_UNIX and os.get_inheritable(number):
-                    host, port = one.getsockname()[:2]
-                    places.add((host.partition("%")[0], port))
-                    self._sockets[number] = inode
-        reachable = {host for host, _ in places if not ipaddress.ip_address(host).is_loopback}
-        self._own |= reachable
-        names = ", ".join(f"{host} port {port}" for host, port in sorted(places))
-        try:
-            # A connection inherits the filter of the socket that accepted it. So the filter passes
-            # all packets of an admitted host, not only SYNs.
-            self._attach()
-        except OSError as error:
-            logger.info("UCX listens on %s without a filter", names)
-            if reachable:  # else only this machine can connect
-                self._report(f"the kernel refuses socket filters: {error}")
-            return
-        logger.info("UCX listens on %s; of other machines it hears only admitted ones", names)
-        self._cut_off()
+                    found[number] = inode
+        return found
 
-    def _report(self, refusal: str) -> None:
-        if not self.refusal:
+    def _places(self, sockets: Mapping[int, int]) -> set[tuple[str, int]]:
+        places: set[tuple[str, int]] = set()
+        for number, inode in list(sockets.items()):
+            with suppress(OSError), _duplicate(number, inode) as one:
+                host, port = one.getsockname()[:2]
+                places.add((host.partition("%")[0], port))
+        return places
+
+    def _report(self, refusal: str, sockets: Mapping[int, int] | None = None) -> None:
+        """Say once that other machines may connect, unless only this one reaches the sockets."""
+        places = self._places(self._sockets if sockets is None else sockets)
+        if not self.refusal and not (places and all(_is_loopback(host) for host, _ in places)):
             self.refusal = refusal
             logger.warning(
-                "UCX's TCP ports have no filter (%s). Whoever can connect to one %s: %s",
+                "UCX's TCP ports lack a filter (%s). Whoever can connect to one %s: %s",
                 *(refusal, HARM, WHAT_TO_DO),
             )
+
+    def _program(self) -> bytes:
+        return program((*LOOPBACK, *map(ipaddress.ip_network, self._own | self._hosts)))
 
     def _attach(self) -> None:
         """Attach the latest filter, also if another thread changes it meanwhile."""
         attached: object = None
         while attached != (self._own, self._hosts):
-            attached = own, hosts = self._own, self._hosts
-            code = program((*LOOPBACK, *map(ipaddress.ip_network, own | hosts)))
+            attached, code = (self._own, self._hosts), self._program()
             for number, inode in list(self._sockets.items()):
                 with suppress(_ClosedError), _duplicate(number, inode) as one:
                     attach(one, code)
 
     def _cut_off(self) -> None:
         """End the connections to UCX's ports of hosts that are not admitted."""
-        ports: set[int] = set()
-        for number, inode in list(self._sockets.items()):
-            with suppress(OSError), _duplicate(number, inode) as one:
-                ports.add(one.getsockname()[1])
+        ports = {port for _, port in self._places(self._sockets)}
+        ended = Counter[str]()
         hosts = map(ipaddress.ip_network, self._own | self._hosts)
         allowed = AllowedHosts((*LOOPBACK, *hosts))
         for each in psutil.Process().net_connections("tcp"):
             if each.raddr and each.laddr.port in ports and not allowed.allows(each.raddr.ip):
                 with suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as stranger:
                     if stranger.getpeername()[:2] == tuple(each.raddr)[:2]:
-                        logger.warning("%s is cut off from UCX's port", each.raddr.ip)
+                        ended[each.raddr.ip] += 1
                         _silence(stranger)
+        for host, count in ended.most_common(SHOWN_HOSTS):
+            logger.warning("%s is cut off from UCX's ports: %d connections", host, count)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 class _ClosedError(OSError):

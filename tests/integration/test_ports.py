@@ -5,11 +5,14 @@ writes what a PUT holds to the address that it names.
 """
 
 import contextlib
+import ctypes
 import ipaddress
+import mmap
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -69,7 +72,59 @@ print(" ".join(connected))
 print(" ".join(written))
 """
 
+# Says the same to all ports of a range, again and again, until it is ended.
+HAMMER: Final = f"""\
+import socket, struct, sys
+hello = struct.pack("<QBIIB8sHH4s8x", 0xCAFEBABE12345678, 32, 29, 1, 0, bytes(8), 2, 4444,
+                    bytes([127, 0, 0, 1]))
+text, kept = {TEXT!r}, []
+put = struct.pack("<BIQQI", 33, 20, int(sys.argv[1]), len(text), 1) + text
+print(flush=True)
+while True:
+    for port in range(20000, 20040):
+        try:
+            one = socket.create_connection((sys.argv[2], port), 0.05)
+            one.sendall(hello + put)
+            kept = [*kept[-50:], one]
+        except OSError:
+            pass
+"""
+
 Port = tuple[str, int]
+
+
+class Opening:
+    """Makes agents again and again, in a network namespace, with memory at a known address."""
+
+    AT: Final = 0x7E0000000000
+
+    def __init__(self, namespace: str) -> None:
+        netns.enter(namespace)
+        os.environ["UCX_TCP_PORT_RANGE"] = "20000-20039"
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        place = ctypes.c_void_p(self.AT), ctypes.c_size_t(mmap.PAGESIZE)
+        assert libc.mmap(*place, 3, flags, -1, ctypes.c_long(0)) == self.AT
+
+    def open(self, count: int) -> int:
+        """How many agents of so many let a stranger write."""
+        from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - in the namespace
+
+        ports, written = UcxPorts(), 0
+        for _ in range(count):
+            agent = NixlTransport(guard=ports.guard)
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                agent.progress()
+            written += ctypes.string_at(self.AT, len(TEXT)) == TEXT
+            ctypes.memset(self.AT, 0, len(TEXT))
+            agent.close()
+        assert not ports.refusal
+        return written
+
+    def close(self) -> None:
+        """Nothing is left to end."""
 
 
 class HostSide(Side):
@@ -228,7 +283,7 @@ def test_a_loopback_engine_has_no_port_for_other_machines(hosts: Hosts, start: S
         assert {host for host, _ in engine.ports()} == {"127.0.0.1"}
 
 
-WHOM: Final = {
+WHOM: Final[dict[str, Callable[[Hosts], dict[str, Any]]]] = {
     "without peers": lambda _: {},
     "with peers": lambda hosts: {"peers": peers_of(*hosts[:2])},
     "with a stranger among the peers": lambda hosts: {"peers": peers_of(*hosts)},
@@ -296,6 +351,24 @@ def test_any_user_of_this_machine_can_write(hosts: Hosts, start: Start, user: in
     assert len(connected) == len(ports)
     assert written
     assert prefill.written() == TEXT
+
+
+def test_a_stranger_that_tries_all_ports_while_an_agent_is_made_writes_nothing(
+    hosts: Hosts,
+) -> None:
+    """UCX handles a connection as soon as it listens: the filter must be there before."""
+    near, far, _ = hosts
+    command = [sys.executable, "-c", HAMMER, str(Opening.AT), near.wire_address]
+    with contextlib.ExitStack() as stack:
+        opening = stack.enter_context(SideProcess(Opening, near.name))
+        for _ in range(2):
+            hammer = stack.enter_context(
+                subprocess.Popen(far.inside(command), stdout=subprocess.PIPE)
+            )
+            stack.callback(hammer.kill)
+            assert hammer.stdout is not None
+            hammer.stdout.readline()  # it has begun
+        assert opening.open(4) == 0
 
 
 def test_an_engine_that_ends_is_admitted_no_longer(hosts: Hosts, start: Start) -> None:

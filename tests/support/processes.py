@@ -95,7 +95,7 @@ class Side:
 class SideProcess:
     """A side in a process of its own: each of its methods can be called. It ends with a block."""
 
-    def __init__(self, make: Callable[..., Side], *arguments: object) -> None:
+    def __init__(self, make: Callable[..., Any], *arguments: object) -> None:
         """Processes are forked from one that has imported NIXL, which takes seconds."""
         context = get_context("forkserver")
         context.set_forkserver_preload(["nixl._api"])
@@ -141,7 +141,7 @@ class SideProcess:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, make: Callable[..., Side], arguments: tuple[object, ...]) -> None:
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     side = make(*arguments)
     pipe.send("ready")
     while (command := pipe.recv()) is not None:
