@@ -29,6 +29,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket, context_hash
 from nixl_kv.transport.nixl import nixl_transport
+from nixl_kv.transport.ports import UcxPorts
 
 CONFIG = Config()  # one machine; between machines: Config(host="10.0.0.1", key_file="/etc/kv.key")
 TRUST = Trust.of(CONFIG)
@@ -70,7 +71,7 @@ def start(
     name: str, cache: torch.Tensor, *, is_prefill: bool
 ) -> tuple[TransferEngine, RankDescription]:
     """Start the transfer engine of an engine's only rank. Others need its description."""
-    layout = describe(cache)
+    layout, ports = describe(cache), UcxPorts()
     spec = RankSpec(
         engine=EngineId(name),
         rank=Rank(0),
@@ -80,7 +81,8 @@ def start(
         host=CONFIG.host,
         is_prefill=is_prefill,
         is_decode=not is_prefill,
-        make_transport=lambda: nixl_transport(CONFIG, layout.memory),
+        make_transport=lambda: nixl_transport(CONFIG, layout.memory, ports),
+        ports=ports,
         make_control=TRUST.control,
     )
     engine = TransferEngine(spec)

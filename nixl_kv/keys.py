@@ -1,8 +1,9 @@
 """The key that all engines share, and the keys derived from it.
 
 A process with the key may do everything that an engine may: query engines, ask for blocks, make
-tickets. So a key file must be readable only by its owner, or by groups of this process. Nothing
-here logs, shows or compares a key; a fingerprint tells two keys apart.
+tickets. Tools may have a key that is derived from it and only allows questions. So a key file must
+be readable only by its owner, or by groups of this process. Nothing here logs, shows or compares a
+key; a fingerprint tells two keys apart.
 """
 
 import contextlib
@@ -30,6 +31,13 @@ USER_DIRECTORY: Final = "nixl_kv"
 RUN_USER: Final = Path("/run/user")  # has the runtime directories of users who have logged in
 
 CONTENT: Final = "64 hexadecimal digits"
+HEXADECIMAL: Final = frozenset(b"0123456789abcdefABCDEF")
+
+# The key of tools: their secret, the engines' public key, and the fingerprint of the engines' key.
+TOOLS_MARK: Final = "tools-"
+TOOLS_DIGITS: Final = 4 * KEY_BYTES + 16
+TOOLS_CONTENT: Final = f"{TOOLS_MARK!r} and {TOOLS_DIGITS} hexadecimal digits"
+MAX_TEXT: Final = len(TOOLS_MARK) + TOOLS_DIGITS
 ALLOWED: Final = (
     f"a file made by `nixl-kv keygen`: one line of {CONTENT}, with mode 0600 or 0400, or 0640 or "
     "0440 and a group of this process; owned by this user or root"
@@ -43,6 +51,7 @@ class Keys:
     tickets: bytes  # for the MACs of tickets
     server: bytes  # the Curve25519 secret of the listening side of a connection
     client: bytes  # the Curve25519 secret of the connecting side
+    tools: bytes  # that of a tool which connects, and may only ask
     fingerprint: str  # 16 hexadecimal digits that may be shown
 
     @classmethod
@@ -51,6 +60,7 @@ class Keys:
             tickets=_derive(root, b"nixl_kv ticket"),
             server=_derive(root, b"nixl_kv server"),
             client=_derive(root, b"nixl_kv client"),
+            tools=_derive(root, b"nixl_kv tools"),
             fingerprint=_derive(root, b"nixl_kv shown")[:8].hex(),
         )
 
@@ -58,10 +68,35 @@ class Keys:
         return f"<Keys {self.fingerprint}>"
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class ToolsKeys:
+    """What a host needs that only asks engines: a secret of its own, and how to know an engine.
+
+    Nothing in it yields a secret of `Keys` but `tools`.
+    """
+
+    server: bytes  # the Curve25519 public key of engines
+    client: bytes  # the secret `Keys.tools`
+    fingerprint: str  # that of the engines' key
+
+    def __repr__(self) -> str:
+        return f"<ToolsKeys {self.fingerprint}>"
+
+
 def read_key_file(path: str | Path) -> Keys:
     """Read a key file, or the target of a link (mounted secrets are links), or raise."""
+    keys = read_any_key_file(path)
+    if isinstance(keys, ToolsKeys):
+        raise ConfigError(
+            f"key_file is {str(path)!r}, which has the tools' key; allowed for an engine: {ALLOWED}"
+        )
+    return keys
+
+
+def read_any_key_file(path: str | Path) -> Keys | ToolsKeys:
+    """The same, or a file with the key of tools."""
     try:
-        return Keys.derive(_read(path))
+        return _keys(_read(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"key_file is {str(path)!r}: {_reason(error)}; allowed: {ALLOWED}"
@@ -69,8 +104,15 @@ def read_key_file(path: str | Path) -> Keys:
 
 
 def parse_key(text: str, name: str) -> Keys:
+    keys = parse_any_key(text, name)
+    if isinstance(keys, ToolsKeys):
+        raise ConfigError(f"{name} is the tools' key; allowed for an engine: {CONTENT}")
+    return keys
+
+
+def parse_any_key(text: str, name: str) -> Keys | ToolsKeys:
     try:
-        return Keys.derive(_root(text.strip().encode()))
+        return _keys(text.strip().encode())
     except ValueError as error:
         raise ConfigError(f"{name} is not a key; allowed: {CONTENT}") from error
 
@@ -78,8 +120,19 @@ def parse_key(text: str, name: str) -> Keys:
 def write_key_file(path: str | Path) -> Keys:
     """Make a key and write it to a new file that only this user can read."""
     root = secrets.token_bytes(KEY_BYTES)
+    _write_key(path, root.hex())
+    return Keys.derive(root)
+
+
+def write_tools_key_file(path: str | Path, keys: Keys, server: bytes) -> None:
+    """Write the key of tools that ask engines with these keys; `server` is their public key."""
+    fields = keys.tools.hex(), server.hex(), keys.fingerprint
+    _write_key(path, TOOLS_MARK + "".join(fields))
+
+
+def _write_key(path: str | Path, text: str) -> None:
     try:
-        _write_new(path, root)
+        _write_new(path, text)
     except (OSError, ValueError) as error:
         message = f"cannot write a key to {str(path)!r}: {_reason(error)}"
         folder = Path(path).absolute().parent
@@ -89,7 +142,6 @@ def write_key_file(path: str | Path) -> Keys:
                 "make it with `mkdir -p`"
             )
         raise ConfigError(f"{message}; allowed: the path of a new file") from error
-    return Keys.derive(root)
 
 
 # --- the key that the engines of one user on one machine share
@@ -114,7 +166,7 @@ def make_user_key() -> tuple[Keys, Path]:
             if directory.name.startswith(USER_DIRECTORY):  # a runtime directory is the system's
                 _make_private(directory)
             _check_private(directory.lstat())
-            root = secrets.token_bytes(KEY_BYTES) if found is None else _read(found[1])
+            root = secrets.token_bytes(KEY_BYTES) if found is None else _root(_read(found[1]))
             _write_once(directory / USER_KEY, root)
         except (OSError, ValueError) as error:
             refusals.append(f"{directory}: {_reason(error)}")
@@ -158,7 +210,7 @@ def _search() -> Iterator[tuple[Path, Keys | Exception]]:
         except (OSError, ValueError):
             continue
         try:
-            yield path, Keys.derive(_read(path))
+            yield path, Keys.derive(_root(_read(path)))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -220,7 +272,7 @@ def _check_private(status: os.stat_result) -> None:
 def _write_once(path: Path, root: bytes) -> None:
     # The link makes the whole key visible at once, and fails if another process was first.
     draft = path.with_name(f".{USER_KEY}.{secrets.token_hex(8)}")
-    _write_new(draft, root)
+    _write_new(draft, root.hex())
     try:
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(draft)
@@ -244,12 +296,12 @@ def _derive(root: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(digest_size=KEY_BYTES, key=root, person=purpose).digest()
 
 
-def _write_new(path: str | Path, root: bytes) -> None:
+def _write_new(path: str | Path, text: str) -> None:
     """Write a key to a new file with mode 0600."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)  # the umask may have removed bits
-        os.write(descriptor, root.hex().encode() + b"\n")
+        os.write(descriptor, text.encode() + b"\n")
     except OSError:
         Path(path).unlink()
         raise
@@ -263,14 +315,26 @@ def _read(path: str | Path) -> bytes:
     try:
         # Check the opened file, not the path: its mode and owner cannot change before the read.
         _check(os.fstat(descriptor))
-        text = os.read(descriptor, 2 * KEY_BYTES + 2)  # one more than a key and its line end
+        text = os.read(descriptor, MAX_TEXT + 2)  # one more than a key and its line end
     finally:
         os.close(descriptor)
-    return _root(text.removesuffix(b"\n"))
+    return text.removesuffix(b"\n")
+
+
+def _keys(text: bytes) -> Keys | ToolsKeys:
+    mark = TOOLS_MARK.encode()
+    if not text.startswith(mark):
+        return Keys.derive(_root(text))
+    digits = text[len(mark) :]
+    if len(digits) != TOOLS_DIGITS or not set(digits) <= HEXADECIMAL:
+        raise ValueError(f"its content is not {TOOLS_CONTENT}")
+    fields = digits.decode("ascii")
+    client, server = (bytes.fromhex(fields[n : n + 2 * KEY_BYTES]) for n in (0, 2 * KEY_BYTES))
+    return ToolsKeys(server=server, client=client, fingerprint=fields[4 * KEY_BYTES :])
 
 
 def _root(digits: bytes) -> bytes:
-    if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
+    if len(digits) != 2 * KEY_BYTES or not set(digits) <= HEXADECIMAL:
         raise ValueError(f"its content is not {CONTENT}")
     return bytes.fromhex(digits.decode("ascii"))
 

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 from nixl_kv.config import KEY_VARIABLE, MAX_PORT, Config
 from nixl_kv.errors import ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
-from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
+from nixl_kv.keys import Keys, ToolsKeys, find_user_key, parse_any_key, read_any_key_file
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromEndpoint, Lost
 from nixl_kv.transport.zmq import ZmqControl
@@ -30,6 +30,8 @@ ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P
 """`HOST:PORT`. An IPv6 literal stands in brackets."""
 
 T = TypeVar("T")
+
+AnyKeys: TypeAlias = Keys | ToolsKeys | None
 
 _ENGINE_STATUS: Final = messages.StatusRequest(incarnation=ANY_INCARNATION)
 
@@ -51,7 +53,7 @@ class EngineAnswer:
     ranks: list[RankAnswer]  # in rank order
 
 
-def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
+def read_keys(path: Path | None, *, insecure: bool = False) -> AnyKeys:
     """Find the key: `--key-file`, else the environment, else this user's key on this host.
 
     Returns None with `insecure`: the engine has no key.
@@ -65,9 +67,9 @@ def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
     if insecure:
         return None
     if path is not None:
-        return read_key_file(path)
+        return read_any_key_file(path)
     text = os.environ.get(KEY_VARIABLE)
-    return parse_key(text, KEY_VARIABLE) if text else find_user_key()
+    return parse_any_key(text, KEY_VARIABLE) if text else find_user_key()
 
 
 def own_address(environ: Mapping[str, str]) -> str:
@@ -110,13 +112,13 @@ def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str = "--at")
     raise NoAnswer(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
 
 
-def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messages.Description:
+def describe_at(where: str, keys: AnyKeys, *, option: str = "--at") -> messages.Description:
     return ask_first(where, partial(describe, keys=keys), option=option)
 
 
 def engine_at(
     where: str,
-    keys: Keys | None,
+    keys: AnyKeys,
     request: str = "",
     *,
     option: str = "--at",
@@ -144,31 +146,31 @@ def engine_at(
 # These functions raise a NixlKVError if the engine does not answer or refuses.
 
 
-def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
+def describe(endpoint: Endpoint, keys: AnyKeys = None) -> messages.Description:
     question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
     return _ask(endpoint, question, messages.Description, keys)
 
 
 def engine_status(
-    endpoint: Endpoint, keys: Keys | None = None, *, timeout_s: float | None = None
+    endpoint: Endpoint, keys: AnyKeys = None, *, timeout_s: float | None = None
 ) -> messages.Status:
     """The status of an engine without that of its ranks, also while it starts."""
     return _ask(endpoint, _ENGINE_STATUS, messages.Status, keys, timeout_s)
 
 
-def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
+def ask_to_drain(endpoint: Endpoint, keys: AnyKeys = None, *, undo: bool = False) -> int:
     """Tell an engine to stop offering, or with `undo` to resume.
 
     Returns the number of requests that arrived before the order and are not offered yet.
     """
     question = messages.Drain(incarnation=ANY_INCARNATION, undo=undo)
     answer = _ask(endpoint, question, messages.Draining, keys)
-    if answer.is_refused:
-        raise TransportError("refused: an engine without a key can be drained only from its host")
+    if answer.refusal:
+        raise TransportError(f"refused: {answer.refusal}")
     return answer.num_awaited
 
 
-def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> str:
+def set_weights(endpoint: Endpoint, weights: str, keys: AnyKeys = None) -> str:
     """Change the weights label of an engine; returns the old label."""
     question = messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights)
     answer = _ask(endpoint, question, messages.WeightsSet, keys)
@@ -178,7 +180,7 @@ def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> s
 
 
 def rank_statuses(
-    description: messages.Description, keys: Keys | None = None, request: str = ""
+    description: messages.Description, keys: AnyKeys = None, request: str = ""
 ) -> list[RankAnswer]:
     """Ask every rank of an engine for its status, all at once; the answers are in rank order.
 
@@ -192,7 +194,7 @@ def rank_statuses(
     return [(rank, answers[rank.endpoint]) for rank in description.ranks]
 
 
-def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], object]) -> bool:
+def drain(where: str, keys: AnyKeys, timeout_s: float, say: Callable[[str], object]) -> bool:
     """Tell the engine at `HOST:PORT` to drain, then poll it until it has finished.
 
     Calls `say` with the remaining work whenever that has changed. Returns whether none is left
@@ -233,7 +235,7 @@ def _ask(
     endpoint: Endpoint,
     question: messages.Message,
     kind: type[T],
-    keys: Keys | None,
+    keys: AnyKeys,
     timeout_s: float | None = None,
 ) -> T:
     answer = _exchange({endpoint: question}, kind, keys, timeout_s)[endpoint]
@@ -245,7 +247,7 @@ def _ask(
 def _exchange(
     questions: Mapping[Endpoint, messages.Message],
     kind: type[T],
-    keys: Keys | None,
+    keys: AnyKeys,
     timeout_s: float | None = None,
 ) -> dict[Endpoint, T | NixlKVError]:
     timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
@@ -282,7 +284,7 @@ def _parse(payload: bytes, kind: type[T]) -> T | NixlKVError:
     match message:
         case messages.VersionRefusal():
             return ForeignVersion(str(message))
-        case messages.Refusal():
+        case messages.Refusal() | messages.KeyRefusal():
             return TransportError(f"refused: {message.reason}")
         case kind():
             return message

@@ -30,7 +30,8 @@ from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, 
 from nixl_kv.cli.tables import duration_text, open_console
 from nixl_kv.cli.trace import trace
 from nixl_kv.config import weights_label
-from nixl_kv.keys import Keys, write_key_file
+from nixl_kv.keys import ToolsKeys, write_key_file, write_tools_key_file
+from nixl_kv.transport.zmq import public_key
 
 READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
 
@@ -127,7 +128,7 @@ def status(
             raise typer.Exit(FAILED)
 
 
-def _show_status(at: str, keys: Keys | None, request: str | None, *, as_json: bool) -> bool:
+def _show_status(at: str, keys: client.AnyKeys, request: str | None, *, as_json: bool) -> bool:
     """Whether all ranks answered."""
     answer = client.engine_at(at, keys, request or "")
     if as_json:
@@ -220,9 +221,24 @@ def set_weights(
 @app.command()
 def keygen(
     path: Annotated[Path, typer.Argument(help="A new file. An existing file is an error.")],
+    key_file: KeyFile = None,
+    *,
+    tools: Annotated[
+        bool,
+        typer.Option(
+            "--tools",
+            help="Derive a second key from the engines' key (--key-file), for hosts that only ask: "
+            "it allows status, trace, ready, doctor and plan.",
+        ),
+    ] = False,
 ) -> None:
-    """Generate the key that all prefill and decode engines share."""
+    """Generate the key that all prefill and decode engines share, or a key for tools."""
+    if tools:
+        _keygen_tools(path, key_file)
+        return
     with errors_exit():
+        if key_file is not None:
+            raise ValueError("--key-file is given; allowed: only with --tools")
         keys = write_key_file(path)
     typer.echo(
         f"{path} contains a new key with the fingerprint {keys.fingerprint}. Anyone who can read "
@@ -232,4 +248,21 @@ def keygen(
         "engine with\n\n"
         f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
         "Each engine logs the fingerprint of its key at start."
+    )
+
+
+def _keygen_tools(path: Path, key_file: Path | None) -> None:
+    with errors_exit():
+        keys = client.read_keys(key_file)
+        if keys is None or isinstance(keys, ToolsKeys):
+            found = "no key was found" if keys is None else "the key is one for tools already"
+            raise ValueError(
+                f"--tools: {found}; allowed: the engines' key, in --key-file or NIXL_KV_KEY"
+            )
+        write_tools_key_file(path, keys, public_key(keys.server))
+    typer.echo(
+        f"{path} contains the tools' key of the engines with the fingerprint {keys.fingerprint}. "
+        "It allows `nixl-kv status`, `trace`, `ready`, `doctor` and `plan`, with --key-file or in "
+        "NIXL_KV_KEY. It reads no KV, and the engines' key cannot be computed from it. `nixl-kv "
+        "drain` and `set-weights` need the engines' key."
     )

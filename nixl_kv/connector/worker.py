@@ -47,6 +47,7 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
+from nixl_kv.transport.ports import UcxPorts, warn_of_other_users
 
 logger = get_logger(__name__)
 
@@ -376,6 +377,9 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     config = parse_config(vllm_config)
     transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
+    ports = UcxPorts()
+    if rank % max(1, parallel.world_size // parallel.nnodes_within_dp) == 0:
+        warn_of_other_users()  # once for each machine of the engine
     return RankSpec(
         engine=engine_id(vllm_config),
         rank=rank,
@@ -387,7 +391,8 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         port=rank_port(config, parallel, rank),
         is_prefill=transfer.is_kv_producer,
         is_decode=is_decode,
-        make_transport=partial(nixl_transport, config, layout.memory, is_decode=is_decode),
+        make_transport=partial(nixl_transport, config, layout.memory, ports, is_decode=is_decode),
+        ports=ports,
         make_control=Trust.of(config).control,
     )
 

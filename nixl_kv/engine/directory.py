@@ -31,7 +31,7 @@ from nixl_kv.errors import (
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
 from nixl_kv.protocol import messages
-from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
+from nixl_kv.transport.base import NEEDS_ENGINE_KEY, Bounds, ControlPlane, FromPeer, Proved
 
 logger = get_logger(__name__)
 
@@ -41,6 +41,10 @@ NO_KEY: Final = (
     "this engine has no key, so any process could set the label of its weights; give it key_file, "
     "or set weights in its configuration and restart it"
 )
+
+DRAIN_HERE: Final = "an engine without a key can be drained only from its host"
+# What the tools' key allows.
+QUESTIONS: Final = (messages.Describe, messages.StatusRequest)
 
 FAILED: Final = "the directory failed at a question; it goes on"
 UNWATCHED: Final = b""  # no route
@@ -92,6 +96,7 @@ class DirectoryServer:
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
         self._published: tuple[messages.Description, bytes] | None = None
+        self._shown = b""  # the same for tools
         self.is_draining = False  # then the scheduler offers no further requests
         self.count_awaited = count_awaited
         self.weights = weights
@@ -112,6 +117,7 @@ class DirectoryServer:
 
     def publish(self, description: messages.Description) -> None:
         """Serve this description from now on. It is encoded once, not per question."""
+        self._shown = messages.encode(messages.without_memory(description))
         self._published = description, messages.encode(description)
 
     def tell_released(self, nonces: Iterable[Nonce]) -> None:
@@ -160,9 +166,13 @@ class DirectoryServer:
         except ForeignVersion as error:
             self._log.warning("request for a description refused: %s", error)
             return messages.encode(messages.VersionRefusal())
+        if item.proved is Proved.TOOLS_KEY and not isinstance(message, QUESTIONS):
+            reason = f"{type(message).__name__} {NEEDS_ENGINE_KEY}"
+            self._log.warning("a tool's message is refused: %s", reason)
+            return messages.encode(messages.KeyRefusal(incarnation=self._life, reason=reason))
         match message:
             case messages.Drain():
-                return messages.encode(self._drain(message, item.stranger))
+                return messages.encode(self._drain(message, item))
             case messages.SetWeights():
                 return messages.encode(self._set_weights(message))
             case messages.WatchOffer():
@@ -171,7 +181,7 @@ class DirectoryServer:
             case messages.StatusRequest():
                 return messages.encode(self._status())
             case messages.Describe():
-                return self._describe(message)
+                return self._describe(message, item.proved)
             case hint:
                 self._hints.append(hint)
                 return None
@@ -181,10 +191,13 @@ class DirectoryServer:
         """For tools, which may ask before the engine is described."""
         return ANY_INCARNATION if self._published is None else self._published[0].incarnation
 
-    def _drain(self, message: messages.Drain, stranger: str) -> messages.Draining:
-        is_refused = bool(stranger) and not is_local(stranger)
-        if is_refused:
-            self._log.warning("draining is refused: %s is another machine, without a key", stranger)
+    def _drain(self, message: messages.Drain, sender: FromPeer) -> messages.Draining:
+        refusal = ""
+        if sender.proved is Proved.NO_KEY and not is_local(sender.address):
+            refusal = DRAIN_HERE
+            self._log.warning(
+                "draining is refused: %s is another machine, without a key", sender.address
+            )
         elif self.is_draining and message.undo:
             logger.warning("this engine no longer drains: it offers requests again")
         elif not self.is_draining and not message.undo:
@@ -193,10 +206,10 @@ class DirectoryServer:
                 "this engine drains: requests that arrive from now on are not offered "
                 "(nixl-kv drain --undo ends this)"
             )
-        if not is_refused:
+        if not refusal:
             self.is_draining = not message.undo
         return messages.Draining(
-            incarnation=self._life, num_awaited=self.count_awaited(), is_refused=is_refused
+            incarnation=self._life, num_awaited=self.count_awaited(), refusal=refusal
         )
 
     def _status(self) -> messages.Status:
@@ -244,11 +257,13 @@ class DirectoryServer:
             released = messages.OffersReleased(incarnation=self._life, nonces=tuple(nonces))
             self._control.reply(route, messages.encode(released))
 
-    def _describe(self, message: messages.Describe) -> bytes:
+    def _describe(self, message: messages.Describe, proved: Proved) -> bytes:
         if self._published is None:
             reason = "this engine is still starting"
         else:
             own, encoded = self._published
+            if proved is Proved.TOOLS_KEY:
+                encoded = self._shown
             if message.incarnation == ANY_INCARNATION:
                 return encoded
             if message.engine != own.engine:

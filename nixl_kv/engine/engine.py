@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from nixl_kv.config import Config
+from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
@@ -42,7 +43,7 @@ from nixl_kv.reading.paths import BuildFeature, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
-from nixl_kv.transport.base import ControlPlane, SlotPage, Transport
+from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, SlotPage, Transport
 from nixl_kv.verify.queue import open_digests
 
 logger = get_logger(__name__)
@@ -95,6 +96,8 @@ class RankSpec:
     is_decode: bool
     make_transport: Callable[[], Transport]
     make_control: Callable[[], ControlPlane]
+    # Of all transports of the rank. They admit this machine only, until peers name others.
+    ports: Ports = field(default_factory=NoPorts)
     # Facts about other KV in the cache. A prefill engine must have the same, and may have more.
     extras: Mapping[str, str] = field(default_factory=dict)
 
@@ -311,6 +314,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(control.close)
     background = spec.make_background(1)
     undo.callback(background.shutdown)
+    admission = Admission(spec.ports, config.allowed_hosts, spec.clock)
     setup = RankSetup(
         layout=layout,
         config=config,
@@ -341,6 +345,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         memory=tuple(each for feature in features for each in feature.read_into),
         clock=spec.clock,
         make_background=spec.make_background,
+        introduce=admission.introduction,
     )
     undo.callback(agents.close)
     if spec.is_decode:
@@ -385,6 +390,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         endpoint=endpoint_at(spec.host, port),
         agent=b"" if serving is None else serving.metadata(),
         slots=messages.Slots(address=slots.address, count=slots.count),
+        listens=spec.ports.listens if serving is not None else (),
         layout=layout,
         **described,
     )
@@ -397,6 +403,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         digests=digests,
         packs=packer,
         serving=serving,
+        admission=admission,
         features=features,
         slots=slots,
         event_log=event_log,

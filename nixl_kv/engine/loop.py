@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
 from nixl_kv.engine.serving import Serving
@@ -26,14 +27,23 @@ from nixl_kv.errors import (
     get_logger,
     shown_id,
 )
-from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
+from nixl_kv.ids import Endpoint, Incarnation, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.paths import Feature, Packer
 from nixl_kv.reading.replace import Agents
-from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received, SlotPage
+from nixl_kv.transport.base import (
+    NEEDS_ENGINE_KEY,
+    ControlPlane,
+    FromEndpoint,
+    FromPeer,
+    Lost,
+    Proved,
+    Received,
+    SlotPage,
+)
 from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)
@@ -77,6 +87,9 @@ OVERDUE: Final = (
 )
 KNOWN_LOG_S: Final = 60.0  # between two lines about loads from an unusable peer
 
+# How long the end of the control plane waits for messages to ranks whose links were idle.
+FAREWELL_S: Final = 0.2
+
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 _THREAD_DIED: Final = events.Failure(events.FailureKind.INTERNAL, "the transfer thread died")
 
@@ -96,6 +109,7 @@ class Parts:
     digests: DigestQueue
     packs: Packer | None  # if this rank packs
     serving: Serving | None  # lets peers read this rank; None if it only decodes
+    admission: Admission
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
@@ -241,6 +255,8 @@ class Loop:
         self._decoding: deque[_Decoded] = deque()
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
+        # Answers that wait until this turn has let their readers in.
+        self._admitting: list[tuple[bytes, messages.Admit, messages.Admitted]] = []
         self._log = LimitedLog(logger, clock)
         self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
@@ -266,7 +282,10 @@ class Loop:
         errors: list[Exception] = []
         for part in list(self._to_close):
             try:
-                part.close()
+                if part is self.parts.control:
+                    self._leave()
+                else:
+                    part.close()
                 self._to_close.remove(part)
             except Exception as error:  # noqa: BLE001, PERF203 - raised when the others are closed
                 errors.append(error)
@@ -277,6 +296,17 @@ class Loop:
             self._report(load)
         if errors:
             raise errors[0]
+
+    def _leave(self) -> None:
+        """Close the control plane; first tell the ranks that have let this one in."""
+        farewells = [
+            farewell
+            for peer in self.parts.decode.peers.known.values()
+            for farewell in self.parts.decode.peers.leave(peer)
+        ]
+        for farewell in farewells:
+            self._send(farewell)
+        self.parts.control.close(FAREWELL_S if farewells else 0.0)
 
     def restart(self) -> None:
         """The machines are in doubt: empty them, and fail all that they held.
@@ -290,6 +320,8 @@ class Loop:
         parts.slots.clear_all()  # first of all: no grant is valid any longer
         for queue in (self._received, self._writes, self._decoding, self._doubted):
             queue.clear()
+        self._admitting.clear()
+        parts.admission.drop_peers()
         parts.decode.clear()
         parts.prefill.clear(parts.writing)
         parts.digests.clear()
@@ -318,6 +350,7 @@ class Loop:
         if due is not None and due <= now:
             self._handle(events.Tick())
             self._close_idle_links(now)
+        parts.admission.poll(now)
         if parts.serving is not None:
             self._serve(parts.serving)
         if not self._results:  # one record waits at a time, however long the caller does not pop it
@@ -357,6 +390,7 @@ class Loop:
         """When time alone changes something, in monotonic seconds; None: never."""
         parts = self.parts
         due = [parts.decode.next_due, parts.agents.next_due, self._look_at_links_at]
+        due.append(parts.admission.next_due)
         if parts.serving is not None:  # else this rank offers nothing
             due += [parts.prefill.next_due, parts.serving.next_due]
         return min((when for when in due if when is not None), default=None)
@@ -422,6 +456,7 @@ class Loop:
             self._on_received(self._received.popleft())
             if self._clock() >= until:
                 break
+        self._answer_admitted()
         # One in a turn: checks take milliseconds.
         if self._decoding and self._decoding[0][1].done():
             self._on_received(self._decoding.popleft())
@@ -493,9 +528,48 @@ class Loop:
         if isinstance(message, messages.StatusRequest):
             self._answer_question(item.route, message)
             return
+        if item.proved is Proved.TOOLS_KEY:
+            refusal = messages.KeyRefusal(
+                incarnation=self.parts.description.incarnation,
+                reason=f"{type(message).__name__} {NEEDS_ENGINE_KEY}",
+            )
+            self.parts.control.reply(item.route, messages.encode(refusal))
+            raise RemoteProtocolError(refusal.reason)
+        reader = Incarnation(message.reader.incarnation)
+        if isinstance(message, messages.Leave):
+            self.parts.admission.drop(reader)
+            return
         if self.parts.serving is not None:
             self.parts.serving.stay_awake()
+        if isinstance(message, messages.Admit):
+            self._admit(item.route, message)
+            return
+        self.parts.admission.hear(reader)
         self._handle(events.Asked(item.route, message))
+
+    def _admit(self, route: bytes, message: messages.Admit) -> None:
+        refused = self.parts.admission.admit(
+            Incarnation(message.reader.incarnation), message.sources
+        )
+        answer = messages.Admitted(
+            incarnation=self.parts.description.incarnation,
+            reader=message.reader,
+            sources=self.parts.admission.sources(message.listens),
+            refused=refused,
+        )
+        self._admitting.append((route, message, answer))
+
+    def _answer_admitted(self) -> None:
+        """Let all readers of this turn in at once, and only then tell them."""
+        if not self._admitting:
+            return
+        waiting, self._admitting = self._admitting, []
+        has_room = self.parts.admission.apply()
+        for route, asked, answer in waiting:
+            if not has_room:
+                self.parts.admission.drop(Incarnation(asked.reader.incarnation))
+                answer = msgspec.structs.replace(answer, refused=asked.sources)  # noqa: PLW2901
+            self.parts.control.reply(route, messages.encode(answer))
 
     def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:
         """Answer a status request. No error here may cost a load."""
@@ -551,6 +625,7 @@ class Loop:
             ):
                 self._warn(action)
             case _:
+                parts.admission.precede(action)
                 return parts.agents.execute(action)
         return () if event is None else (event,)
 

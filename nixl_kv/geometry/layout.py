@@ -40,7 +40,7 @@ Peers send these records too, so each checks its own numbers and raises ValueErr
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar
 
 import numpy as np
@@ -58,6 +58,8 @@ MAX_ENTRIES: Final = 1 << 20
 MAX_UNITS: Final = 1 << 17
 # Prefill keeps the tokens of a sliding window from a multiple of this number on.
 WINDOW_EDGE = 256
+# Between spans at invented addresses.
+SHOWN_GAP: Final = 1 << 21
 # The window of a recurrent state: only the last state is useful.
 STATE_WINDOW = 1
 
@@ -301,6 +303,28 @@ class CacheLayout:
             for group in self.groups
             for region in group.regions
         )
+
+
+def without_addresses(layout: CacheLayout) -> CacheLayout:
+    """The same layout at invented addresses, which tell nothing of the process's memory."""
+    spans: list[Span] = []
+    begin = SHOWN_GAP
+    for span in layout.spans:
+        spans.append(Span(begin, span.length))
+        begin += -(-span.length // SHOWN_GAP) * SHOWN_GAP + SHOWN_GAP  # no two are neighbours
+
+    def moved(region: Region, group: Group) -> Region:
+        end = region.base + extent(region, group)
+        for old, new in zip(layout.spans, spans, strict=True):
+            if old.address <= region.base and end <= old.address + old.length:
+                return replace(region, base=new.address + region.base - old.address)
+        raise ValueError(f"layer {region.layer!r} lies in no span")  # a layout checks that
+
+    groups = tuple(
+        replace(group, regions=tuple(moved(each, group) for each in group.regions))
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups, spans=tuple(spans))
 
 
 def extent(region: Region, group: Group) -> int:

@@ -69,7 +69,7 @@ class DecodeMachine:
         may_connect: Callable[[Endpoint], bool],  # by `peers`
     ) -> None:
         self.reader = reader
-        self.peers = PeerBook(record)
+        self.peers = PeerBook(record, lambda: self.reader)
         self.breaker = Breaker(record, self._greet)
         self.numbers = Numbers()
         self._record = record
@@ -106,7 +106,7 @@ class DecodeMachine:
         return None if due == math.inf else due
 
     def is_using(self, endpoint: Endpoint) -> bool:
-        return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
+        return endpoint in self._unfinished or self.peers.is_asked(endpoint)
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self._loads.get(action.claim)
@@ -262,9 +262,9 @@ class DecodeMachine:
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
         """The peer's ranks are known: ask them while its memory is made readable."""
-        if not self.peers.on_fits(event):
+        actions = self.peers.on_fits(event, now)
+        if actions is None:
             return [events.DropPeer(event.peer)]
-        actions: Actions = []
         for load in self._of_peer(event.peer):
             if not load.is_open:
                 actions += self._open(load, event, type(event).__name__, now)
@@ -345,8 +345,12 @@ class DecodeMachine:
             case messages.VersionRefusal() as refusal:
                 lost = events.EndpointLost(event.endpoint, str(refusal))
                 return self._on_endpoint_lost(lost, now)
+            case messages.KeyRefusal():
+                return []  # only tools get one
             case message if message.reader != self.reader:
                 return []
+            case messages.Admitted() as admitted:
+                return self.peers.on_admitted(admitted, event.endpoint, now)
             case messages.HeartbeatReply() as reply:
                 return self._on_heartbeat_reply(reply, event.endpoint, now)
             case answer:

@@ -174,7 +174,7 @@ class RevokeAll(msgspec.Struct, frozen=True):
 
 class Asked(msgspec.Struct, frozen=True):
     route: bytes  # back to the sender
-    message: messages.ToRank
+    message: messages.ToPrefill
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -209,12 +209,32 @@ class PeerKey(msgspec.Struct, frozen=True):
         return f"engine {self.engine!r} at {self.endpoint}"
 
 
+class Introduction(msgspec.Struct, frozen=True):
+    """What one remote rank has to know before NIXL connects to it; see `messages.Admit`."""
+
+    rank: Rank
+    sources: tuple[str, ...]
+    listens: tuple[str, ...]
+
+
+Introduce: TypeAlias = Callable[[Rank, messages.RankDescription], Introduction | None]
+"""How this rank introduces itself to a remote one; None: that has no port that admits hosts."""
+
+
+def no_introduction(_rank: Rank, _description: messages.RankDescription) -> None:
+    """On one machine, and where no transport has ports, any rank may connect."""
+
+
 class PeerFits(msgspec.Struct, frozen=True):
-    """The description fits: loads may ask the peer's ranks while its memory is made readable."""
+    """The description fits: loads may ask the peer's ranks while its memory is made readable.
+
+    First these ranks have to admit this one; then `Connect` goes on.
+    """
 
     peer: PeerKey
     description: messages.Description
     routes: tuple[Route, ...]
+    introductions: tuple[Introduction, ...] = ()
 
 
 class HandshakeDone(msgspec.Struct, frozen=True):
@@ -319,7 +339,8 @@ class Tick(msgspec.Struct, frozen=True):
 
 # --- actions; these are answered:
 #
-#     StartHandshake               by PeerFits, then HandshakeDone; or by PeerRefused instead
+#     StartHandshake         by PeerFits, then HandshakeDone (with introductions: after Connect); or
+#                            by PeerRefused instead
 #     StartRead              by ReadDone or ReadFailed, after any number of ChunksWanted
 #     StopRead, AbandonRead  by the end of that read: at once, or once its agent is gone
 #     MakeDigest             by DigestMade
@@ -346,6 +367,13 @@ class StartHandshake(msgspec.Struct, frozen=True):
 
     peer: PeerKey
     description: messages.Description
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """All ranks of the peer have admitted this one. They may connect from `sources`."""
+
+    peer: PeerKey
+    sources: tuple[str, ...]
 
 
 class DropPeer(msgspec.Struct, frozen=True):
@@ -595,7 +623,9 @@ PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | Pee
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
-DataAction: TypeAlias = StartHandshake | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
+DataAction: TypeAlias = (
+    StartHandshake | Connect | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
+)
 Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared

@@ -11,12 +11,15 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny | Pending,
                                        PackRequest    -> PackReply | Deny
                                        Heartbeat          -> HeartbeatReply
                                        Release        (a hint; a lost one costs a lease)
+                                       Admit          -> Admitted
+                                       Leave          (a hint; a lost one costs 15 minutes)
 From a rank, unasked, to its reader:   Recall         -> Release | Heartbeat
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
-Each side answers a message of another wire version with VersionRefusal, which all versions can
-read. Decoders skip fields that a later version appends to a message. Every length is bounded,
-except for the texts of a `Status`. ZMQ's routing ids carry no meaning.
+A message that needs another key than its sender's is answered with KeyRefusal. Each side answers
+a message of another wire version with VersionRefusal, which all versions can read. Decoders skip
+fields that a later version appends to a message. Every length is bounded, except for the texts of a
+`Status`. ZMQ's routing ids carry no meaning.
 """
 
 from collections.abc import Callable
@@ -28,7 +31,7 @@ from msgspec import Meta
 
 from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
-from nixl_kv.geometry.layout import CacheLayout, Stripe, Table, check_range
+from nixl_kv.geometry.layout import CacheLayout, Stripe, Table, check_range, without_addresses
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
@@ -55,6 +58,7 @@ PROOF_BYTES = 16
 MAX_REASON = 300  # characters of the error about a message that cannot be decoded
 MAX_LISTED = 1000  # entries of each kind in a `Status`
 MAX_WATCHED = 8192  # offers that API servers watch at a time
+MAX_ADDRESSES = 64  # of one process
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 _Incarnation = Annotated[Incarnation, HEX32]
@@ -76,6 +80,13 @@ _LISTED = Meta(max_length=MAX_LISTED)
 _Endpoint = Annotated[
     Endpoint, Meta(pattern=r"^tcp://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):[0-9]{1,5}\Z", max_length=128)
 ]
+
+
+_Addresses = Annotated[
+    tuple[Annotated[str, Meta(pattern=r"^[0-9A-Fa-f:.]+\Z", max_length=45)], ...],
+    Meta(max_length=MAX_ADDRESSES),
+]
+"""IP literals."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -117,7 +128,7 @@ class Drain(_Message, frozen=True, kw_only=True):
 
 class Draining(_Message, frozen=True, kw_only=True):
     num_awaited: _Count  # earlier requests that are not offered yet
-    is_refused: bool = False  # the engine has no key, and the tool runs on another machine
+    refusal: _Text = ""  # why the engine goes on offering
 
 
 class SetWeights(_Message, frozen=True, kw_only=True):
@@ -202,6 +213,7 @@ class RankDescription(_Record, frozen=True, kw_only=True):
     layout: CacheLayout
     export: Export | None = None  # None: other processes cannot map its memory
     ring: StagingRing | None = None  # None: it does not pack
+    listens: _Addresses = ()  # where other machines reach UCX's ports, once they are admitted
 
 
 class Description(_Message, frozen=True, kw_only=True):
@@ -335,6 +347,31 @@ class PackReply(_OfClaim, frozen=True, kw_only=True):
     slot: Annotated[int, Meta(ge=0, lt=MAX_RING_SLOTS)] | None
 
 
+class Admit(_Message, frozen=True, kw_only=True):
+    """The reader will connect to UCX's ports of this rank from `sources`: let these addresses in.
+
+    Later connections from the rank to the reader lead to one of `listens`.
+    """
+
+    reader: Reader
+    sources: _Addresses
+    listens: _Addresses
+
+
+class Admitted(_Message, frozen=True, kw_only=True):
+    """The answer: the rank has let in those that `peers` allows, and may connect from `sources`."""
+
+    reader: Reader
+    sources: _Addresses
+    refused: _Addresses = ()
+
+
+class Leave(_Message, frozen=True, kw_only=True):
+    """The reader has no connection to UCX's ports any longer, and begins none."""
+
+    reader: Reader
+
+
 class Recall(_OfClaim, frozen=True, kw_only=True):
     """The rank needs the blocks: a reader releases them, or sends a heartbeat if it reads them."""
 
@@ -393,12 +430,21 @@ class Status(_Message, frozen=True, kw_only=True):
     lists: dict[str, Annotated[list[dict[str, Any]], _LISTED]]
 
 
+class KeyRefusal(_Message, frozen=True, kw_only=True):
+    """The sender has the tools' key, which does not allow the message."""
+
+    reason: _Text
+
+
 Hint: TypeAlias = Ready | Landed
 ToEngine: TypeAlias = Describe | Drain | SetWeights | WatchOffer | StatusRequest | Hint
-ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
+ToPrefill: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
+ToRank: TypeAlias = ToPrefill | Admit | Leave
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
-Answer: TypeAlias = Description | Refusal | ClaimAnswer | HeartbeatReply | VersionRefusal
-ToTool: TypeAlias = Status | Draining | WeightsSet | OffersReleased | VersionRefusal
+Answer: TypeAlias = (
+    Description | Refusal | ClaimAnswer | HeartbeatReply | Admitted | KeyRefusal | VersionRefusal
+)
+ToTool: TypeAlias = Status | Draining | WeightsSet | OffersReleased | KeyRefusal | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | Answer | ToTool
 
 
@@ -421,6 +467,21 @@ def encode(message: Message | RankDescription) -> bytes:
 def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: object) -> _Kind:
     names = {"incarnation": other.incarnation, "nonce": other.nonce, "claim": other.claim}
     return kind(**{**names, "reader": other.reader, **fields})
+
+
+def without_memory(description: Description) -> Description:
+    """For tools: no address of memory, and nothing that lets another process reach it."""
+    hidden: dict[str, Any] = {"agent": b"", "export": None, "ring": None, "listens": ()}
+    ranks = tuple(
+        msgspec.structs.replace(
+            rank,
+            slots=Slots(address=1, count=rank.slots.count),
+            layout=without_addresses(rank.layout),
+            **hidden,
+        )
+        for rank in description.ranks
+    )
+    return msgspec.structs.replace(description, ranks=ranks)
 
 
 def is_description(payload: bytes) -> bool:

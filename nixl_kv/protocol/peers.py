@@ -11,11 +11,11 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Endpoint, EngineId, Incarnation
+from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
@@ -39,9 +39,10 @@ NO_DESCRIPTION: Final = Failure(
 
 class State(MachineState):
     CONNECTING = enum.auto()  # decode has asked its directory for the description
-    HANDSHAKING = (
-        enum.auto()
-    )  # the description fits: loads ask its ranks, its memory is made readable
+    # The description fits, and loads ask its ranks. These are also asked to let this one connect to
+    # UCX's ports: NIXL must not connect before that, because a dropped SYN costs a second.
+    ADMITTING = enum.auto()
+    HANDSHAKING = enum.auto()  # loads ask its ranks, and its memory is made readable
     READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
     # Its ranks answer, but connections to their memory break. Loads fail at once until the pause
     # ends, which doubles each time.
@@ -52,12 +53,17 @@ class State(MachineState):
 
 TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
-        events.PeerFits: (State.HANDSHAKING,),
+        events.PeerFits: (State.ADMITTING, State.HANDSHAKING),
         events.PeerRefused: (State.BACKOFF,),
         messages.Refusal: (State.BACKOFF,),
         events.EndpointLost: (State.BACKOFF,),
         events.Tick: (State.BACKOFF,),
         messages.Description: (None,),  # of a peer of which only the endpoint was known
+    },
+    State.ADMITTING: {
+        messages.Admitted: (State.HANDSHAKING, State.BACKOFF),
+        events.EndpointLost: (State.GONE,),
+        events.Tick: (State.BACKOFF,),
     },
     State.HANDSHAKING: {
         events.HandshakeDone: (State.READY,),
@@ -74,6 +80,8 @@ TRANSITIONS: Final[Table[State]] = {
     State.GONE: {events.Tick: (None,)},
 }
 MACHINE: Final = Machine("peer", TRANSITIONS)
+MET: Final = (State.ADMITTING, State.HANDSHAKING, State.READY, State.UNREADABLE)
+"""States in which the end of a link to one of its ranks makes it GONE."""
 
 
 @dataclass
@@ -85,8 +93,12 @@ class Peer:
     failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
     breaks: int = 0  # connections to its memory that broke since the last successful read
     is_reported: bool = False  # the log says that it is unreadable
-    description: messages.Description | None = None  # from HANDSHAKING on
+    description: messages.Description | None = None  # from ADMITTING or HANDSHAKING on
     routes: tuple[Route, ...] = ()
+    # Its ranks that have to let this one in, and those of which the answer is missing (ADMITTING).
+    introductions: tuple[events.Introduction, ...] = ()
+    awaited: dict[Endpoint, events.Introduction] = field(default_factory=dict)
+    sources: set[str] = field(default_factory=set)  # the addresses that its ranks connect from
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -95,12 +107,19 @@ class Peer:
             return [self.key.endpoint]
         return [rank.endpoint for rank in self.description.ranks]
 
+    def life_of(self, rank: Rank) -> Incarnation:
+        """The incarnation of one of its ranks, once it is described."""
+        ranks = self.description.ranks if self.description is not None else ()
+        return ranks[rank].incarnation if rank < len(ranks) else ANY_INCARNATION
+
 
 class PeerBook:
     """All peers of a rank, by key. `now` is monotonic, in seconds."""
 
-    def __init__(self, record: events.Record) -> None:
+    def __init__(self, record: events.Record, get_reader: Callable[[], messages.Reader]) -> None:
+        """`get_reader` tells how this rank is called."""
         self.deadlines = Deadlines[events.PeerKey]()
+        self.get_reader = get_reader
         self._record = record
         self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
@@ -148,13 +167,23 @@ class PeerBook:
         return True
 
     def ask_again(self, endpoint: Endpoint) -> Actions:
-        """Repeat the requests for descriptions that a broken link may have lost."""
-        connecting = self.connecting_at(endpoint)
-        return [ask_who(peer.key) for peer in connecting if not peer.is_described]
+        """Repeat the requests that a broken link may have lost."""
+        connecting = self._in_state(State.CONNECTING, endpoint)
+        actions: Actions = [ask_who(peer.key) for peer in connecting if not peer.is_described]
+        for peer in self._in_state(State.ADMITTING, endpoint):
+            if endpoint in peer.awaited:
+                actions.append(self._introduce(peer, endpoint))
+        return actions
 
-    def connecting_at(self, endpoint: Endpoint) -> list[Peer]:
+    def is_asked(self, endpoint: Endpoint) -> bool:
+        """Whether an answer of this endpoint is awaited."""
+        admitting = self._in_state(State.ADMITTING, endpoint)
+        is_awaited = any(endpoint in peer.awaited for peer in admitting)
+        return is_awaited or bool(self._in_state(State.CONNECTING, endpoint))
+
+    def _in_state(self, state: State, endpoint: Endpoint) -> list[Peer]:
         peers = self._at.get(endpoint, {}).values()
-        return [peer for peer in peers if peer.state is State.CONNECTING]
+        return [peer for peer in peers if peer.state is state]
 
     def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
         """Have a description checked, unless this rank did not ask for it or has it already."""
@@ -165,18 +194,70 @@ class PeerBook:
         peer.is_described = True
         return [events.StartHandshake(key, message), *self._disconnect(peer)]
 
-    def on_fits(self, event: events.PeerFits) -> bool:
-        peer = self.known.get(event.peer)
+    def on_fits(self, event: events.PeerFits, now: float) -> Actions | None:
+        """Ask its ranks to let this one in, if that is necessary. None: it is not wanted now."""
+        peer, introductions = self.known.get(event.peer), event.introductions
         if peer is None or peer.state is not State.CONNECTING:
-            return False
+            return None
         detail = f"{len(event.routes)} of {len(event.description.ranks)} ranks"
-        self._move(peer, State.HANDSHAKING, event, detail)
+        self._move(peer, State.ADMITTING if introductions else State.HANDSHAKING, event, detail)
         self._unindex(peer)
         peer.description, peer.routes = event.description, event.routes
         self._index(peer)
-        # No deadline: only background threads of this side, which others may use, take time now.
-        self.deadlines.set(peer.key, math.inf)
-        return True
+        peer.introductions = introductions
+        peer.awaited = {event.description.ranks[one.rank].endpoint: one for one in introductions}
+        # No deadline to handshake: only background threads of this side take time then.
+        self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S if introductions else math.inf)
+        return [self._introduce(peer, endpoint) for endpoint in peer.awaited]
+
+    def _introduce(self, peer: Peer, endpoint: Endpoint) -> events.Send:
+        one = peer.awaited[endpoint]
+        admit = messages.Admit(
+            incarnation=peer.life_of(one.rank),
+            reader=self.get_reader(),
+            sources=one.sources,
+            listens=one.listens,
+        )
+        return events.Send(endpoint, admit)
+
+    def on_admitted(self, answer: messages.Admitted, endpoint: Endpoint, now: float) -> Actions:
+        """Connect once all ranks have let this one in."""
+        actions: Actions = []
+        for peer in self._in_state(State.ADMITTING, endpoint):
+            one = peer.awaited.get(endpoint)
+            if one is None:
+                continue
+            if peer.life_of(one.rank) != answer.incarnation:
+                detail = f"prefill rank {one.rank} has restarted, slept or reset its cache since"
+                failure = Failure(FailureKind.UNREACHABLE, detail)
+            elif set(one.sources) <= set(answer.refused):
+                detail = (
+                    f"prefill rank {one.rank} lets none of this host's addresses "
+                    f"({', '.join(one.sources)}) connect to UCX's ports; its log says why"
+                )
+                failure = Failure(FailureKind.INCOMPATIBLE, detail)
+            else:
+                del peer.awaited[endpoint]
+                peer.sources.update(answer.sources)
+                if not peer.awaited:
+                    self._move(peer, State.HANDSHAKING, answer)
+                    self.deadlines.set(peer.key, math.inf)
+                    actions.append(events.Connect(peer.key, tuple(sorted(peer.sources))))
+                continue
+            actions += self._pause(peer, answer, failure, now)
+        return actions
+
+    def leave(self, peer: Peer) -> list[events.Send]:
+        """Tell the ranks that let this one in that it is gone. A dead one would not hear it."""
+        if peer.description is None or peer.state in (State.GONE, State.BACKOFF):
+            return []
+        return [
+            events.Send(
+                peer.description.ranks[one.rank].endpoint,
+                messages.Leave(incarnation=peer.life_of(one.rank), reader=self.get_reader()),
+            )
+            for one in peer.introductions
+        ]
 
     def on_handshake_done(self, event: events.HandshakeDone, now: float) -> Actions:
         peer = self.known.get(event.peer)
@@ -222,7 +303,7 @@ class PeerBook:
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
                 actions += self._pause(peer, event, failure, now)
-            elif peer.state in (State.HANDSHAKING, State.READY, State.UNREADABLE):
+            elif peer.state in MET:
                 # Its loads do not fail here: each of their reads knows whether it needs prefill.
                 self._move(peer, State.GONE, event, event.reason)
                 self.deadlines.set(peer.key, now)
@@ -237,7 +318,7 @@ class PeerBook:
         for key in self.deadlines.pop_due(now):
             peer = self.known[key]
             kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
-            if peer.state is State.CONNECTING:
+            if peer.state in (State.CONNECTING, State.ADMITTING):
                 actions += self._pause(peer, tick, NO_DESCRIPTION, now)
             elif peer.state is State.UNREADABLE:
                 self._move(peer, State.READY, tick)
@@ -253,6 +334,9 @@ class PeerBook:
         self._move(peer, State.BACKOFF, event, failure.detail)
         does_fit = failure.kind is not FailureKind.INCOMPATIBLE
         self._fail(peer, failure, now + (BACKOFF_S if does_fit else INCOMPATIBLE_S))
+        if isinstance(event, messages.Admitted) or peer.awaited:
+            peer.awaited.clear()
+            return [events.DropPeer(peer.key)]
         if peer.description is not None:
             return []
         is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
@@ -264,13 +348,16 @@ class PeerBook:
         self.deadlines.set(peer.key, until)
 
     def _forget(self, peer: Peer, event: object) -> Actions:
-        is_dead = peer.state is State.GONE
+        is_dead, farewell = peer.state is State.GONE, self.leave(peer)
         self._move(peer, None, event)
         self._unindex(peer)
         del self.known[peer.key]
         if peer.description is None:
             return []
-        return [events.DropPeer(peer.key, is_dead=is_dead), *self._disconnect(peer)]
+        # After a farewell the peer ends the connections, and the idle link closes by itself.
+        closing = [] if farewell else self._disconnect(peer)
+        dropped = events.DropPeer(peer.key, is_dead=is_dead or bool(farewell))
+        return [dropped, *farewell, *closing]
 
     def _index(self, peer: Peer) -> None:
         for endpoint in peer.endpoints:

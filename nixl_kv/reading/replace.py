@@ -66,7 +66,7 @@ class Agents:
     of replaced agents and handshakes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a rank that it uses
         self,
         make_transport: Callable[[], Transport],
         peers: RemotePeers,
@@ -75,6 +75,7 @@ class Agents:
         memory: tuple[ExtraMemory, ...] = (),
         clock: Callable[[], float],
         make_background: Callable[[int], Executor],
+        introduce: events.Introduce = events.no_introduction,
     ) -> None:
         self.peers = peers
         self.polled: list[ReadAgent] = []  # new reads use the first; the others drain
@@ -87,6 +88,8 @@ class Agents:
         self._make_background = make_background
         self._waiting: list[events.StartRead] = []  # for their ranks, or for an idle transport
         self._handshakes: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
+        self._introduce = introduce
+        self._unadmitted: set[events.PeerKey] = set()  # whose ranks do not let this one connect yet
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
@@ -130,6 +133,8 @@ class Agents:
         match action:
             case events.StartHandshake():
                 return [self._start_handshake(action)]
+            case events.Connect():
+                self._connect(action.peer)
             case events.DropPeer():
                 self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead():
@@ -233,12 +238,25 @@ class Agents:
         try:
             self.peers.check(description)
             routes = self.peers.routes(description)
-            self.current.ranks.prepare(peer, description, routes)
+            read = [route.remote_rank for route in routes if route.readers]
+            found = (self._introduce(rank, description.ranks[rank]) for rank in read)
+            introductions = tuple(one for one in found if one is not None)
+            if not introductions:
+                self.current.ranks.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
         self.peers.descriptions[peer] = description
-        self._handshakes[peer] = self._clock()
-        return events.PeerFits(peer, description, routes)
+        if introductions:
+            self._unadmitted.add(peer)
+        else:
+            self._handshakes[peer] = self._clock()
+        return events.PeerFits(peer, description, routes, introductions)
+
+    def _connect(self, peer: events.PeerKey) -> None:
+        self._unadmitted.discard(peer)
+        if peer in self.peers.descriptions:
+            self._handshakes[peer] = self._clock()
+            self._prepare(self.current, peer)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
         since = self._handshakes.pop(ended.peer, None)
@@ -256,6 +274,7 @@ class Agents:
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
         self.peers.descriptions.pop(peer, None)
         self._handshakes.pop(peer, None)
+        self._unadmitted.discard(peer)
         for agent in self.polled:
             agent.ranks.drop(peer, is_lost=is_dead)
 
@@ -264,6 +283,9 @@ class Agents:
     def _start(self, read: events.StartRead) -> list[events.DataEvent]:
         """Start a read with the current agent, or let it wait. It may have to add the engine."""
         agent = self.current
+        if read.peer in self._unadmitted:
+            self._waiting.append(read)
+            return []
         rank = agent.ranks.find(read.peer, read.rank)
         if rank is None:
             # Another agent made the handshake, or the connection broke.

@@ -5,6 +5,8 @@ only these interfaces, so tests, the simulator and other engines can bring their
 """
 
 import ctypes
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NewType, Protocol, TypeAlias
 
@@ -92,6 +94,27 @@ class Transport(Protocol):
         """
 
 
+class Ports(Protocol):
+    """The ports of a rank's transports that ask for no key, and which machines may connect."""
+
+    @property
+    def listens(self) -> tuple[str, ...]:
+        """The addresses at which other machines reach them."""
+
+    def admit(self, hosts: Iterable[str]) -> bool:
+        """Let these hosts connect, besides this machine, and no others; False if it fails."""
+
+
+class NoPorts:
+    """Of transports that need none."""
+
+    listens: tuple[str, ...] = ()
+
+    def admit(self, hosts: Iterable[str]) -> bool:
+        del hosts
+        return True
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Limits for one connection to a listening port."""
@@ -101,13 +124,28 @@ class Bounds:
     answers: int = 1000  # that the other side has not received yet; more are dropped
 
 
+class Proved(enum.Enum):
+    """The key that the sender of a message holds."""
+
+    ENGINE_KEY = "engine"
+    TOOLS_KEY = "tools"  # allows questions, and nothing else
+    NO_KEY = ""  # this side has none
+
+
+NEEDS_ENGINE_KEY: Final = (
+    "needs the key of the engines, and the sender has their tools' key: give it the engines' key "
+    "with --key-file, or in NIXL_KV_KEY"
+)
+
+
 @dataclass(frozen=True)
 class FromPeer:
     """A message to the local port; `route` leads back to its sender while it is connected."""
 
     route: bytes
     payload: bytes
-    stranger: str = ""  # the sender's IP address if it has not proved a key
+    proved: Proved = Proved.ENGINE_KEY
+    address: str = ""  # the sender's IP address, if it has proved no key
 
 
 @dataclass(frozen=True)
@@ -169,7 +207,8 @@ class ControlPlane(Protocol):
     def wake(self) -> None:
         """End the current `poll`; any thread may call it."""
 
-    def close(self) -> None: ...
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close all connections; wait up to `linger_s` for messages that are being sent."""
 
 
 class SlotPage:

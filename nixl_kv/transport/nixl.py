@@ -32,7 +32,7 @@ from nixl_kv.errors import ConfigError, PeerLost, TransportError, did_you_mean, 
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
 from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
-from nixl_kv.transport.ports import filtered_ucx_ports
+from nixl_kv.transport.ports import UcxPorts
 from nixl_kv.transport.tcp.paced import pace
 
 if TYPE_CHECKING or find_spec("nixl_rocm") is None:
@@ -118,14 +118,20 @@ def _check_time(until: float) -> None:
         raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
 
 
-def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
-    """Make the agent of a rank; a TransportError if NIXL cannot create a backend."""
+def nixl_transport(
+    config: Config, memory: Memory, ports: UcxPorts | None = None, *, is_decode: bool = True
+) -> Transport:
+    """Make the agent of a rank; a TransportError if NIXL cannot create a backend.
+
+    All agents of a rank share `ports`, which admit other machines. Without them, only this machine
+    reaches the agent.
+    """
     options, settings = dict(UCX_OPTIONS), UCX_ENGINE_CONFIG
-    guard: Guard = partial(filtered_ucx_ports, config.allowed_hosts)
+    guard = (ports or UcxPorts()).guard
     # Use loopback only, if other machines neither read this engine nor are read by it. A decode
     # engine may read other machines although its own `host` is loopback.
     if config.is_this_machine_only and (config.allowed_hosts.are_local or not is_decode):
-        settings, guard = f"{settings},{ONLY_LOOPBACK}", nullcontext
+        settings = f"{settings},{ONLY_LOOPBACK}"
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
@@ -200,6 +206,7 @@ class NixlTransport:
                 if options and engine_config:
                     options["engine_config"] = engine_config
                 create = partial(agent.create_backend, backend, options)
+                agent.get_plugin_params(backend)  # loads UCX, which the guard changes
                 with guard():
                     past_stale_descriptors(create, bindings.nixlBackendError)
 

@@ -3,9 +3,9 @@
 A `ZmqControl` has one ROUTER socket that listens, and another for the links to all endpoints that
 it sends to. So a thousand links need as many sockets as one, and polling them costs the same.
 
-With keys, CURVE encrypts each connection, and each side proves that it holds the same key. ZMQ asks
-the `Gatekeeper` about each new connection. Its questions are answered by the next `poll`;
-established connections never wait for that.
+With keys, CURVE encrypts each connection, and each side proves that it holds the same key, or, as a
+tool, one that is derived from it. ZMQ asks the `Gatekeeper` about each new connection. Its
+questions are answered by the next `poll`; established connections never wait for that.
 
 A monitor watches the links. When one breaks or cannot connect, its endpoint is reported lost and
 the link is closed, so that nothing queued for a dead process reaches its successor.
@@ -16,7 +16,7 @@ import hmac
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -29,8 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
-from nixl_kv.keys import Keys
-from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
+from nixl_kv.keys import Keys, ToolsKeys
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Proved, Received
 from nixl_kv.transport.ports import LimitedPort
 
 MAX_ANSWER_BYTES: Final = 64 << 20
@@ -68,13 +68,15 @@ _Options: TypeAlias = dict[int, int | bytes]
 
 @dataclass(frozen=True)
 class Gatekeeper:
-    """Admits connections from allowed hosts that hold the client key, if there is one.
+    """Admits connections from allowed hosts that hold a client key, if there is one.
 
     ZMQ asks once per connection, in the frames of its authentication protocol (ZAP, ZMQ RFC 27). By
-    then CURVE has proved that the client holds the secret of the public key that it presents.
+    then CURVE has proved that the client holds the secret of the public key that it presents. ZMQ
+    hands the value of `Proved` on with each message of the connection, as the id of its user.
     """
 
-    client: bytes | None  # the client's public key, 32 bytes; None on a side without keys
+    # Who holds the secret of each public key of 32 bytes; empty on a side without keys.
+    clients: Mapping[bytes, Proved]
     allows: Callable[[str], bool]  # whether an IP literal is among the peers
 
     def answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
@@ -82,15 +84,17 @@ class Gatekeeper:
         if len(frames) < ZAP_FRAMES or frames[1]:
             return None
         route, _, version, number, domain, address, _, mechanism, *credentials = frames
-        if self.client is None:
-            is_known = mechanism == b"NULL" and not credentials
-        else:
-            key = b"".join(credentials)
-            is_known = mechanism == b"CURVE" and hmac.compare_digest(key, self.client)
+        is_known, user = mechanism == b"NULL" and not credentials, Proved.NO_KEY
+        if self.clients:
+            key, is_known = b"".join(credentials), False
+            for client, proved in self.clients.items():
+                if mechanism == b"CURVE" and hmac.compare_digest(key, client):
+                    is_known, user = True, proved
         is_asked_here = (version, domain) == (ZAP_VERSION, ZAP_DOMAIN)
         is_admitted = is_known and is_asked_here and self.allows(address.decode("ascii", "replace"))
         status = [b"200", b"OK"] if is_admitted else [b"400", b"not admitted"]
-        return [route, b"", ZAP_VERSION, number, *status, b"", b""]
+        told = user.value.encode() if is_admitted else b""
+        return [route, b"", ZAP_VERSION, number, *status, told, b""]
 
 
 @dataclass(frozen=True)
@@ -114,15 +118,15 @@ class _Listener:
             else:
                 self.port.on_closed()
         received = []
-        has_key = self.gatekeeper.client is not None
-        # Without a key, take frames as `zmq.Frame`s, which have the sender's address, not as bytes.
-        for frames in _waiting(self.router, copy=has_key):
+        # Frames as `zmq.Frame`s tell the sender's key and address.
+        for frames in _waiting(self.router, copy=False):
             match frames:  # ignore messages with more parts
-                case [route, payload] if has_key:
-                    received.append(FromPeer(route, payload))
+                case [route, payload] if self.gatekeeper.clients:
+                    proved = Proved(payload.get("User-Id"))
+                    received.append(FromPeer(route.bytes, payload.bytes, proved))
                 case [route, payload]:
-                    stranger = str(payload.get("Peer-Address"))
-                    received.append(FromPeer(route.bytes, payload.bytes, stranger))
+                    address = str(payload.get("Peer-Address"))
+                    received.append(FromPeer(route.bytes, payload.bytes, Proved.NO_KEY, address))
         return received
 
 
@@ -223,7 +227,8 @@ def _waiting(socket: _Socket, *, copy: bool = True) -> Iterator[list[Any]]:
         yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
 
 
-def _public(secret: bytes) -> bytes:
+def public_key(secret: bytes) -> bytes:
+    """The public key of a Curve25519 secret, which both have 32 bytes."""
     with _translated("CURVE"):
         return z85.decode(zmq.curve_public(z85.encode(secret)))
 
@@ -241,7 +246,7 @@ class ZmqControl:
 
     def __init__(
         self,
-        keys: Keys | None = None,
+        keys: Keys | ToolsKeys | None = None,
         *,
         allowed: AllowedHosts | None = None,
         peer_timeout_s: float = Config.peer_timeout_s,
@@ -254,8 +259,11 @@ class ZmqControl:
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._keys = keys
         self._allowed = allowed or AllowedHosts()
-        client = None if keys is None else _public(keys.client)
-        self._gatekeeper = Gatekeeper(client, self._allowed.allows)
+        clients = {}
+        if isinstance(keys, Keys):
+            known = {keys.client: Proved.ENGINE_KEY, keys.tools: Proved.TOOLS_KEY}
+            clients = {public_key(secret): proved for secret, proved in known.items()}
+        self._gatekeeper = Gatekeeper(clients, self._allowed.allows)
         self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
         self._listener: _Listener | None = None
@@ -275,6 +283,8 @@ class ZmqControl:
             zmq.SNDHWM: bounds.answers,
             zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection without asking the gatekeeper
         }
+        if isinstance(self._keys, ToolsKeys):
+            raise TransportError("the tools' key lets nobody listen; an engine needs its own key")
         if self._keys is not None:
             options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self._keys.server}
         with _translated(f"listening on {endpoint_at(host, port)}"):
@@ -340,8 +350,10 @@ class ZmqControl:
         if self._wake_fd >= 0:  # the other thread may not know that this was closed
             os.eventfd_write(self._wake_fd, 1)
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._caller is not None:
+            self._caller.router.setsockopt(zmq.LINGER, round(linger_s * 1000))
+        self._context.destroy()
         if self._listener is not None:
             self._listener.port.close()
         wake_fd, self._wake_fd = self._wake_fd, -1
@@ -391,9 +403,11 @@ class ZmqControl:
             zmq.RECONNECT_IVL: NEVER_MS,
         }
         if self._keys is not None:
+            has_public = isinstance(self._keys, ToolsKeys)
+            server = self._keys.server if has_public else public_key(self._keys.server)
             options |= {
-                zmq.CURVE_SERVERKEY: _public(self._keys.server),
-                zmq.CURVE_PUBLICKEY: _public(self._keys.client),
+                zmq.CURVE_SERVERKEY: server,
+                zmq.CURVE_PUBLICKEY: public_key(self._keys.client),
                 zmq.CURVE_SECRETKEY: self._keys.client,
             }
         events = sum((*_TRIED_EVENTS, *_LOST_EVENTS, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL))

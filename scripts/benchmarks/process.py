@@ -31,6 +31,7 @@ from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.nixl import nixl_transport
+from nixl_kv.transport.ports import UcxPorts
 
 NAP_S: Final = 0.00005
 """Between two looks for results."""
@@ -95,13 +96,15 @@ class Process:
             layout = layout_at(self._layouts[rank], memory.data_ptr())
             self._layouts[rank] = replace(layout, device=memory.device.index or 0)
         for path in paths:
+            ports = UcxPorts()
             is_verified = float(path.endswith(VERIFIED))
             config = replace(spec.config, path=path.removesuffix(VERIFIED), verify=is_verified)
             self._engines[path] = LocalEngine(
                 f"{spec.role} {path}",
                 self._layouts,
-                partial(nixl_transport, config, kind),
+                partial(nixl_transport, config, kind, ports),
                 config=config,
+                ports=ports,
                 roles=spec.role,
                 only=self._mine,
             )

@@ -5,6 +5,8 @@ python -m pytest -s -m gpu tests/gpu/test_gather.py
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -141,6 +144,43 @@ class Reader:
 @pytest.fixture(scope="module")
 def reader() -> Reader:
     return Reader()
+
+
+WRITE_THERE = """\
+import sys
+import msgspec
+import numpy as np
+from cuda.bindings import driver
+from nixl_kv.gpu import make_current
+from nixl_kv.protocol import messages
+from nixl_kv.reading.gather.memory import Mapping
+make_current(0)
+export = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=messages.Export)
+first = np.array([int(sys.argv[2])])
+(place,) = Mapping(export, 0).locate(first, first + 64).tolist()
+(posted,) = driver.cuMemsetD8(place, 0xEE, 64)
+(ended,) = driver.cuCtxSynchronize()
+print(posted.name, ended.name)
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}])
+def test_memory_that_is_mapped_piece_by_piece_cannot_be_written(
+    reader: Reader, settings: dict[str, str]
+) -> None:
+    """An expandable segment of torch is. CUDA maps an IPC handle for reads and writes alone."""
+    with owner(**settings) as one:
+        export = msgspec.msgpack.encode(one.export).hex()
+        command = [sys.executable, "-c", WRITE_THERE, export, str(one.address)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        is_written = done.stdout.split() == ["CUDA_SUCCESS", "CUDA_SUCCESS"]
+        assert is_written is not bool(settings), done.stdout + done.stderr
+        assert "CUDA_" in done.stdout, done.stderr
+        if settings:
+            mapped = reader.map(one)
+            reader.wait(reader.read(mapped))
+            reader.check()
+            reader.gather.unmap(mapped)
 
 
 @pytest.mark.parametrize("settings", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}])

@@ -23,7 +23,7 @@ from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading import replace
-from nixl_kv.transport.base import Transport
+from nixl_kv.transport.base import Ports, Transport
 from support.integration import CONFIG, MakeTransport
 
 START_S = 300.0  # how long a process may take to start, on a busy machine
@@ -35,7 +35,12 @@ class Side:
     """Prefill or decode, of one rank; all blocks but the first are those of each request."""
 
     def __init__(
-        self, role: str, make_transport: MakeTransport, sizes: Sizes, config: Config = CONFIG
+        self,
+        role: str,
+        make_transport: MakeTransport,
+        sizes: Sizes,
+        config: Config = CONFIG,
+        ports: Ports | None = None,
     ) -> None:
         self.cache = Cache(sizes).fill(7) if role == "prefill" else Cache(sizes)
         self.expected = Cache(sizes).fill(7).view
@@ -43,7 +48,7 @@ class Side:
         self.tokens = len(self.table) * sizes.tokens
         self.count = 0
         self._open = lambda: LocalEngine(
-            role, [self.cache.layout()], make_transport, config=config, roles=role
+            role, [self.cache.layout()], make_transport, config=config, roles=role, ports=ports
         )
         self.engine = self._open()
 
@@ -90,7 +95,7 @@ class Side:
 class SideProcess:
     """A side in a process of its own: each of its methods can be called. It ends with a block."""
 
-    def __init__(self, make: Callable[..., Side], *arguments: object) -> None:
+    def __init__(self, make: Callable[..., Any], *arguments: object) -> None:
         """Processes are forked from one that has imported NIXL, which takes seconds."""
         context = get_context("forkserver")
         context.set_forkserver_preload(["nixl._api"])
@@ -136,7 +141,7 @@ class SideProcess:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, make: Callable[..., Side], arguments: tuple[object, ...]) -> None:
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     side = make(*arguments)
     pipe.send("ready")
     while (command := pipe.recv()) is not None:

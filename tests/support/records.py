@@ -29,7 +29,7 @@ from nixl_kv.protocol.messages import (
     Message,
     RankDescription,
     Reader,
-    ToRank,
+    ToPrefill,
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
@@ -44,7 +44,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
         (
             *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa9Heartbeat"),
-            *(b"\xa7Release", b"\xadStatusRequest"),
+            *(b"\xa7Release", b"\xadStatusRequest", b"\xa5Admit", b"\xa5Leave"),
         ),
         messages.decode_to_rank,
     ),
@@ -296,7 +296,7 @@ def cancel_load(request: RequestId = D1) -> events.CancelLoad:
 ROUTE = b"route"
 
 
-def asked(message: ToRank, route: bytes = ROUTE) -> events.Asked:
+def asked(message: ToPrefill, route: bytes = ROUTE) -> events.Asked:
     return events.Asked(route, message)
 
 

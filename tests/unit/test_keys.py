@@ -71,6 +71,7 @@ def test_the_keys_are_the_same_everywhere_for_ever() -> None:
         ),
         "server": bytes.fromhex("94571f6f820d742a6460615436712252091b22d13ba67a5118f4c3f4b7eeb4b3"),
         "client": bytes.fromhex("5bf3785d1f0aab943c5f0a8a11fac751589725ff8356e0dc8ba667c4e50e7b3c"),
+        "tools": bytes.fromhex("7e2d70a0bd65843604934e3ef811bd88a794126d7a8bd8cf39ae9532bf34bb4f"),
         "fingerprint": "cfa33ee36bb42689",
     }
 

@@ -19,7 +19,6 @@ from nixl_kv.config import Config
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host
-from nixl_kv.keys import Keys
 from nixl_kv.protocol.messages import Status
 from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
 
@@ -56,7 +55,7 @@ def _roles(engine: EngineAnswer) -> str:
 
 
 def check_engine(
-    where: str, option: str, keys: Keys | None, config: Config | None
+    where: str, option: str, keys: client.AnyKeys, config: Config | None
 ) -> tuple[EngineAnswer | None, list[Check]]:
     """Connect to an engine, then ask it and its ranks for all that they tell."""
     try:
@@ -192,7 +191,7 @@ def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
     settings = ucx_settings(os.environ, "")
     own, peer = Place.find(settings, root), Place.of_peer(metadata)
     if peer is None:
-        return skipped(name, "this rank does not tell where it is")
+        return skipped(name, "this rank does not tell where it is (to the engines' key alone)")
     if (own.host, own.namespace) == (peer.host, peer.namespace):
         return ok(name, "it is on this host, so UCX should use shared memory or cuda_ipc")
     where = "on this host in another PID namespace" if own.host == peer.host else "on another host"

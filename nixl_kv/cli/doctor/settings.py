@@ -25,7 +25,7 @@ from nixl_kv.config import (
 )
 from nixl_kv.errors import ConfigError, NixlKVError
 from nixl_kv.ids import endpoint_at, endpoint_host
-from nixl_kv.keys import Keys, find_user_key, other_user_keys, parse_key, read_key_file
+from nixl_kv.keys import find_user_key, other_user_keys, parse_any_key, read_any_key_file
 
 MODULE: Final = "nixl_kv.connector"
 OUR_NAMES: Final = ("NixlKVConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector")
@@ -145,7 +145,7 @@ def _backends(config: Config) -> Check:
 
 def check_key(
     config: Config | None, given: Path | None, *, insecure: bool
-) -> tuple[Keys | None, list[Check]]:
+) -> tuple[client.AnyKeys, list[Check]]:
     """The key with which to ask other engines, and the checks of it.
 
     `given` and `insecure` are options of the tool; otherwise the engine's settings say which key.
@@ -156,9 +156,9 @@ def check_key(
         if insecure:
             return None, [_no_key(config)]
         if path is not None:
-            keys, source = read_key_file(path), f"from {path}"
+            keys, source = read_any_key_file(path), f"from {path}"
         elif text := os.environ.get(KEY_VARIABLE):
-            keys, source = parse_key(text, KEY_VARIABLE), f"from {KEY_VARIABLE}"
+            keys, source = parse_any_key(text, KEY_VARIABLE), f"from {KEY_VARIABLE}"
         elif config is not None and config.insecure:
             return None, [_no_key(config)]
         else:
@@ -187,7 +187,7 @@ def _no_key(config: Config | None) -> Check:
 
 
 def check_address(
-    config: Config, keys: Keys | None, peers: Sequence[str], *, is_prefill: bool
+    config: Config, keys: client.AnyKeys, peers: Sequence[str], *, is_prefill: bool
 ) -> Iterator[Check]:
     """Whether the engine can listen, and whether the peers could reach it."""
     fix = f"set {config.host_name} to auto, or to an address or interface of this machine"
@@ -241,7 +241,7 @@ def _route(config: Config, peer: str) -> Check:
     return warning(name, f"{about}, but tickets would name {config.host}", fix)
 
 
-def _port(config: Config, keys: Keys | None, *, is_prefill: bool) -> Check:
+def _port(config: Config, keys: client.AnyKeys, *, is_prefill: bool) -> Check:
     name, where = "port", f"{config.port} of {config.host}"
     if not config.port:
         return ok(name, "0: the engine takes any free port")

@@ -1,8 +1,9 @@
 """GPU memory that one process of a host exports, and another maps.
 
-A plain allocation has a CUDA IPC handle. An expandable segment of torch has a file descriptor per
-piece, and the reader maps the pieces one behind the other. A mapping outlives the owner of its
-memory, so a process that maps memory must watch the owner and unmap the memory when it ends.
+A plain allocation has a CUDA IPC handle, which CUDA maps for reads and writes alone. An expandable
+segment of torch has a file descriptor per piece, and the reader maps the pieces one behind the
+other, for reads only. A mapping outlives the owner of its memory, so a process that maps memory
+must watch the owner and unmap the memory when it ends.
 
 Imported only where the cache is in GPU memory, because CUDA's bindings come with torch.
 """
@@ -20,11 +21,13 @@ from typing import Any, Final
 import numpy as np
 from cuda.bindings import driver
 
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Ints
 from nixl_kv.gpu import allocate
 from nixl_kv.protocol import messages
+
+logger = get_logger(__name__)
 
 # System call numbers on every Linux architecture. Some builds of Python lack these calls.
 PIDFD_OPEN: Final = 434
@@ -32,6 +35,7 @@ PIDFD_GETFD: Final = 438
 
 DESCRIPTOR: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PEER_ACCESS: Final = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+READ_ONLY: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
 READ_WRITE: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE of cuda.h
 
@@ -212,8 +216,13 @@ class Mapping:
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._device
-        access.flags = READ_WRITE
-        _call(driver.cuMemSetAccess, start, size, [access], 1)
+        access.flags = READ_ONLY
+        try:
+            _call(driver.cuMemSetAccess, start, size, [access], 1)
+        except TransportError as error:  # a driver that knows no such mapping
+            logger.info("another process's memory is mapped for writes too: %s", error)
+            access.flags = READ_WRITE
+            _call(driver.cuMemSetAccess, start, size, [access], 1)
         return _Mapped(pieces[0].address, size, start)
 
 

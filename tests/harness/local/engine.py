@@ -24,7 +24,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.paths import Buffer, BuildFeature, allocate
-from nixl_kv.transport.base import ControlPlane, Transport
+from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
@@ -112,6 +112,7 @@ class LocalEngine:
         staging_bytes: int | None = None,
         num_ring_slots: int | None = None,
         only: Container[int] | None = None,
+        ports: Ports | None = None,
     ) -> None:
         """Start all ranks, or `only` some, and describe them.
 
@@ -122,6 +123,7 @@ class LocalEngine:
             make_control: called once for each rank, and for the directory.
             staging_bytes: of each rank, instead of those that are configured.
             num_ring_slots: of each staging ring, instead of those that its memory's kind has.
+            ports: those of all transports.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -142,6 +144,7 @@ class LocalEngine:
                 is_decode="decode" in roles,
                 make_transport=make_transport,
                 make_control=make_control,
+                ports=ports or NoPorts(),
                 features=features_with(
                     make_memory=partial(_allocate, layout, staging_bytes),
                     num_slots=num_ring_slots,

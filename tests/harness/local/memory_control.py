@@ -203,5 +203,6 @@ class MemoryControl:
             self._is_woken = True
             self._network.changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
+        del linger_s
         self._network.leave(self)

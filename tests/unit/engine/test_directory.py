@@ -11,7 +11,14 @@ import msgspec
 import pytest
 
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from nixl_kv.engine.directory import BOUNDS, MAX_HINTS, NO_KEY, DirectoryServer, describe_engine
+from nixl_kv.engine.directory import (
+    BOUNDS,
+    DRAIN_HERE,
+    MAX_HINTS,
+    NO_KEY,
+    DirectoryServer,
+    describe_engine,
+)
 from nixl_kv.errors import PAUSE_S
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
@@ -42,7 +49,7 @@ from nixl_kv.protocol.messages import (
     decode_to_tool,
     encode,
 )
-from nixl_kv.transport.base import FromEndpoint, FromPeer
+from nixl_kv.transport.base import FromEndpoint, FromPeer, Proved
 from support.records import (
     ENGINE_LIFE,
     OTHER_LIFE,
@@ -209,7 +216,7 @@ def test_an_engine_that_is_to_drain_says_what_it_still_awaits(starting: Director
 
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize(
-    ("stranger", "is_obeyed"),
+    ("address", "is_obeyed"),
     [
         pytest.param("", True, id="with the key"),
         pytest.param("127.0.0.1", True, id="without a key, from this machine"),
@@ -220,7 +227,7 @@ def test_an_engine_that_is_to_drain_says_what_it_still_awaits(starting: Director
 def test_a_stranger_on_another_machine_drains_no_engine(
     directory: Directory,
     monkeypatch: pytest.MonkeyPatch,
-    stranger: str,
+    address: str,
     *,
     is_obeyed: bool,
     undo: bool,
@@ -228,11 +235,12 @@ def test_a_stranger_on_another_machine_drains_no_engine(
     reply = Mock()
     monkeypatch.setattr(directory.control, "reply", reply)
     directory.server.is_draining = undo
-    directory.control.inbox.append(FromPeer(b"r", drain(undo=undo), stranger))
+    proved = Proved.NO_KEY if address else Proved.ENGINE_KEY
+    directory.control.inbox.append(FromPeer(b"r", drain(undo=undo), proved, address))
     directory.server.turn(0)
     answer = decode_to_tool(reply.call_args.args[1])
     assert isinstance(answer, Draining)
-    assert answer.is_refused is not is_obeyed
+    assert answer.refusal == ("" if is_obeyed else DRAIN_HERE)
     assert directory.server.is_draining is (is_obeyed is not undo)
 
 

@@ -486,7 +486,7 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
     assert slot_page.read(slot) == fence_token
     left: list[bytes] = []
     with monkeypatch.context() as closing:
-        closing.setattr(parts.control, "close", lambda: left.append(slot_page.read(slot)))
+        closing.setattr(parts.control, "close", lambda _: left.append(slot_page.read(slot)))
         world.prefill.loop.close()
     assert left == [bytes(16)]
 

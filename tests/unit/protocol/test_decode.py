@@ -6,17 +6,21 @@ import pytest
 
 from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Endpoint, Nonce, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.breaker import PAUSE_S
 from nixl_kv.protocol.decode import MAX_CONNECTING, MAX_PROBED, TOO_MANY, TOO_MANY_PEERS
 from nixl_kv.protocol.events import (
     OVER,
+    Answered,
+    Connect,
     Disconnect,
     DropPeer,
     Failure,
     FailureKind,
     HandshakeDone,
+    Introduction,
+    LinkBroken,
     LoadEnded,
     LoadReady,
     PeerBroken,
@@ -76,6 +80,7 @@ from support.records import (
     recall,
     refusal,
     release,
+    renew,
     renewed,
     routes,
     start_load,
@@ -109,10 +114,29 @@ from support.scripts import (
 )
 
 ASK = Send(RANK_0, ask())
+# A rank on another machine lets this one in before NIXL connects.
+HERE, THERE = "192.0.2.1", "192.0.2.2"
+LIFE = description().ranks[0].incarnation
+INTRODUCED = PeerFits(
+    PEER, description(), routes(0), (Introduction(Rank(0), (HERE,), ("192.0.2.3",)),)
+)
+ADMIT = Send(
+    RANK_0,
+    messages.Admit(incarnation=LIFE, reader=reader(), sources=(HERE,), listens=("192.0.2.3",)),
+)
+LEAVE = Send(RANK_0, messages.Leave(incarnation=LIFE, reader=reader()))
 DESCRIBE = Send(HOME, describe())
 CLOSE_HOME = Disconnect(HOME)
 NOT_PREPARED = LoadEnded(D1, 7, Failure(FailureKind.INTERNAL, "not prepared"))
 REFUSED = PeerRefused(PEER, "another dtype")
+NOT_ADMITTED = Failure(
+    FailureKind.INCOMPATIBLE,
+    f"prefill rank 0 lets none of this host's addresses ({HERE}) connect to UCX's ports; its log "
+    "says why",
+)
+ANOTHER_LIFE = Failure(
+    FailureKind.UNREACHABLE, "prefill rank 0 has restarted, slept or reset its cache since"
+)
 NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
 FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
@@ -264,6 +288,63 @@ UNUSABLE: dict[str, tuple[Any, Failure]] = {
         unreachable(f"{HOME}: {OTHER_VERSION}"),
     ),
 }
+
+
+def admitted(incarnation: str = LIFE, refused: tuple[str, ...] = ()) -> Answered:
+    message = messages.Admitted(
+        incarnation=Incarnation(incarnation), reader=reader(), sources=(THERE,), refused=refused
+    )
+    return answered(message)
+
+
+ADMITTING: Script = after(PREPARED, (INTRODUCED, ADMIT, ASK))
+ADMISSIONS: dict[str, Script] = {
+    "one elsewhere lets this rank in before NIXL connects": after(
+        ADMITTING,
+        (answered(GRANT),),
+        (admitted(), Connect(PEER, (THERE,))),
+        (admitted(),),  # again
+        (HandshakeDone(PEER),),
+        (START, READ),
+    ),
+    "one that lets in none of this host's addresses is left alone for a while": after(
+        ADMITTING,
+        (admitted(refused=(HERE, "192.0.2.9")), DropPeer(PEER), GIVEN_UP),
+        (START, failed(NOT_ADMITTED)),
+    ),
+    "one of another life lets nobody in": after(
+        ADMITTING,
+        (admitted(OTHER_LIFE), DropPeer(PEER), GIVEN_UP),
+        (START, failed(ANOTHER_LIFE)),
+    ),
+    "one that says nothing to that is given up": after(
+        ADMITTING,
+        (answered(GRANT),),
+        (100.0 + CONNECT_TIMEOUT_S, Tick(), DropPeer(PEER), GIVEN_UP),
+        (START, failed(NO_DESCRIPTION)),
+    ),
+    "over a new link it is asked again": after(
+        ADMITTING,
+        (answered(GRANT),),
+        (LinkBroken(RANK_0), ADMIT, Send(RANK_0, renew(2, CLAIM))),
+        (admitted(), Connect(PEER, (THERE,))),
+        (LinkBroken(RANK_0), Send(RANK_0, renew(3, CLAIM))),
+    ),
+    "one whose link ends meanwhile is gone": after(
+        ADMITTING,
+        (lost(),),
+        (START, failed(RANK_LOST)),
+        (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
+    ),
+    "one that has let this rank in is told when it is forgotten": after(
+        ADMITTING,
+        (admitted(), Connect(PEER, (THERE,))),
+        (HandshakeDone(PEER),),
+        (cancel_load(), GIVEN_UP),
+        (100.0 + KEPT_S, Tick(), DropPeer(PEER, is_dead=True), LEAVE),
+    ),
+}
+
 PEERS: dict[str, Script] = {
     **{
         f"without its peer every load that waits for it fails: {name}": after(
@@ -431,6 +512,7 @@ PEERS: dict[str, Script] = {
     "one that denies an ask is asked again who it is": after(
         FOUND, (answered(deny()), LoadReady(D1)), (SECOND_BY_ID, WHO)
     ),
+    **ADMISSIONS,
     "one that is gone is asked again who it is": after(
         FOUND, (lost(), LoadReady(D1)), (SECOND_BY_ID, WHO)
     ),
@@ -488,7 +570,7 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
 )
 def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
     recorded: list[Transition] = []
-    book = PeerBook(recorded.append)
+    book = PeerBook(recorded.append, reader)
     peer, _ = book.get_or_connect(PEER, 100.0)
     peer.state = before
     recorded.clear()

@@ -105,7 +105,7 @@ LAYOUT_WIRE = {
     "device": 0,
     "spans": [{"address": 4096, "length": 1024}],
 }
-RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE, None, None]
+RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE, None, None, []]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
 TABLE_WIRE = {"first": 0, "ids": b"\7\0\0\0\3\0\0\0"}
 LAYER_WIRE = ["layer.0", 0, 2]
@@ -183,7 +183,7 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
     "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 10, ANY_INCARNATION, True]),
     "draining": (
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 10, ENGINE_LIFE, 3, False],
+        ["Draining", 10, ENGINE_LIFE, 3, ""],
     ),
     "set weights": (
         SetWeights(incarnation=ANY_INCARNATION, weights="step 8"),
@@ -207,6 +207,26 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         ["Landed", 10, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
     ),
     "status": (status(), ["Status", 10, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
+    "admit": (
+        messages.Admit(
+            incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.9",), listens=("fd00::9",)
+        ),
+        ["Admit", 10, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"]],
+    ),
+    "admitted": (
+        messages.Admitted(
+            incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.1",), refused=("10.0.0.9",)
+        ),
+        ["Admitted", 10, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"]],
+    ),
+    "leave": (
+        messages.Leave(incarnation=RANK_LIFE, reader=READER),
+        ["Leave", 10, RANK_LIFE, READER_WIRE],
+    ),
+    "key refusal": (
+        messages.KeyRefusal(incarnation=RANK_LIFE, reason="no"),
+        ["KeyRefusal", 10, RANK_LIFE, "no"],
+    ),
     "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 10]),
 }
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
@@ -243,6 +263,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
+        *["Admit", "Leave"],
     },
     messages.decode_answer: {
         "Description",
@@ -254,10 +275,12 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "PackReply",
         "HeartbeatReply",
         "Recall",
+        "Admitted",
+        "KeyRefusal",
         "VersionRefusal",
     },
     messages.decode_to_tool: {
-        *["Status", "Draining", "WeightsSet", "OffersReleased", "VersionRefusal"],
+        *["Status", "Draining", "WeightsSet", "OffersReleased", "KeyRefusal", "VersionRefusal"],
     },
 }
 
@@ -278,9 +301,8 @@ def test_a_socket_accepts_only_what_may_come_to_it(
 def test_every_message_has_one_direction() -> None:
     """But a refusal, which may come to whoever has asked, and a tool's question to anybody."""
     kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
-    assert sorted(kinds) == sorted(
-        ["StatusRequest", "VersionRefusal", *(kind.__name__ for kind in get_args(Message))]
-    )
+    twice = ["StatusRequest", "KeyRefusal", "VersionRefusal"]
+    assert sorted(kinds) == sorted([*twice, *(kind.__name__ for kind in get_args(Message))])
 
 
 def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import ipaddress
-import logging
 import os
 import random
 import resource
@@ -10,11 +9,13 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
-from unittest.mock import Mock
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
 from nixl_kv.config import LOOPBACK, AllowedHosts, Network
+from nixl_kv.engine.admission import MAX_HOSTS
 from nixl_kv.transport import ports as module
 from nixl_kv.transport.ports import (
     ALL_ONES,
@@ -30,9 +31,10 @@ from nixl_kv.transport.ports import (
     RETURN,
     STORE,
     LimitedPort,
+    UcxPorts,
     attach,
-    filtered_ucx_ports,
     program,
+    warn_of_other_users,
 )
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -147,9 +149,11 @@ def test_the_kernel_drops_what_other_hosts_send_over_ipv6(network: str, *, is_op
             connection.close()
 
 
-# --- which sockets are UCX's
+# --- UCX's sockets, and who is admitted
 
 ELSEWHERE = AllowedHosts((ipaddress.ip_network("192.0.2.0/24"),))
+STRANGER, FRIEND = "127.0.0.2", "127.0.0.3"
+"""Addresses of this machine that stand for other machines."""
 
 
 @pytest.fixture
@@ -158,6 +162,12 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     places: list[tuple[str, int]] = []
     monkeypatch.setattr(module, "attach", lambda one, _: places.append(one.getsockname()))
     return places
+
+
+@pytest.fixture
+def only_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All addresses of this machine but one are those of other machines."""
+    monkeypatch.setattr(module, "LOOPBACK", (ipaddress.ip_network("127.0.0.1/32"),))
 
 
 @contextlib.contextmanager
@@ -177,7 +187,7 @@ def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
         keep(like_ucx())
-        with filtered_ucx_ports(ELSEWHERE):
+        with UcxPorts().guard():
             keep(like_ucx(inheritable=False))  # asyncio's, uvicorn's
             keep(like_ucx(by_number=False))  # NCCL's, PyTorch's
             keep(socket.create_server(("127.0.0.1", 0)))  # ZMQ's
@@ -197,7 +207,7 @@ def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
     found = module._watched_by_number
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
-        with filtered_ucx_ports(ELSEWHERE):
+        with UcxPorts().guard():
             gone, ucx = keep(socket.create_server(("127.0.0.1", 0))), keep(like_ucx())
 
             def watched() -> set[int]:
@@ -209,42 +219,205 @@ def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
         assert attached == [ucx.getsockname()]
 
 
-def test_nothing_is_filtered_if_every_host_is_allowed(attached: list[tuple[str, int]]) -> None:
-    with filtered_ucx_ports(AllowedHosts()), like_ucx():
-        pass
-    assert not attached
-
-
-def test_a_stranger_that_came_before_the_filter_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "LOOPBACK", (ipaddress.ip_network("127.0.0.1/32"),))
+@pytest.mark.usefixtures("only_one_address")
+def test_a_host_connects_while_it_is_admitted_and_not_before_or_afterwards() -> None:
+    """Nor does a connection stay that it has made meanwhile; another host's does."""
+    ports = UcxPorts()
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
-        with filtered_ucx_ports(ELSEWHERE):
+        with ports.guard():
+            ucx = keep(like_ucx())
+        port = ucx.getsockname()[1]
+
+        def accepted(source: str) -> tuple[socket.socket, socket.socket] | None:
+            connection = connects(source, port)
+            if connection is None:
+                return None
+            select.select([ucx], [], [], 5.0)
+            return keep(connection), keep(ucx.accept()[0])
+
+        assert accepted(STRANGER) is accepted(FRIEND) is None
+        own = accepted("127.0.0.1")
+        assert ports.admit([FRIEND])
+        friend = accepted(FRIEND)
+        assert accepted(STRANGER) is None
+        assert own is not None
+        assert friend is not None
+        assert ports.admit([STRANGER])
+        assert accepted(FRIEND) is None
+        assert accepted(STRANGER) is not None
+        friend[0].settimeout(5.0)
+        assert friend[0].recv(1) == b"", "its connection is cut"
+        own[1].sendall(b"x")
+        assert own[0].recv(1) == b"x"
+        assert ports.admit([])
+        assert accepted(STRANGER) is None
+
+
+def test_sockets_that_come_later_admit_the_same_hosts_and_closed_ones_are_forgotten() -> None:
+    ports = UcxPorts()
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            first = stack.enter_context(like_ucx())
+        filters: list[tuple[int, bytes]] = []
+        stack.enter_context(
+            patch.object(module, "attach", lambda one, code: filters.append((one.fileno(), code)))
+        )
+        ports.admit(["192.0.2.7"])
+        assert len(filters) == 1
+        with ports.guard():
+            stack.enter_context(like_ucx())
+        with socket.socket() as other:
+            os.dup2(other.fileno(), first.fileno(), inheritable=False)
+            first.setblocking(False)  # noqa: FBT003 - `like_ucx` checks that
+        assert {code for _, code in filters} == {filters[0][1]}
+        assert passes(filters[0][1], ipaddress.ip_address("192.0.2.7"))
+        filters.clear()
+        ports.admit([])
+        assert len(filters) == 1
+
+
+def test_a_filter_is_the_latest_also_if_it_changes_while_an_agent_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The transfer thread admits a host while another thread attaches the former filter."""
+    ports, codes = UcxPorts(), list[bytes]()
+
+    def attach_slowly(_: socket.socket, code: bytes) -> None:
+        if not codes:
+            codes.append(b"")
+            ports.admit(["192.0.2.7"])
+        codes.append(code)
+
+    monkeypatch.setattr(module, "attach", attach_slowly)
+    with contextlib.ExitStack() as stack, ports.guard():
+        stack.enter_context(like_ucx())
+    assert passes(codes[-1], ipaddress.ip_address("192.0.2.7"))
+
+
+def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
+    attached: list[tuple[str, int]],
+) -> None:
+    ports = UcxPorts()
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            ucx = stack.enter_context(like_ucx())
+        number = ucx.fileno()
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            other.settimeout(0)
+            os.dup2(other.fileno(), number)
+            attached.clear()
+            assert ports.admit(["192.0.2.7"])
+            assert attached == []
+
+
+def test_what_a_stranger_sent_before_the_filter_is_not_read(only_one_address: None) -> None:
+    """UCX would execute it: a PUT needs no answer before."""
+    del only_one_address
+    with contextlib.ExitStack() as stack:
+        keep = stack.enter_context
+        with UcxPorts().guard():
             ucx = keep(like_ucx())
             port = ucx.getsockname()[1]
-            stranger, friend = connects("127.0.0.2", port), connects("127.0.0.1", port)
+            stranger, friend = connects(STRANGER, port), connects("127.0.0.1", port)
             assert stranger is not None
             assert friend is not None
             keep(stranger)
             keep(friend)
             accepted = {peer[0]: keep(one) for one, peer in (ucx.accept(), ucx.accept())}
+            stranger.sendall(b"write this")
+            assert accepted[STRANGER].recv(10, socket.MSG_PEEK) == b"write this"
+        assert accepted[STRANGER].recv(10) == b""
         assert stranger.recv(1) == b""
-        assert accepted["127.0.0.2"].recv(1) == b""
         accepted["127.0.0.1"].sendall(b"x")
         assert friend.recv(1) == b"x"
-        assert connects("127.0.0.2", port) is None
+        assert connects(STRANGER, port) is None
 
 
-def test_a_kernel_without_filters_is_no_error(
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - as seen by others
+def test_a_kernel_without_filters_is_told_with_the_harm_if_other_machines_can_connect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """Once. Then all hosts are admitted, because they are."""
+    monkeypatch.setattr(module, "SO_ATTACH_FILTER", 0xFFFF)
+    ports, is_open = UcxPorts(), host != "127.0.0.1"
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            with ports.guard():
+                one = stack.enter_context(socket.create_server((host, 0)))
+                os.set_inheritable(one.fileno(), True)  # noqa: FBT003
+                stack.enter_context(select.epoll()).register(one.fileno(), select.EPOLLIN)
+        lines = [line for line in caplog.messages if "UCX's TCP ports lack a filter" in line]
+        assert len(lines) == is_open
+        if is_open:
+            assert "can write any memory of this process, and so run code" in lines[0]
+            assert "Protocol not available" in lines[0]
+            assert ports.admit(["192.0.2.7"])
+
+
+def test_a_socket_that_was_open_without_a_filter_is_told_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(module, "SO_ATTACH_FILTER", 0xFFFF)
-    with contextlib.ExitStack() as stack, filtered_ucx_ports(ELSEWHERE):
-        port = stack.enter_context(like_ucx()).getsockname()[1]
-    assert f"UCX listens on 127.0.0.1 port {port} without a filter" in caplog.text
+    """UCX's library is another one than those that this changes."""
+    monkeypatch.setattr(module, "_is_loopback", lambda _: False)
+    with contextlib.ExitStack() as stack:
+        with UcxPorts().guard():
+            stack.enter_context(like_ucx())
+        (line,) = caplog.messages
+    assert "UCX listened for a moment before its ports had one" in line
+    assert "can write any memory of this process, and so run code" in line
+
+
+def test_hosts_that_the_kernel_has_no_room_for_are_not_admitted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The former ones stay."""
+    ports, codes = UcxPorts(), list[bytes]()
+
+    def attach_some(_: socket.socket, code: bytes) -> None:
+        if len(code) > 400:
+            raise OSError(12, "Cannot allocate memory")
+        codes.append(code)
+
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            stack.enter_context(like_ucx())
+        monkeypatch.setattr(module, "attach", attach_some)
+        assert ports.admit(["192.0.2.7"])
+        assert not ports.admit([f"192.0.2.{n}" for n in range(1, 200)])
+        assert "the kernel refuses a filter for 199 hosts" in caplog.text
+        assert passes(codes[-1], ipaddress.ip_address("192.0.2.7"))
+
+
+@pytest.mark.parametrize("prefix", ["10.0.", "fd00::"])
+def test_the_kernel_takes_a_filter_for_as_many_hosts_as_are_admitted(prefix: str) -> None:
+    form = "{}{}.{}" if "." in prefix else "{}{:x}:{:x}"
+    hosts = [form.format(prefix, n // 256, n % 256) for n in range(MAX_HOSTS)]
+    code = program(map(ipaddress.ip_network, hosts))
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        attach(one, code)
+    for n in (0, 199, 200, 255, MAX_HOSTS - 1):
+        assert passes(code, ipaddress.ip_address(hosts[n]))
+    last = form.format(prefix, MAX_HOSTS // 256, MAX_HOSTS % 256)
+    assert not passes(code, ipaddress.ip_address(last))
+
+
+def test_processes_of_other_users_are_told_with_the_harm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "PROCESSES", tmp_path)
+    for pid, user in ((1, 0), (17, os.geteuid()), (18, 65534), (19, 4_000_000)):
+        (tmp_path / str(pid)).mkdir()
+        if not os.geteuid():
+            os.chown(tmp_path / str(pid), user, user)
+    (tmp_path / "meminfo").touch()
+    warn_of_other_users()
+    if os.geteuid():
+        assert not caplog.messages
+        return
+    (line,) = caplog.messages
+    assert "other users run here (nobody, 4000000)" in line
+    assert "can write any memory of this process, and so run code" in line
 
 
 # --- a limited number of connections

@@ -24,7 +24,7 @@ from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
 from nixl_kv.transport import ports
 from nixl_kv.transport import zmq as module
-from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Received
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Proved, Received
 from nixl_kv.transport.zmq import ZAP_DOMAIN, Gatekeeper, ZmqControl
 from support.polling import hear_of_loss
 
@@ -585,7 +585,8 @@ def test_who_has_proved_no_key_is_named_by_its_address(
     friend.send(endpoint, b"hello")
     item = asked(server)
     assert item.payload == b"hello"
-    assert item.stranger == ("" if keys else host)
+    assert item.proved is (Proved.ENGINE_KEY if keys else Proved.NO_KEY)
+    assert item.address == ("" if keys else host)
     server.reply(item.route, b"hello yourself")
     assert next_of(friend) == FromEndpoint(endpoint, b"hello yourself")
 
@@ -683,7 +684,7 @@ def test_a_service_of_another_kind_does_not_end_the_process() -> None:
 
 # The gatekeeper: who is let in, from the frames in which ZMQ asks
 
-CLIENT_KEY, STRANGERS_KEY = b"k" * 32, b"o" * 32
+CLIENT_KEY, TOOLS_KEY, STRANGERS_KEY = b"k" * 32, b"t" * 32, b"o" * 32
 
 
 ZAP_QUESTION = {"route": b"route", "empty": b"", "version": b"1.0", "number": b"7"}
@@ -695,15 +696,18 @@ def question(**changed: Any) -> list[bytes]:
     return [value for value in (ZAP_QUESTION | changed).values() if value is not None]
 
 
-WITH_KEY = Gatekeeper(CLIENT_KEY, lambda host: host == "10.0.0.1")
-WITHOUT = Gatekeeper(None, lambda host: host == "10.0.0.1")
+CLIENTS = {CLIENT_KEY: Proved.ENGINE_KEY, TOOLS_KEY: Proved.TOOLS_KEY}
+WITH_KEY = Gatekeeper(CLIENTS, lambda host: host == "10.0.0.1")
+WITHOUT = Gatekeeper({}, lambda host: host == "10.0.0.1")
 NULL = {"mechanism": b"NULL", "key": None}
 
 
 @pytest.mark.parametrize(
     ("keeper", "changed", "status"),
     [
-        pytest.param(WITH_KEY, {}, b"200", id="the key"),
+        pytest.param(WITH_KEY, {}, b"engine", id="the key"),
+        pytest.param(WITH_KEY, {"key": TOOLS_KEY}, b"tools", id="the tools' key"),
+        pytest.param(WITH_KEY, {"more": TOOLS_KEY}, b"400", id="both keys"),
         pytest.param(WITH_KEY, {"key": STRANGERS_KEY}, b"400", id="another key"),
         pytest.param(WITH_KEY, {"key": None}, b"400", id="no key"),
         pytest.param(WITH_KEY, {"more": CLIENT_KEY}, b"400", id="two keys"),
@@ -714,14 +718,15 @@ NULL = {"mechanism": b"NULL", "key": None}
         pytest.param(WITH_KEY, {"mechanism": b"PLAIN"}, b"400", id="another mechanism"),
         pytest.param(WITH_KEY, {"domain": b"other"}, b"400", id="another domain"),
         pytest.param(WITH_KEY, {"version": b"2.0"}, b"400", id="another version"),
-        pytest.param(WITHOUT, NULL, b"200", id="nobody has keys"),
+        pytest.param(WITHOUT, NULL, b"", id="nobody has keys"),
         pytest.param(WITHOUT, {**NULL, "address": b"10.0.0.2"}, b"400", id="nor that host"),
         pytest.param(WITHOUT, {}, b"400", id="a key that is not wanted"),
     ],
 )
 def test_who_is_let_in(keeper: Gatekeeper, changed: dict[str, Any], status: bytes) -> None:
-    text = b"OK" if status == b"200" else b"not admitted"
-    expected = [b"route", b"", b"1.0", b"7", status, text, b"", b""]
+    """`status` is the user that ZMQ hands on with each message, or 400."""
+    told = [b"400", b"not admitted", b""] if status == b"400" else [b"200", b"OK", status]
+    expected = [b"route", b"", b"1.0", b"7", *told, b""]
     assert keeper.answer(question(**changed)) == expected
 
 
