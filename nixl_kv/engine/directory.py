@@ -2,10 +2,10 @@
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
 weights; the scheduler reads both in its next step. The engine's own ranks send hints about loads,
-which the scheduler takes before each step. API servers hear of offers that decode has released
-(`engine/watch.py`). The status that it answers to tools is an open record, like a rank's
-(`engine/status.py`). Draining takes an engine out of service, so only a sender that has proved the
-key may order it, or, without a key, a process on the same machine.
+which the scheduler takes before each step; it believes those that have a load's key. API servers
+hear of offers that decode has released (`engine/watch.py`). The status that it answers to tools is
+an open record, like a rank's (`engine/status.py`). Draining takes an engine out of service, so only
+a sender that has proved the key may order it, or, without a key, a process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
 """
