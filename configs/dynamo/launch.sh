@@ -23,6 +23,7 @@ CUDA_VISIBLE_DEVICES=0 DYN_SYSTEM_PORT=8081 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 \
 CUDA_VISIBLE_DEVICES=1 DYN_SYSTEM_PORT=8082 VLLM_NIXL_SIDE_CHANNEL_PORT=5700 \
   python3 -m dynamo.vllm --model "$model" --discovery-backend file --disaggregation-mode decode \
   --kv-transfer-config '{"kv_connector": "NixlConnector",
-    "kv_connector_module_path": "nixl_kv.connector", "kv_role": "kv_both"}' &
+    "kv_connector_module_path": "nixl_kv.connector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"media": "ticket"}}' &
 
 wait -n  # when one of them ends, the others do

@@ -119,6 +119,18 @@ def test_prompts_of_any_length_are_read_but_for_their_last_token(
     expect_loaded(accounts, *(n - 1 for n in LENGTHS))
 
 
+def test_a_ticket_is_good_for_a_longer_prompt(hybrids: Pair, alone: Client) -> None:
+    """Decode reads the state before prefill's last token, and computes the rest."""
+    lengths, accounts = (BLOCK - 1, BLOCK, BLOCK + 1), Accounts(hybrids)
+    for length, more in itertools.product(lengths, (1, 30)):
+        prompt = random_prompt(length, seed=next(SEEDS))
+        question = Question.of(alone, f"{prompt} {random_prompt(more, seed=next(SEEDS))}", ANSWER)
+        ticket = hybrids.to_prefill.ticket(prompt)
+        answer = hybrids.decode_with(ticket, question.prompt, ANSWER)
+        assert question.compare(answer, DTYPE) != "other"
+    expect_loaded(accounts, *(length - 1 for length in lengths for _ in range(2)))
+
+
 def test_a_prompt_of_one_token_is_computed_on_decode(hybrids: Pair, alone: Client) -> None:
     prompt, accounts = random_prompt(1, seed=next(SEEDS)), Accounts(hybrids)
     got = hybrids.to_decode.complete(prompt, ANSWER, kv_transfer_params=None)

@@ -20,6 +20,7 @@ from support.engines import EVENT_S, PATIENT, Accounts, started
 pytestmark = pytest.mark.e2e
 
 REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
+ANSWER = 16
 ROUTED = itertools.count(270)  # seeds: no prompt is in decode's cache before
 
 
@@ -86,6 +87,20 @@ def test_a_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) ->
         assert pair.decode_with(ticket, asked).tokens == single.complete(asked).tokens
     counted = since.wait_for(TICKETS_REFUSED, 3, timeout_s=EVENT_S)
     assert (counted[TICKETS_REFUSED], counted[LOADS]) == (3, 1)
+
+
+@pytest.mark.parametrize("more", [1, 30])
+@pytest.mark.parametrize("length", [383, 384, 385])
+def test_a_ticket_is_good_for_a_longer_prompt(
+    pair: Pair, single: Client, accounts: Accounts, length: int, more: int
+) -> None:
+    """A proxy adds prefill's first token; Dynamo moves a request with what it has answered."""
+    prompt = random_prompt(length, seed=next(ROUTED))
+    expected = single.complete(prompt, more + ANSWER)
+    longer = f"{prompt} {expected.text.strip()}".split()[: length + more]
+    answer = pair.decode_with(pair.to_prefill.ticket(prompt), " ".join(longer), ANSWER)
+    assert answer.tokens == expected.tokens[more:]
+    accounts.expect_loaded(length)
 
 
 def test_a_request_without_a_ticket_is_counted(pair: Pair, single: Client) -> None:

@@ -32,7 +32,7 @@ DIRECT: Final[Mapping[str, Any]] = {
 Counters = dict[str, float]
 Body = dict[str, object]
 Choice = Mapping[str, Any]
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, object]]
 Ticket = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """Text, token ids, or several of either."""
@@ -48,6 +48,10 @@ class RefusedError(RuntimeError):
         """The reply's `error`, as OpenAI's API has it; empty where it says nothing."""
         with contextlib.suppress(ValueError, AttributeError):
             self.error = reply.json().get("error") or {}
+
+
+class BrokenStreamError(RuntimeError):
+    """A streamed answer ended with an error event."""
 
 
 class NoTicketError(RuntimeError):
@@ -124,14 +128,24 @@ class Client:
         self, prompt: Prompt, max_tokens: int = 1, **extra: object
     ) -> tuple[Ticket, float]:
         """The ticket, and the seconds that prefill's answer took."""
-        wanted = {"kv_transfer_params": WANT_TICKET, **extra}
         begin = time.perf_counter()
-        body = self._body(max_tokens, _prompt(prompt) | wanted)
-        reply = _checked(self._http.post(COMPLETIONS, json=body))
-        ticket: Ticket | None = reply.json().get("kv_transfer_params")
-        if ticket is None:
-            raise NoTicketError(f"{self.url}: no ticket")
+        body = self._body(max_tokens, _prompt(prompt) | extra)
+        ticket, _ = self._ask_for_ticket(COMPLETIONS, body)
         return ticket, time.perf_counter() - begin
+
+    def chat_ticket(self, messages: Messages) -> tuple[Ticket, list[int]]:
+        """The ticket for a chat, and the ids of all its tokens, also of pictures."""
+        asked: Body = {"messages": messages, "return_token_ids": True}
+        ticket, reply = self._ask_for_ticket(CHAT, self._body(1, asked))
+        return ticket, reply["prompt_token_ids"]
+
+    def _ask_for_ticket(self, path: str, body: Body) -> tuple[Ticket, Mapping[str, Any]]:
+        """The ticket, and the whole reply."""
+        body = {"kv_transfer_params": WANT_TICKET, **body}
+        reply = _checked(self._http.post(path, json=body)).json()
+        if reply.get("kv_transfer_params") is None:
+            raise NoTicketError(f"{self.url}: no ticket")
+        return reply["kv_transfer_params"], reply
 
     def disconnect_early(self, prompt: Prompt, after_s: float = 0.05, **extra: object) -> None:
         """Send a request and hang up before its answer."""
@@ -206,12 +220,8 @@ class Client:
             if reply.is_error:
                 reply.read()
             lines = (line.removeprefix("data: ") for line in _checked(reply).iter_lines())
-            yield (
-                choice
-                for line in lines
-                if line.startswith("{")
-                for choice in json.loads(line).get("choices") or ()
-            )
+            events = (json.loads(line) for line in lines if line.startswith("{"))
+            yield (choice for event in events for choice in _checked_event(event))
 
     def _body(self, max_tokens: int, asked: Body) -> Body:
         greedy = {"temperature": 0, "ignore_eos": True}
@@ -238,6 +248,13 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     if reply.is_error:
         raise RefusedError(reply)
     return reply
+
+
+def _checked_event(event: Mapping[str, Any]) -> Sequence[Choice]:
+    """The choices in an event of a stream."""
+    if "error" in event:
+        raise BrokenStreamError(str(event["error"]))
+    return event.get("choices") or ()
 
 
 def _text(choice: Choice) -> str:

@@ -82,6 +82,8 @@ stands in an engine's `extra_env`, or in the environment of the program that sta
 
 TRITON_ON_CPU: Final = Path(__file__).resolve().parent / "triton_on_cpu"
 
+NO_TORCHVISION: Final = Path(__file__).resolve().parent / "no_torchvision"
+
 CPU_PIPELINE: Final = (
     "--no-enforce-eager",
     "--compilation-config",

@@ -324,6 +324,95 @@ class Granite4(Family):
         }
 
 
+@dataclass(frozen=True)
+class Llava(Family):
+    """A Llama that sees: a CLIP tower makes 64 tokens of a picture of any size.
+
+    Answers depend on each picture as they do on words.
+    """
+
+    family = "llava"
+    architecture = "LlavaForConditionalGeneration"
+    model_type = "llava"
+    auto_class = "AutoModelForImageTextToText"
+    special_words = ("<image>",)
+    gains: ClassVar = {**SHARP_ATTENTION, "q_proj": LOGIT_GAIN}
+    constants: ClassVar = {"bias": 0.0}
+    chat_template = (
+        "{% for message in messages %}"
+        "{{ message['role'] + ' ' }}"
+        "{% if message['content'] is string %}{{ message['content'] + ' ' }}{% else %}"
+        "{% for part in message['content'] %}"
+        "{{ part['text'] + ' ' if part['type'] == 'text' else '<image> ' }}"
+        "{% endfor %}"
+        "{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    image_token: ClassVar = 3  # after the special words of all families
+    patches: ClassVar = 8  # in a row and in a column
+
+    patch: int = 8  # pixels
+    vision_hidden: int = 64
+    vision_layers: int = 3
+
+    @property
+    def image_tokens(self) -> int:
+        return self.patches**2
+
+    @property
+    def pixels(self) -> int:
+        """The width and height that pictures are resized to."""
+        return self.patches * self.patch
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        text = super().config(vocab_size)
+        names = ("architectures", "model_type", "torch_dtype", "eos_token_id", "pad_token_id")
+        return {name: text[name] for name in names} | {
+            "image_token_index": self.image_token,
+            "image_seq_length": self.image_tokens,
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "text_config": text
+            | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e4},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": self.vision_hidden,
+                "intermediate_size": 2 * self.vision_hidden,
+                "num_hidden_layers": self.vision_layers,
+                "num_attention_heads": 2,
+                "image_size": self.pixels,
+                "patch_size": self.patch,
+                "projection_dim": self.vision_hidden,
+            },
+        }
+
+    def processor(self) -> Mapping[str, object]:
+        size = self.pixels
+        return {
+            "processor_class": "LlavaProcessor",
+            "image_token": self.special_words[0],
+            "num_additional_image_tokens": 1,
+            "patch_size": self.patch,
+            "vision_feature_select_strategy": "default",
+            "image_processor": {
+                "image_processor_type": "CLIPImageProcessor",
+                "size": {"shortest_edge": size},
+                "crop_size": {"height": size, "width": size},
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.25, 0.25, 0.25],
+            },
+        }
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """vLLM's loader knows the names in LLaVA's own checkpoints."""
+        weights = super().weights(vocab_size)
+        tower = "vision_tower."
+        return {
+            name.replace(tower, f"{tower}vision_model."): part for name, part in weights.items()
+        }
+
+
 _ALL: Final = (
     TinyModel,
     PaddedQwen3,
@@ -334,5 +423,6 @@ _ALL: Final = (
     Qwen3NextMtp,
     Granite4,
     KimiLinear,
+    Llava,
 )
 FAMILIES: Final[Mapping[str, Callable[..., Family]]] = {family.family: family for family in _ALL}

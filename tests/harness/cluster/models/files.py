@@ -15,12 +15,6 @@ MODELS: Final = REPO / ".models"
 SPECIALS: Final = ("<unk>", "<eos>", "<pad>")
 ONSETS: Final = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z")
 VOWELS: Final = ("a", "e", "i", "o")
-CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}"
-    "{{ message['role'] + ' ' + message['content'] + ' ' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
 
 
 def words() -> list[str]:
@@ -58,10 +52,13 @@ def write_model(folder: Path, model: Family, *, weights: bool = True) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
     folder.chmod(0o755)  # others may run the engine
-    vocabulary = [*SPECIALS, *words()]
+    specials = (*SPECIALS, *model.special_words)
+    vocabulary = [*specials, *words()]
     write_json(folder / "config.json", model.config(len(vocabulary)))
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
-    write_tokenizer(folder, vocabulary, model.max_positions)
+    write_tokenizer(folder, vocabulary, specials, model)
+    if processor := model.processor():
+        write_json(folder / "processor_config.json", processor)
     if weights:
         dtype = getattr(torch, model.dtype)
         tensors = model.weights(len(vocabulary)).items()
@@ -75,7 +72,9 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, vocabulary: Sequence[str], max_length: int) -> None:
+def write_tokenizer(
+    folder: Path, vocabulary: Sequence[str], specials: Sequence[str], model: Family
+) -> None:
     """One token per word, by its place in the vocabulary."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - see write_model
     from tokenizers.models import WordLevel  # noqa: PLC0415
@@ -84,15 +83,17 @@ def write_tokenizer(folder: Path, vocabulary: Sequence[str], max_length: int) ->
     ids = {word: number for number, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=SPECIALS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_special_tokens(list(specials))
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
+    settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # the name in all versions of transformers
         "unk_token": SPECIALS[0],
         "eos_token": SPECIALS[1],
         "pad_token": SPECIALS[2],
-        "model_max_length": max_length,
+        "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": model.chat_template,
     }
+    if model.special_words:
+        settings["extra_special_tokens"] = list(model.special_words)
     write_json(folder / "tokenizer_config.json", settings)

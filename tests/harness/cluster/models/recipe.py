@@ -8,7 +8,7 @@ import hashlib
 import json
 import tempfile
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -40,6 +40,14 @@ class Family(ABC):
     constants: ClassVar[Mapping[str, float]] = {}
     """The value of all elements of a vector, by the end of its name."""
     neutral_norm: ClassVar[float] = 1.0  # the weight of a norm that scales nothing
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"  # the class of transformers that makes it
+    special_words: ClassVar[Sequence[str]] = ()  # after those of all families
+    chat_template: ClassVar[str] = (
+        "{% for message in messages %}"
+        "{{ message['role'] + ' ' + message['content'] + ' ' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
 
     layers: int = 4
     heads: int = 8
@@ -78,16 +86,20 @@ class Family(ABC):
             "torch_dtype": self.dtype,
         }
 
+    def processor(self) -> Mapping[str, object] | None:
+        """The content of processor_config.json, for a model that takes media."""
+        return None
+
     def weights(self, vocab_size: int) -> Tensors:
         """All tensors, by the names that vLLM's loader knows."""
         import torch  # noqa: PLC0415 - takes seconds, and few models are made
+        import transformers  # noqa: PLC0415
         from safetensors.numpy import load_file  # noqa: PLC0415
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
         from transformers.utils import logging  # noqa: PLC0415
 
         logging.disable_progress_bar()
-        config = AutoConfig.for_model(**self.config(vocab_size))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = transformers.AutoConfig.for_model(**self.config(vocab_size))
+        model = getattr(transformers, self.auto_class).from_config(config, dtype=torch.float32)
         random = np.random.Generator(np.random.PCG64(self.seed))
         with torch.no_grad():
             for name, weight in model.named_parameters():
