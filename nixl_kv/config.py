@@ -460,14 +460,16 @@ def _lease(value: object) -> float:
 def own_transfers(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The KV transfer configurations that name this connector: all of it, or children at any depth.
 
-    `transfer` is vLLM's. Only a MultiConnector has children, and one of them may be another.
+    `transfer` is vLLM's. Only a MultiConnector has children, and one of them may be another. As in
+    vLLM, a child without an `engine_id` has its parent's.
     """
     found, rest = [], [transfer]
     while rest:
         each = rest.pop(0)
         if each.get("kv_connector") == "MultiConnector":
             children = (each.get(EXTRA) or {}).get("connectors") or ()
-            rest[:0] = [child for child in children if isinstance(child, Mapping)]
+            named = {"engine_id": each["engine_id"]} if "engine_id" in each else {}
+            rest[:0] = [{**named, **child} for child in children if isinstance(child, Mapping)]
         elif _is_ours(each):
             found.append(each)
     return found

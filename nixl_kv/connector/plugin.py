@@ -236,7 +236,7 @@ def run_checks(vllm_config: Any, where: Where) -> None:
         seen = vllm_config
         if transfer is not vars(whole):
             seen = copy.copy(vllm_config)
-            seen.kv_transfer_config = type(whole)(**{"engine_id": whole.engine_id, **transfer})
+            seen.kv_transfer_config = type(whole)(**transfer)
         for needs, check in CHECKS:
             if needs <= where:
                 check(config, seen)
@@ -307,9 +307,9 @@ def causes_noted() -> Iterator[None]:
     except NixlKVError as error:
         path = os.environ.get(CAUSE_FILE)
         if path:
-            with suppress(FileExistsError, FileNotFoundError, PermissionError):
+            with suppress(OSError):  # another process was first, say; this one raises all the same
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                os.write(descriptor, str(error).encode())
+                os.write(descriptor, str(error).encode(errors="backslashreplace"))
                 os.close(descriptor)
         raise
 

@@ -479,6 +479,14 @@ def test_a_configuration_is_ours_at_any_depth(transfer: dict[str, Any], count: i
     )
 
 
+def test_a_child_has_the_id_of_the_nearest_parent_that_has_one() -> None:
+    own = {**OURS, "engine_id": "own"}
+    inner = {**multi(OURS, own), "engine_id": "inner"}
+    outer = {**multi(OURS, inner, multi(OURS)), "engine_id": "outer"}
+    ids = [each["engine_id"] for each in own_transfers(outer)]
+    assert ids == ["outer", "inner", "own", "outer"]
+
+
 def test_a_deep_configuration_is_no_trouble() -> None:
     transfer: dict[str, Any] = dict(OURS)
     for _ in range(10_000):

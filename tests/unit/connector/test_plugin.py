@@ -480,10 +480,15 @@ def test_a_cause_that_cannot_be_left_is_raised_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").write_text("an earlier cause")
-    for path in ("", str(tmp_path / "no" / "folder"), str(tmp_path / "taken")):
+    too_long = str(tmp_path / ("x" * 300))
+    for path in ("", str(tmp_path / "no" / "folder"), str(tmp_path / "taken"), too_long):
         monkeypatch.setenv(plugin.CAUSE_FILE, path)
         with pytest.raises(ConfigError, match="mine"), plugin.causes_noted():
             raise ConfigError("mine")
+    monkeypatch.setenv(plugin.CAUSE_FILE, str(tmp_path / "half"))
+    with pytest.raises(ConfigError, match="half"), plugin.causes_noted():
+        raise ConfigError("half of a character: \ud800")
+    assert (tmp_path / "half").read_text() == r"half of a character: \ud800"
     assert (tmp_path / "taken").read_text() == "an earlier cause"
 
 
