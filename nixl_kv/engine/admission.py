@@ -26,7 +26,7 @@ SILENT_S: Final = 900.0
 LOOK_S: Final = 60.0  # between two looks for silent peers
 
 # The filter takes one instruction per IPv4 address, and up to ten per IPv6 address. Linux allows
-# 4,096, and they must fit into net.core.optmem_max: 20 KiB before Linux 6.7, for 200 such addresses.
+# 4,096, and they must fit into net.core.optmem_max: before Linux 6.7 20 KiB, for 200 of the latter.
 MAX_HOSTS: Final = 1024
 
 # A reader of this rank, or an engine that this rank reads.
