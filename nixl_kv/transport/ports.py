@@ -312,8 +312,8 @@ class UcxPorts:
     def admit(self, hosts: Iterable[str]) -> bool:
         """Let these hosts connect, and no others but this machine.
 
-        Takes 0.4 ms for 16 hosts and 6 sockets, and 10 ms for 1,024 hosts. False: too many for the kernel; the former ones stay. Connections of other hosts are ended
-        in the background.
+        Takes 0.4 ms for 16 hosts and 6 sockets, and 10 ms for 1,024 hosts. False: too many for the
+        kernel; the former ones stay. Connections of other hosts are ended in the background.
         """
         hosts, former = frozenset(hosts), self._hosts
         self._hosts = hosts
