@@ -70,7 +70,7 @@ class Keys:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ToolsKeys:
-    """What a host needs that only asks engines: a secret of its own, and how to know an engine.
+    """For a host that only asks engines: its own secret, and the key by which it knows them.
 
     Nothing in it yields a secret of `Keys` but `tools`.
     """

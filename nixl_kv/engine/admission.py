@@ -25,8 +25,8 @@ logger = get_logger(__name__)
 SILENT_S: Final = 900.0
 LOOK_S: Final = 60.0  # between two looks for silent peers
 
-# The filter takes an instruction per IPv4 address and up to nine per IPv6 address; Linux allows
-# 4,096, and they must fit into net.core.optmem_max (20 KiB before Linux 6.7).
+# The filter takes one instruction per IPv4 address, and up to ten per IPv6 address. Linux allows
+# 4,096, and they must fit into net.core.optmem_max: before Linux 6.7 20 KiB, for 200 of the latter.
 MAX_HOSTS: Final = 1024
 
 # A reader of this rank, or an engine that this rank reads.
@@ -57,12 +57,12 @@ class Admission:
     def next_due(self) -> float | None:
         return self._look_at
 
-    # --- what this rank tells others
+    # --- addresses of this rank
 
     def introduction(
         self, rank: Rank, description: messages.RankDescription
     ) -> events.Introduction | None:
-        """What a remote rank must know before this one connects to it; None: nothing."""
+        """Tell a remote rank these before this one connects to it; None: nothing is necessary."""
         sources = self.sources(description.listens)
         return events.Introduction(rank, sources, self._ports.listens) if sources else None
 
@@ -75,7 +75,7 @@ class Admission:
                     found.add(str(unmapped(ipaddress.ip_address(addresses.towards(host)))))
         return tuple(sorted(found))[: messages.MAX_ADDRESSES]
 
-    # --- what others have named
+    # --- addresses of peers
 
     def admit(self, holder: Holder, named: Sequence[str]) -> tuple[str, ...]:
         """Note the addresses of a peer; `apply` lets them in. Returns the refused ones."""
@@ -106,7 +106,7 @@ class Admission:
         return tuple(sorted(refused))
 
     def apply(self) -> bool:
-        """Attach the filter for the hosts of all peers. False: the kernel refuses so many."""
+        """Attach the filter for the hosts of all peers. False: too many for the kernel."""
         if self._is_applied:
             return True
         self._is_applied = True
@@ -154,7 +154,7 @@ class Admission:
 
 
 def _parse(host: str) -> str:
-    """The address in one spelling; empty if it is none."""
+    """The address in one spelling; empty for other texts."""
     try:
         return str(unmapped(ipaddress.ip_address(host)))
     except ValueError:

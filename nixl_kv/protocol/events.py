@@ -210,7 +210,7 @@ class PeerKey(msgspec.Struct, frozen=True):
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What one remote rank has to know before NIXL connects to it; see `messages.Admit`."""
+    """Facts that one remote rank has to know before NIXL connects to it; see `messages.Admit`."""
 
     rank: Rank
     sources: tuple[str, ...]

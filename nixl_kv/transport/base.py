@@ -106,7 +106,7 @@ class Ports(Protocol):
 
 
 class NoPorts:
-    """Of transports that need none."""
+    """For transports without ports."""
 
     listens: tuple[str, ...] = ()
 

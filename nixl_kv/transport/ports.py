@@ -1,8 +1,8 @@
 """Guards listening TCP ports: which hosts may connect, and how many at a time.
 
 `LimitedPort` is the port of our own control plane. `UcxPorts` covers the ports that UCX opens by
-itself, without a key, on every network interface. Whoever connects to one of them can write any
-memory of this process. In both cases the kernel drops packets by a socket filter (classic BPF,
+itself, without a key, on every network interface. A process that connects to one can write any
+memory of this one. In both cases the kernel drops packets by a socket filter (classic BPF,
 networking/filter.rst in Linux's documentation), which needs no privilege.
 """
 
@@ -310,10 +310,10 @@ class UcxPorts:
         logger.info("UCX listens on %s; of other machines it hears only admitted ones", names)
 
     def admit(self, hosts: Iterable[str]) -> bool:
-        """Let these hosts connect, and no others but this machine. Takes 20 us per socket.
+        """Let these hosts connect, and no others but this machine.
 
-        False: the kernel refuses so many; the former ones stay. Connections of hosts that are no
-        longer admitted are ended in the background.
+        Takes 0.4 ms for 16 hosts and 6 sockets, and 10 ms for 1,024 hosts. False: too many for the
+        kernel; the former ones stay. Connections of other hosts are ended in the background.
         """
         hosts, former = frozenset(hosts), self._hosts
         self._hosts = hosts
@@ -379,7 +379,7 @@ class UcxPorts:
         if not self.refusal and not (places and all(_is_loopback(host) for host, _ in places)):
             self.refusal = refusal
             logger.warning(
-                "UCX's TCP ports lack a filter (%s). Whoever can connect to one %s: %s",
+                "UCX's TCP ports lack a filter (%s). A process that can connect to one %s: %s",
                 *(refusal, HARM, WHAT_TO_DO),
             )
 
@@ -473,8 +473,8 @@ def warn_of_other_users() -> None:
         shown = ", ".join(users[:SHOWN_USERS]) + (", ..." if len(users) > SHOWN_USERS else "")
         logger.warning(
             "processes of other users run here (%s). Each of them can connect to UCX's TCP ports "
-            "of this process, and whoever connects %s: run engines where every user is trusted, "
-            "for example in a container of their own (docs/reference/keys.md, Not protected)",
+            "of this process, and a process that connects %s: run engines where every user is "
+            "trusted, for example in their own container (docs/reference/keys.md, Not protected)",
             *(shown, HARM),
         )
 

@@ -75,7 +75,7 @@ class Gatekeeper:
     hands the value of `Proved` on with each message of the connection, as the id of its user.
     """
 
-    # Who holds the secret of each public key of 32 bytes; empty on a side without keys.
+    # The proof that each public key of 32 bytes gives; empty on a side without keys.
     clients: Mapping[bytes, Proved]
     allows: Callable[[str], bool]  # whether an IP literal is among the peers
 
@@ -284,7 +284,9 @@ class ZmqControl:
             zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection without asking the gatekeeper
         }
         if isinstance(self._keys, ToolsKeys):
-            raise TransportError("the tools' key lets nobody listen; an engine needs its own key")
+            raise TransportError(
+                "a process with the tools' key cannot listen; an engine needs the engines' key"
+            )
         if self._keys is not None:
             options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self._keys.server}
         with _translated(f"listening on {endpoint_at(host, port)}"):

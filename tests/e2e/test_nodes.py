@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -201,3 +202,72 @@ def test_tensor_parallel_ranks_on_two_hosts_over_ipv6(
         expect_right(single, pair)
         ranks = ranks_of(hosts.router, hosts.first, pair.prefill.side_port)
         assert ranks == [hosts.first.wire_address, hosts.second.wire_address]
+
+
+RANGES = {"ranks": range(5700, 5702), "UCX": range(20000, 21000)}
+CONNECT = """\
+import os, socket, sys
+"x".encode("idna")
+os.setuid(int(sys.argv[1]))
+for port in sys.argv[3:]:
+    try:
+        socket.create_connection((sys.argv[2], int(port)), 0.3).close()
+        print(port)
+    except OSError:
+        pass
+"""
+
+
+def listening(host: Namespace, side_port: int) -> dict[str, list[str]]:
+    """The ports on the wire where the processes of an engine listen, by their kind."""
+    command = host.inside(["ss", "--no-header", "--numeric", "--listening", "--tcp"])
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    places = [line.split()[3].rpartition(":") for line in done.stdout.splitlines()]
+    ports = [port for place, _, port in places if place == host.wire_address]
+    kinds = {"description": range(side_port, side_port + 1), **RANGES}
+    return {kind: [p for p in ports if int(p) in kinds[kind]] for kind in kinds}
+
+
+def reached(host: Namespace, ports: list[str], source: Namespace, user: int = 0) -> int:
+    """To how many of the ports a process at `source` can connect."""
+    arguments = [str(user), host.wire_address, *ports]
+    command = source.inside([sys.executable, "-c", CONNECT, *arguments])
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return len(done.stdout.split())
+
+
+@pytest.mark.parametrize("has_peers", [False, True], ids=["without peers", "with peers"])
+@pytest.mark.usefixtures("switch")
+def test_who_can_connect_to_which_port(cluster: Cluster, hosts: Hosts, *, has_peers: bool) -> None:
+    """Prefill has two ranks. Decode's host has the key, the router's has not. Prints a table."""
+    networks = [f"{host.wire_address}/32" for host in (hosts.first, hosts.decode)]
+    config = {"host": WIRE, "rank_port": 5700, **({"peers": networks} if has_peers else {})}
+    env = KEY_VARIABLE | {"UCX_TCP_PORT_RANGE": "20000-20999"}
+    name = f"ports-{has_peers}"
+    specs = (
+        spec_at(hosts.first, f"prefill-{name}", config, tensor_parallel=2),
+        spec_at(hosts.decode, f"decode-{name}", config, role="decode"),
+    )
+    prefill, decode = (replace(spec, extra_env=env) for spec in specs)
+    with started(cluster, prefill, decode) as (first, second), Pair(first, second) as pair:
+        for is_met in (False, True):
+            if is_met:
+                expect_load(pair.to_decode, pair.complete)
+            for engine, own, other in (
+                (first, hosts.first, hosts.decode),
+                (second, hosts.decode, hosts.first),
+            ):
+                for kind, ports in listening(own, engine.side_port).items():
+                    assert ports, kind
+                    found = {
+                        "with the key": reached(own, ports, other),
+                        "without it": reached(own, ports, hosts.router),
+                        "nobody, here": reached(own, ports, own, 65534),
+                    }
+                    print(f"{has_peers=} {is_met=} {own.name}: {len(ports)} {kind}: {found}")
+                    is_ucx = kind == "UCX"
+                    assert found == {
+                        "with the key": len(ports) * (is_met or not is_ucx),
+                        "without it": len(ports) * (not is_ucx and not has_peers),
+                        "nobody, here": len(ports),
+                    }

@@ -200,7 +200,7 @@ def test_the_tools_key_of_other_engines_is_none(engine: LocalEngine, tmp_path: P
     keys = read_any_key_file(path)
     assert not isinstance(keys, Keys)
     control = ZmqControl(keys)
-    with pytest.raises(TransportError, match="the tools' key lets nobody listen"):
+    with pytest.raises(TransportError, match="a process with the tools' key cannot listen"):
         control.listen("127.0.0.1", 0)
     control.close()
 
