@@ -18,6 +18,7 @@ import pytest
 
 from harness.cluster.client import (
     DIRECT,
+    Answer,
     BrokenStreamError,
     Client,
     Messages,
@@ -112,13 +113,13 @@ class Scene:
         is_streamed: bool = False,
         **extra: object,
     ) -> str:
-        """The answer to what decode has; FAILS if it is an error."""
+        """The tokens of the answer to what decode has; FAILS if it is an error."""
         try:
             if self.has is Has.PLACEHOLDERS:
                 complete = client.stream if is_streamed else client.complete
-                return complete(list(ids), num_tokens, **extra).text.strip()
+                return plain(complete(list(ids), num_tokens, **extra))
             chat = client.stream_chat if is_streamed else client.chat
-            return chat(self._show(self._on_decode()), num_tokens, **extra).text.strip()
+            return plain(chat(self._show(self._on_decode()), num_tokens, **extra))
         except BrokenStreamError:
             return FAILS
         except RefusedError as error:
@@ -135,6 +136,11 @@ class Scene:
 
     def _show(self, part: Part) -> Messages:
         return said(random_prompt(BEFORE, self.seed), part, random_prompt(AFTER, self.seed))
+
+
+def plain(answer: Answer) -> str:
+    """All tokens. The text would lack the special ones."""
+    return " ".join(token.strip() for token in answer.tokens)
 
 
 def scenes() -> list[Scene]:

@@ -42,7 +42,7 @@ from harness.cluster.processes import ManagedProcess, Ports, stop_all
 from harness.cluster.prompts import random_prompt
 from harness.cluster.router import IN_TURNS
 from harness.cluster.waiting import wait_until
-from nixl_kv.connector.plugin import DYNAMO
+from nixl_kv.config import DYNAMO_VARIABLE
 from nixl_kv.connector.stats import METRICS
 from support.engines import started
 
@@ -253,7 +253,7 @@ def test_dynamos_stand_ins_are_recognised() -> None:
     """They have the sizes of the images, but are not images."""
     command = [dynamo_environment(), REPO / "tests/platforms/dynamo_media.py"]
     env = os.environ | QUIET_ENV | {"PYTHONPATH": str(NO_TORCHVISION)}
-    env.pop(DYNAMO, None)
+    env.pop(DYNAMO_VARIABLE, None)
     ended = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     facts = json.loads(ended.stdout.splitlines()[-1])
     assert facts == {

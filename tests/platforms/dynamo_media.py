@@ -16,8 +16,8 @@ from vllm.model_executor.models import qwen2_vl
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 from vllm.plugins import load_general_plugins
 
+from nixl_kv.config import DYNAMO_VARIABLE
 from nixl_kv.connector.media import MediaItem
-from nixl_kv.connector.plugin import DYNAMO
 from nixl_kv.connector.vllm_config import MediaReader, media_rules
 
 GRID: Final = [[1, 8, 8], [1, 4, 8]]  # patches of two images
@@ -60,7 +60,7 @@ def main() -> None:
         "stand-ins are data": [item.is_data for item in stand_ins],
         "pictures are data": [item.is_data for item in own],
         "same sizes": [one.geometry for one in stand_ins] == [one.geometry for one in own],
-        "variable": os.environ.get(DYNAMO),
+        "variable": os.environ.get(DYNAMO_VARIABLE),
         "has stand-ins": media_rules("auto").has_stand_ins,
     }
     print(json.dumps(facts))
