@@ -35,6 +35,12 @@ class EndsRequests:
                 self._ended += [scheduler.requests[each] for each in failed]
                 scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        # vLLM sends workers no media whose KV they have. If it then preempts the request and
+        # computes it, its V1 model runner misses them, and the engine ends.
+        for new in output.scheduled_new_reqs:
+            request = scheduler.requests[new.req_id]
+            if any(connector.may_compute(request) for connector in self._connectors):
+                new.mm_features = request.mm_features
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:

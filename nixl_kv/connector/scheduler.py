@@ -319,6 +319,10 @@ class Scheduler:
             self._log.error("request %s fails with HTTP 500: %s", shown, words, about=reason)
         return [each for each in failed if each in requests]
 
+    def may_compute(self, request: Request) -> bool:
+        """Whether this engine may compute a request that loaded its KV, after a preemption."""
+        return self._is_decode and request.request_id not in self._decode.must_load
+
     def end_landed(self, end_loads: Callable[[KVConnectorOutput], None]) -> None:
         """Tell vLLM's scheduler which loads have landed since its last step.
 

@@ -28,12 +28,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.cluster.answers import Question, questions_of
 from harness.cluster.client import Answer, Client, RefusedError, is_healthy
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import CPU_DTYPE, CPU_ENV, HOST, MODEL_NAME, PATIENT, QUIET_ENV
+from harness.cluster.engines import (
+    CPU_DTYPE,
+    CPU_ENV,
+    HOST,
+    MODEL_NAME,
+    NO_TORCHVISION,
+    PATIENT,
+    QUIET_ENV,
+)
 from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.processes import ManagedProcess, Ports, stop_all
 from harness.cluster.prompts import random_prompt
 from harness.cluster.router import IN_TURNS
 from harness.cluster.waiting import wait_until
+from nixl_kv.config import DYNAMO_VARIABLE
 from nixl_kv.connector.stats import METRICS
 from support.engines import started
 
@@ -235,10 +244,32 @@ def test_ray_serve_llm(cluster: Cluster, single: Client) -> None:
         check(ray.url, [f"http://{HOST}:{port}" for port in metrics_ports], single, 3)
 
 
+def dynamo_environment() -> Path:
+    overrides = "certifi>=2026.1", f"aisimulate {NEVER}"
+    return environment("dynamo", "0.31.0", "ai-dynamo==1.6.1", *overrides)
+
+
+def test_dynamos_stand_ins_are_recognised() -> None:
+    """They have the sizes of the images, but are not images."""
+    command = [dynamo_environment(), REPO / "tests/platforms/dynamo_media.py"]
+    env = os.environ | QUIET_ENV | {"PYTHONPATH": str(NO_TORCHVISION)}
+    env.pop(DYNAMO_VARIABLE, None)
+    ended = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    facts = json.loads(ended.stdout.splitlines()[-1])
+    assert facts == {
+        "keys": ["image_embeds", "image_grid_thw"],
+        "values": [0.0],
+        "stand-ins are data": [False, False],
+        "pictures are data": [True, True],
+        "same sizes": True,
+        "variable": "1",
+        "has stand-ins": True,
+    }
+
+
 def test_dynamo(cluster: Cluster, single: Client) -> None:
     """Its frontend and two workers of vLLM, which find each other by files."""
-    overrides = "certifi>=2026.1", f"aisimulate {NEVER}"
-    python = environment("dynamo", "0.31.0", "ai-dynamo==1.6.1", *overrides)
+    python = dynamo_environment()
     names, ports = ("frontend", "prefill", "decode"), Ports()
     parts = [Part(cluster.log_dir / f"dynamo-{name}.log", ports.next_free()) for name in names]
     folder = cluster.log_dir / "dynamo-discovery"

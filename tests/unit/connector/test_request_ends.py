@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -154,6 +162,37 @@ def test_a_request_whose_load_failed_is_not_computed(engine: Engine) -> None:
     assert engine.counts == {"load": 1}
     assert engine.free_blocks == engine.idle
     assert RequestId("d") not in engine.must_load
+
+
+@pytest.mark.parametrize("may_compute", [True, False])
+def test_workers_get_the_media_of_a_request_that_they_may_have_to_compute(
+    engine: Engine, *, may_compute: bool
+) -> None:
+    """vLLM preempts it, and has its workers compute media whose data it had left out."""
+    field = MultiModalBatchedField(keep_on_cpu=False)
+    data = MultiModalKwargsItem({"pixels": MultiModalFieldElem(torch.zeros(3), field)})
+    place = PlaceholderRange(offset=2, length=6)
+    picture = MultiModalFeatureSpec(data, "image", "a picture", place)
+    first = engine.add("first", PROMPT, mm_features=[picture])
+    if not may_compute:
+        engine.must_load.add("first", "it has stand-ins")
+        engine.must_load.on_loaded("first")
+    (sent,) = sent_after_a_load(engine, first)
+    assert (sent.data is data) == may_compute
+
+
+def sent_after_a_load(engine: Engine, request: Any) -> list[MultiModalFeatureSpec]:
+    """The media that workers get of a request whose KV they have but for its last token."""
+    loaded = len(PROMPT) - 1
+
+    def load(_: Any, num_computed: int) -> tuple[int, bool]:
+        return loaded - num_computed, False
+
+    connector = engine.vllm.connector
+    connector.get_num_new_matched_tokens = load
+    (new,) = engine.vllm.schedule().scheduled_new_reqs
+    assert (new.req_id, new.num_computed_tokens) == (request.request_id, loaded)
+    return list(new.mm_features)
 
 
 def test_hooks_are_mixed_in_once() -> None:
