@@ -7,6 +7,7 @@ directly, by a message to the engine's directory. The class takes these hints be
 
 from typing import Any
 
+from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,11 +21,17 @@ class FastScheduler(AsyncScheduler):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With an untested vLLM, an instance of vLLM's own class. The connector logs why."""
-        if not is_off(SCHEDULER_CLASS):
-            return super().__new__(cls)
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-        is_async = vllm_config.scheduler_config.async_scheduling
-        return (AsyncScheduler if is_async else Scheduler)(*args, **kwargs)
+        kind = cls.in_use(vllm_config.scheduler_config)
+        return super().__new__(cls) if kind is cls else kind(*args, **kwargs)
+
+    @classmethod
+    def in_use(cls, scheduler_config: SchedulerConfig) -> type[Scheduler]:
+        """This class, or vLLM's own one, if vLLM lacks a part or was not tested."""
+        if not is_off(SCHEDULER_CLASS):
+            return cls
+        kind: type[Scheduler] = AsyncScheduler if scheduler_config.async_scheduling else Scheduler
+        return kind
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -258,7 +258,7 @@ def check_before_weights(executor: Any) -> None:
             with causes_noted():
                 run_checks(vllm_config, Where.MACHINE if is_follower else Where.ENGINE)
         begin(self, vllm_config, *args, **options)
-        if has_ours(vllm_config):
+        if has_ours(vllm_config) and not unpromised.is_off(unpromised.MEDIA):
             # Imports vLLM's scheduler, which exists in the engine's process alone.
             from nixl_kv.connector.request_ends import hook_scheduler  # noqa: PLC0415
 

@@ -5,8 +5,8 @@ nonce and block tables. When vLLM finishes the request, its blocks stay and its 
 every rank has reported the offer as read, expired or revoked, vLLM frees the blocks.
 
 Lost tickets and dead decode engines cost at most `offer_share` of the cache: above it, the
-scheduler revokes the oldest unclaimed offers. Only the workers know which offers decode has
-claimed. They keep a claimed one, which no longer counts as unclaimed. On an engine that also
+scheduler revokes the oldest unclaimed offers. The workers report, one step later, which offers
+decode has claimed. They keep a claimed one, even if it is revoked meanwhile. On an engine that also
 decodes, a prompt waits while offers hold the share. Otherwise two engines that prefill for each
 other could fill each other's cache. If a request still finds no blocks, the workers also recall
 granted offers that no rank reads yet.
@@ -111,6 +111,9 @@ class PrefillScheduler:
         self._log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
         self._still_since: float | None = None  # since when a request waits and nothing moves
+        # Since when a running request waits for blocks, and no offer has ended.
+        self._short_since: float | None = None
+        self._is_kept_free = False  # in this step: no request may begin
         self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
         self._granted: dict[RequestId, _Offer] = {}  # of these: decode may read a part
         self._offers: dict[RequestId, _Offer] = {}  # their tickets have left, the oldest first
@@ -194,6 +197,8 @@ class PrefillScheduler:
         offer = self._awaited.get(request)
         if offer is not None:
             offer.local, offer.in_parts = local, self._in_parts
+        if self._is_kept_free:
+            return False  # a running request needs the blocks that come back
         if offer is not None and self._is_decoding():
             # vLLM asks about its waiting requests in order, in each step. Once a prompt has to
             # wait, all later prompts of this step wait too. So short prompts cannot overtake a long
@@ -231,6 +236,7 @@ class PrefillScheduler:
             elif offer.pair and offer.in_parts and positions.stop < offer.num_tokens:
                 self._prepare(offer, computed=positions.stop)
         self._is_full = False
+        self._end_shortage()
         needed = self._pop_needed()
         if needed and self._offers:
             logger.info("a request has waited for %d blocks; reclaiming them from offers", needed)
@@ -272,6 +278,36 @@ class PrefillScheduler:
             self._forget(request)
         if finished_sending:
             self._note_progress()
+            self._short_since = None
+
+    def on_granted(self, requests: Iterable[RequestId]) -> None:
+        """Decode has claimed these offers."""
+        for request in requests:
+            offer = self._offers.get(request)
+            if offer is not None:
+                self._count_as_claimed(offer.nonce)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a running request that finds no blocks gets some soon, without a preemption.
+
+        Offers that decode has claimed, and revoked ones, give theirs back. But a reader may be
+        dead, so vLLM waits at most BLOCK_WAIT_S after the last end of an offer. An engine that
+        decodes does not wait: other requests would stand still, whose clients read their answers.
+        """
+        if len(self._offers) == len(self._revocable) or self._is_decoding():
+            return False
+        now = self._clock()
+        if self._short_since is None:
+            self._short_since = now
+        self._is_kept_free = now < self._short_since + BLOCK_WAIT_S
+        return self._is_kept_free
+
+    def _end_shortage(self) -> None:
+        """At the end of a step: vLLM may wait anew, unless it has waited in vain."""
+        waits, self._is_kept_free = self._is_kept_free, False
+        since = self._short_since
+        if not waits and since is not None and self._clock() < since + BLOCK_WAIT_S:
+            self._short_since = None
 
     def on_free(self, request: RequestId) -> None:
         """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption."""

@@ -68,6 +68,8 @@ def hook_scheduler(vllm_config: VllmConfig) -> None:
     """
     config: Any = vllm_config.scheduler_config
     base = config.get_scheduler_cls()
+    if hasattr(base, "in_use"):  # `FastScheduler`
+        base = base.in_use(config)
     if not issubclass(base, EndsRequests):
         fields = {"chosen": config.scheduler_cls}
         config.scheduler_cls = type(base.__name__, (EndsRequests, base), fields)
@@ -77,5 +79,5 @@ def _own(connector: Any) -> Iterator[Any]:
     """Each NixlKVConnector, also as a child of a MultiConnector."""
     if getattr(connector, "pop_failed", None):
         yield connector
-    for child in getattr(connector, "_connectors", ()):
+    for child in getattr(connector, "sub_connectors", ()):
         yield from _own(child)

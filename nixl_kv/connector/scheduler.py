@@ -233,6 +233,10 @@ class Scheduler:
             return None, False  # this request waits, while later ones may run
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
+    # When a running request finds no blocks, before vLLM preempts another one for it.
+    def has_pending_block_frees(self) -> bool:
+        return self._prefill.has_pending_block_frees()
+
     # After each allocation of a waiting request, so a second time after its load.
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -347,6 +351,7 @@ class Scheduler:
             self._follow_ranks(metadata)
             self._counts.add(metadata.reports)
             self._decode.on_ready(metadata.reports.ready)
+            self._prefill.on_granted(metadata.reports.granted)
             if self._directory is not None:
                 self._directory.tell_released(metadata.reports.released)
         self._follow_label()

@@ -413,9 +413,10 @@ class RankReports:
     offers: dict[RequestId, OfferReport] = field(default_factory=dict)
     ready: set[RequestId] = field(default_factory=set)  # early loads; see `events.LoadReady`
     released: set[Nonce] = field(default_factory=set)  # see `events.PairReleased`
+    granted: set[RequestId] = field(default_factory=set)  # see `events.OfferGranted`
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.offers or self.ready or self.released)
+        return any((self.loads, self.offers, self.ready, self.released, self.granted))
 
     def add(self, results: Iterable[events.Result]) -> None:
         for result in results:
@@ -428,6 +429,8 @@ class RankReports:
                     self.ready.add(result.request)
                 case events.PairReleased():
                     self.released.add(result.nonce)
+                case events.OfferGranted():
+                    self.granted.add(result.request)
 
     def join(self, other: "RankReports") -> None:
         for request, load in other.loads.items():
@@ -438,6 +441,7 @@ class RankReports:
             self.offers[request] = offer if known is None else known.join(offer)
         self.ready |= other.ready
         self.released |= other.released
+        self.granted |= other.granted
 
 
 _ORDER: Final = list(events.OfferEnd)

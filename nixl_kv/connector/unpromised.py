@@ -103,7 +103,7 @@ SCHEDULER_CLASS: Final = Absence(
     "--scheduler-cls nixl_kv.connector.Scheduler has no effect", rests_on_order=True
 )
 WHOLE_BLOCKS: Final = Absence("engines exchange whole blocks only")
-EARLY_CHECKS: Final = Absence("settings are checked after the weights are loaded")
+EARLY_CHECKS: Final = Absence("some settings are checked later in the start")
 USAGE: Final = Absence("decode tells its clients that all loaded tokens were cached")
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
@@ -153,7 +153,7 @@ PARTS: Final = (
     ),
     Part(
         "vllm.v1.request:RequestStatus",
-        ("FINISHED_ERROR", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+        ("FINISHED_ERROR", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "PREEMPTED"),
         "only a prompt that was computed to its end is offered",
     ),
     Part(
@@ -190,7 +190,12 @@ PARTS: Final = (
         ),
         "the tokens that a step computes, and the requests that it takes blocks from",
     ),
-    Part(f"{_SCHED}.output:NewRequestData", ("req_id", "num_computed_tokens"), "the same"),
+    Part(
+        f"{_SCHED}.output:NewRequestData",
+        ("req_id", "num_computed_tokens", "sampling_params"),
+        "the same",
+    ),
+    Part("vllm.sampling_params:SamplingParams", ("extra_args",), "kv_transfer_params"),
     Part(f"{_SCHED}.output:CachedRequestData", ("req_ids", "num_computed_tokens"), "the same"),
     Part(
         "vllm.v1.outputs:KVConnectorOutput",
@@ -405,6 +410,12 @@ PARTS: Final = (
         EARLY_CHECKS,
     ),
     Part(
+        "vllm.engine.arg_utils:EngineArgs",
+        ("create_engine_config()",),
+        "wrapped: the first place that has the engine's configuration",
+        EARLY_CHECKS,
+    ),
+    Part(
         f"{_KV}.v1.metrics:KVConnectorPromMetrics",
         (
             *("_counter_cls", "_gauge_cls", "_histogram_cls", "_labelnames"),
@@ -417,6 +428,18 @@ PARTS: Final = (
         f"{_CONFIG}:SchedulerConfig",
         ("scheduler_cls", "get_scheduler_cls()"),
         "puts the hooks before the scheduler's class",
+        MEDIA,
+    ),
+    Part(
+        "vllm.v1.executor.abstract:Executor",
+        ("__init__(vllm_config)",),
+        "wrapped: the place for that, after the workers have their copy of the configuration",
+        MEDIA,
+    ),
+    Part(
+        f"{_KV}.v1.multi_connector:MultiConnector",
+        ("sub_connectors",),
+        "finds this connector among others",
         MEDIA,
     ),
     Part(
@@ -435,6 +458,7 @@ PARTS: Final = (
         "tells the API server of such an end",
         MEDIA,
     ),
+    Part("vllm.v1.engine", ("EngineCoreOutput(request_id, new_token_ids)",), "the same", MEDIA),
     Part("vllm.v1.engine:EngineCoreOutputs", ("outputs",), "the same", MEDIA),
     # --- the scheduler class
     Part(

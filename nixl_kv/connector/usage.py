@@ -5,6 +5,8 @@ it would tell its own clients with each grant. vLLM's scheduler keeps the number
 request, until the request's first output takes the record to the front end.
 """
 
+from typing import Any
+
 from vllm.v1.request import Request
 
 from nixl_kv.ids import RequestId
@@ -15,8 +17,7 @@ def count_cached(request: Request) -> int | None:
 
     vLLM sets the number when it schedules the request, before it calls `build_connector_meta`.
     """
-    stats = getattr(request, "prefill_stats", None)
-    return None if stats is None else stats.num_cached_tokens
+    return getattr(getattr(request, "prefill_stats", None), "num_cached_tokens", None)
 
 
 class CachedTokens:
@@ -34,10 +35,10 @@ class CachedTokens:
 
     def on_loaded(self, request_id: RequestId, num_cached: int | None) -> None:
         """The load is good, and vLLM has not run the request yet; None changes nothing."""
-        stats = getattr(self._loading.pop(request_id, None), "prefill_stats", None)
-        if num_cached is not None and stats is not None:
-            # A peer sent the number.
-            stats.num_cached_tokens = min(num_cached, stats.num_prompt_tokens)
+        prefill_stats: Any = getattr(self._loading.pop(request_id, None), "prefill_stats", None)
+        most = getattr(prefill_stats, "num_prompt_tokens", None)
+        if num_cached is not None and most is not None:
+            prefill_stats.num_cached_tokens = min(num_cached, most)  # a peer sent the number
 
     def forget(self, request_id: RequestId) -> None:
         self._loading.pop(request_id, None)

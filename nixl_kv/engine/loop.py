@@ -139,6 +139,7 @@ class Outstanding:
         self._unready: set[RequestId] = set()  # early loads, until `LoadReady`
         self._prepared: dict[Nonce, events.OfferEnd | None] = {}  # None: it has not ended
         self._published: dict[Nonce, RequestId] = {}
+        self._granted: set[Nonce] = set()  # of these and of the prepared ones
 
     def __repr__(self) -> str:
         return (
@@ -169,16 +170,29 @@ class Outstanding:
                     self._results.append(events.OfferEnded(command.nonce, command.request, end))
                     return False
                 self._published[command.nonce] = command.request
+                if command.nonce in self._granted:
+                    self._results.append(events.OfferGranted(command.request))
             case events.WithdrawOffer() if not command.is_final:
                 # The pair is computed again. Its readers have ended, and none will ask again.
                 if self._prepared.get(command.nonce) is not None:
                     return False
                 self._prepared.pop(command.nonce, None)
+                self._granted.discard(command.nonce)
             case events.WithdrawOffer():
+                self._granted.discard(command.nonce)
                 return self._prepared.pop(command.nonce, None) is None
             case events.RevokeOffer():
                 return command.nonce in self._published or command.nonce in self._prepared
         return True
+
+    def grant(self, nonce: Nonce) -> None:
+        """A rank has granted the offer, or a part of it, to a reader."""
+        request = self._published.get(nonce)
+        if nonce in self._granted or (request is None and nonce not in self._prepared):
+            return
+        self._granted.add(nonce)
+        if request is not None:
+            self._results.append(events.OfferGranted(request))
 
     def announce(self, ready: events.LoadReady) -> None:
         if ready.request in self._unready:
@@ -192,6 +206,7 @@ class Outstanding:
             is_owed = self._loads.pop(report.request, None) is not None
         else:
             is_owed = self._published.pop(report.nonce, None) is not None
+            self._granted.discard(report.nonce)
             if report.nonce in self._prepared:
                 self._prepared[report.nonce] = report.end
         if is_owed:
@@ -207,6 +222,7 @@ class Outstanding:
 
     def lose_offers(self) -> None:
         lost = events.OfferEnd.LOST
+        self._granted.clear()
         self._prepared = {nonce: end or lost for nonce, end in self._prepared.items()}
         for nonce, request in list(self._published.items()):
             self.settle(events.OfferEnded(nonce, request, lost))
@@ -599,7 +615,7 @@ class Loop:
             case events.Send():
                 event = self._send(action)
             case events.Reply():
-                parts.control.reply(action.route, messages.encode(action.message))
+                self._reply(action)
             case events.Disconnect():
                 parts.control.disconnect(action.endpoint)
             case events.WriteSlot():
@@ -628,6 +644,11 @@ class Loop:
                 parts.admission.precede(action)
                 return parts.agents.execute(action)
         return () if event is None else (event,)
+
+    def _reply(self, action: events.Reply) -> None:
+        self.parts.control.reply(action.route, messages.encode(action.message))
+        if isinstance(action.message, messages.Grant):
+            self.outstanding.grant(Nonce(action.message.nonce))
 
     def _pack(self, action: events.PackChunk) -> None:
         if self.parts.packs is not None:

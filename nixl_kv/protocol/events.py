@@ -553,6 +553,12 @@ class OfferEnded(msgspec.Struct, frozen=True):
     asked_at: float = 0.0  # when that was, in monotonic seconds
 
 
+class OfferGranted(msgspec.Struct, frozen=True):
+    """A reader has claimed a published offer, so its blocks come back soon. Comes at most once."""
+
+    request: RequestId
+
+
 class LoadReady(msgspec.Struct, frozen=True):
     """An early load can use local blocks: prefill computes its request, or it has failed."""
 
@@ -635,4 +641,6 @@ LocalAction: TypeAlias = (
 )
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
-Result: TypeAlias = LoadReady | LoadEnded | OfferEnded | PairReport | NewLife | Counts
+Result: TypeAlias = (
+    LoadReady | LoadEnded | OfferGranted | OfferEnded | PairReport | NewLife | Counts
+)

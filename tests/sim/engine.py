@@ -196,6 +196,8 @@ class Engine:
         ended, failed = rank.pop_ended()
         self.scheduler.decode.connector.on_ready(rank.ready)
         rank.ready.clear()
+        self.scheduler.prefill.admission.on_granted(rank.granted)
+        rank.granted.clear()
         self._released |= rank.released
         rank.released.clear()
         self._failed |= failed

@@ -114,6 +114,7 @@ class RankLife:
         self.has_turned = False  # since its machines were checked
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
         self.ready: set[RequestId] = set()  # early loads that were reported as ready
+        self.granted: set[RequestId] = set()  # offers that were reported as claimed
         self.released: set[RequestId] = set()  # pairs whose offers decode needs no longer
         self.stream = Stream()
         self._unwritten = UnwrittenOffers(self.stream.record_event)
@@ -259,6 +260,9 @@ class RankLife:
                 continue
             if isinstance(result, events.PairReleased):
                 self.released.add(result.request)
+                continue
+            if isinstance(result, events.OfferGranted):
+                self.granted.add(result.request)
                 continue
             is_offer = isinstance(result, events.OfferEnded)
             if not (self.seat.is_prefill if is_offer else self.seat.is_decode):

@@ -81,7 +81,8 @@ class PrefillHalf(_Half):
         for request in self.living():
             self._add_to(step, request)
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
-        if not step.scheduled and holding:
+        is_stuck = not step.scheduled and bool(holding)
+        if is_stuck and not self.admission.has_pending_block_frees():
             self.preempt(holding[-1])  # others need its blocks, or it waits for all that it needs
         for request, count in step.scheduled:
             request.num_computed_tokens += count

@@ -1,11 +1,15 @@
 """vLLM's own scheduler with this connector, in a configuration that a seed chooses."""
 
 import random
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -16,8 +20,9 @@ from vllm.v1.kv_cache_interface import (
 
 import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.fast_scheduler import FastScheduler
-from nixl_kv.connector.worker import HandshakeMetadata
-from nixl_kv.ids import new_incarnation, new_nonce
+from nixl_kv.connector.stats import RankReports
+from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
+from nixl_kv.ids import RequestId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import Hint, Reader, encode
 from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description, teller, ticket_for
@@ -209,6 +214,12 @@ class Engine:
     @property
     def teller(self) -> Reader:
         return teller(engine=self.role._engine_id)
+
+    def granted(self, names: Collection[str]) -> Any:
+        """What the workers report of offers that decode has claimed."""
+        reports = RankReports(granted={RequestId(name) for name in names})
+        meta = WorkerMetadata({}, reports)
+        return MultiKVConnectorWorkerMetadata((meta, None)) if self._is_multi else meta
 
     def tell(self, hint: Hint) -> None:
         """A worker's rank tells the scheduler's process."""

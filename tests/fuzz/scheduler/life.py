@@ -244,6 +244,8 @@ class Life:
         if self._engine.role.takes_hints:
             self._land_between_steps()
         output = self._vllm.schedule()
+        waits = self._engine.role._prefill._short_since is not None
+        self.counts["steps that wait for offers"] += waits
         sampled, writes = [], []
         for name, count in output.num_scheduled_tokens.items():
             request = self._vllm.requests[name]
@@ -427,8 +429,14 @@ class Life:
         for name in dict.fromkeys([*self._offers, *self._saves]):
             if self._has_ended(name):
                 sent.add(name)
-        reports = {"finished_recving": received, "failed_recving": failed, "finished_sending": sent}
-        return {key: names for key, names in reports.items() if names}
+        granted = {name for name, offer in self._offers.items() if offer.is_claimed}
+        reports = {
+            "finished_recving": received,
+            "failed_recving": failed,
+            "finished_sending": sent,
+            "kv_connector_worker_meta": self._engine.granted(granted) if granted else None,
+        }
+        return {key: each for key, each in reports.items() if each}
 
     def _land(self, load: events.StartLoad) -> bool:
         """Whether it is good; else any bytes are in its blocks."""

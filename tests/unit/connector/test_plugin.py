@@ -18,7 +18,7 @@ import pytest
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 from nixl_kv.connector import plugin
 from nixl_kv.connector.plugin import Where, check_address, check_before_weights
-from nixl_kv.connector.unpromised import Engine
+from nixl_kv.connector.unpromised import MEDIA, Engine
 from nixl_kv.errors import ConfigError
 from nixl_kv.transport.ports import LimitedPort
 
@@ -176,6 +176,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The engines whose vLLM was checked. These tests also run without vLLM."""
     checked: list[Engine] = []
     monkeypatch.setattr(plugin.unpromised, "check", checked.append)
+    monkeypatch.setattr(plugin.unpromised, "is_off", lambda _: False)
     return checked
 
 
@@ -263,6 +264,17 @@ def test_no_weights_are_loaded_if_vllm_lacks_a_part(
     assert begun == []
     (part,) = parts
     assert (part.config, part.is_prefill) == (Config.parse({"port": 0}, {}), is_prefill)
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_scheduler_gets_hooks_if_vllm_has_all_that_they_need(
+    monkeypatch: pytest.MonkeyPatch, hooked: list[Any], *, is_off: bool
+) -> None:
+    """An engine that needs them has not come as far as this without."""
+    monkeypatch.setattr(plugin.unpromised, "is_off", lambda each: is_off and each is MEDIA)
+    executor, begun = executors()
+    executor(engine(transfer=transfer(0)))
+    assert (len(begun), len(hooked)) == (1, not is_off)
 
 
 def test_other_engines_and_other_nodes_are_left_alone(

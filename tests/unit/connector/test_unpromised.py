@@ -24,6 +24,7 @@ import nixl_kv
 from nixl_kv.config import Config
 from nixl_kv.connector import early_answer, unpromised
 from nixl_kv.connector.fast_scheduler import FastScheduler
+from nixl_kv.connector.request_ends import EndsRequests, hook_scheduler
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.errors import ConfigError
@@ -32,7 +33,13 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import FIELD, Ticket
 from support.records import ticket_for
 from support.vllm_objects import override, vllm_config
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
+from support.vllm_scheduler import (
+    OURS,
+    WANT_TICKET,
+    SteppedScheduler,
+    make_config,
+    make_scheduler,
+)
 
 CONNECTOR: Final = Path(unpromised.__file__).parent
 MEMBERS: Final = [(part, member) for part in PARTS for member in part.members]
@@ -69,8 +76,15 @@ KINDS: Final = {
     "inner": "SlidingWindowSpec ChunkedLocalAttentionSpec",
     "spec": "AttentionSpec KVCacheSpec MambaSpec UniformTypeKVCacheSpecs",
     "request": "Request",
-    "requests": "Request",
+    "prefill_stats": "PrefillStats",
+    "requests": "a mapping",
+    "requests[]": "Request",
     "scheduler": "Scheduler",
+    "outputs": "EngineCoreOutputs",
+    "EngineCoreOutputs()": "EngineCoreOutputs",
+    "arguments": "EngineArgs",
+    "params": "SamplingParams",
+    "changed": "SamplingParams",
     "arrived": "Request",
     "feature": "MultiModalFeatureSpec",
     "mm_position": "PlaceholderRange",
@@ -86,7 +100,7 @@ KINDS: Final = {
     "block_pool": "BlockPool",
     "module": "Attention AttentionLayerBase MambaMixer2 set_default_quant_scales",
     "_module": "Attention AttentionLayerBase MambaMixer2 set_default_quant_scales",
-    "getattr()": "Mixer2RMSNormGated UniformTypeKVCacheSpecs",
+    "norm": "Mixer2RMSNormGated",
     "KVConnectorFactory": "KVConnectorFactory",
     "executor": "Executor",
     "client": "EngineClient",
@@ -102,10 +116,13 @@ OURS_TOO: Final = {
     ("blocks", "num_blocks"),
     ("blocks", "astype"),
     ("blocks", "count"),
+    ("outputs", "setdefault"),
+    ("outputs", "append"),
 }
 # vLLM's classes that a class of this package extends: it may use these of their own attributes.
 BASES: Final = {
     "FastScheduler": "Scheduler AsyncScheduler",
+    "EndsRequests": "Scheduler",
     "PromMetrics": "KVConnectorPromMetrics",
 }
 # Private names of vLLM that the connector interface itself defines.
@@ -142,14 +159,19 @@ def word_of(node: ast.AST) -> str:
             return node.id
         case ast.Attribute():
             return node.attr
+        case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            return name
         case ast.Call():
             return f"{word_of(node.func)}()"
+        case ast.Subscript():
+            return f"{word_of(node.value)}[]"
     return ""
 
 
 def private_names(owner: ast.ClassDef) -> set[str]:
     """Attributes of `self` and of `super()` that this class does not define itself."""
     methods = {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}
+    methods |= {node.id for node in ast.walk(owner) if isinstance(node, ast.Name)}  # its fields
     assigned = {
         node.attr
         for node in ast.walk(owner)
@@ -334,6 +356,10 @@ def test_an_optional_parameter_more_is_no_change() -> None:
         (unpromised.STATE, {"is_prefill": False}),
         (unpromised.STATE, {"vllm_config": vllm_config()}),
         (unpromised.SCALES, {"vllm_config": vllm_config()}),
+        (unpromised.SEVERAL_STATES, {"vllm_config": vllm_config()}),
+        (unpromised.MEDIA, {"vllm_config": vllm_config()}),
+        (unpromised.MEDIA, {"config": Config(media="own")}),
+        (unpromised.PRIVATE, {"config": Config()}),
     ],
 )
 def test_an_engine_without_need_of_a_part_starts(
@@ -515,6 +541,24 @@ def test_the_scheduler_class_is_vllms_own(
     assert output.num_scheduled_tokens == {"d": 1}
     (ended,) = decode.end(output)
     assert ended.finished
+
+
+@pytest.mark.parametrize("chosen", [FastScheduler, type("Mine", (FastScheduler,), {})])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_untested_vllm_can_still_end_single_requests(
+    monkeypatch: pytest.MonkeyPatch, chosen: type[Scheduler], *, is_async: bool
+) -> None:
+    """Those hooks rest on presence only. Our scheduler class under them is off."""
+    for version, is_on in (("0.33.0", True), ("0.34.0", False)):
+        monkeypatch.setattr(vllm, "__version__", version)
+        config = make_config(None, 24, is_async=is_async)
+        config.scheduler_config.scheduler_cls = chosen
+        hook_scheduler(config)
+        made = make_scheduler(config, kind=config.scheduler_config.get_scheduler_cls())
+        assert isinstance(made, EndsRequests)
+        assert isinstance(made, FastScheduler) is is_on
+        assert isinstance(made, AsyncScheduler) is (is_on or is_async)
+        assert config.scheduler_config.scheduler_cls is chosen, "as it was"
 
 
 def computed(output: SchedulerOutput) -> list[int | None]:

@@ -41,6 +41,7 @@ from nixl_kv.protocol.events import (
     MarkWritten,
     OfferEnd,
     OfferEnded,
+    OfferGranted,
     PairSlotFree,
     PrepareLoad,
     PrepareOffer,
@@ -146,7 +147,11 @@ def test_a_load_takes_a_few_turns_and_no_time(
     assert caplog.messages == [], "a good load has nothing to say"
     load = world.decode.ended_load()
     assert (load.failure, load.verified, load.num_tokens) == (None, False, 11)
-    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
+    results = world.prefill.engine.pop_results()
+    claimed, end = (one for one in results if not isinstance(one, Counts))
+    assert claimed == OfferGranted(RequestId("p1"))
+    assert isinstance(end, OfferEnded)
+    assert (end.request, end.end) == ("p1", OfferEnd.READ)
     expected = world.prefill.cache.blocks(TABLE)
     assert np.array_equal(world.decode.cache.blocks(OTHER_TABLE), expected)
     (read,) = load.reads
