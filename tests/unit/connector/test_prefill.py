@@ -451,3 +451,76 @@ def test_when_blocks_must_come_free(
         clock.now += BLOCK_WAIT_S
         assert budget.scheduler.may_begin(P1, 5)
         assert reclaimed() == 0, "there is no offer"
+
+
+# --- when a running request waits for blocks
+
+ASK, GRANT, END = "ask", "grant", "end"
+Shortage = Sequence[tuple[float, Sequence[str], list[bool]]]
+"""The time of a step, what happens in it, and the answers to vLLM's questions."""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([(0, [ASK], [False]), (9, [ASK], [False])], id="no offer is claimed"),
+        pytest.param(
+            [(0, [GRANT, ASK, ASK], [True, True]), (0.99, [ASK], [True]), (1, [ASK], [False])],
+            id="patience ends",
+        ),
+        pytest.param(
+            [(0, [GRANT, ASK], [True]), (0.5, [], []), (5, [ASK], [True]), (5.99, [ASK], [True])],
+            id="it got blocks, and lacks some later",
+        ),
+        pytest.param(
+            [(0, [GRANT, ASK], [True]), (1, [ASK], [False]), (2, [], []), (9, [ASK], [False])],
+            id="it has waited in vain before",
+        ),
+        pytest.param(
+            [(0, [GRANT, ASK], [True]), (0.9, [END, ASK], [True]), (1.8, [ASK], [True])],
+            id="offers end meanwhile",
+        ),
+        pytest.param(
+            [
+                *[(0, [GRANT, ASK], [True]), (1, [ASK], [False])],
+                *[(2, [END, ASK], [True]), (3, [ASK], [False])],
+            ],
+            id="an offer has ended since",
+        ),
+        pytest.param(
+            [(0, [GRANT, ASK], [True]), (0.5, [END, END, ASK], [False])], id="all have ended"
+        ),
+    ],
+)
+def test_how_long_a_running_request_waits_for_blocks(steps: Shortage) -> None:
+    clock = Clock()
+    start = clock.now
+    budget = Budget(20, 1.0, is_decoding=False, clock=clock)
+    open_offers = [0, 1]
+    for number in open_offers:
+        budget.offer(number, {number})
+    scheduler = budget.scheduler
+    for when, happens, expected in steps:
+        clock.now = start + when * BLOCK_WAIT_S
+        answers = []
+        for each in happens:
+            if each == GRANT:
+                scheduler.on_granted([RequestId(f"p{number}") for number in (*open_offers, 7)])
+            elif each == END:
+                budget.end(open_offers.pop())
+            else:
+                answers.append(scheduler.has_pending_block_frees())
+        assert answers == expected
+        waits = any(answers) and answers[-1]
+        assert scheduler.may_begin(RequestId("other"), 1) is not waits, "it would take the blocks"
+        scheduler.build_connector_meta()
+        assert scheduler.may_begin(RequestId("other"), 1)
+        scheduler.update_state_after_alloc(RequestId("other"))
+
+
+def test_a_claimed_offer_counts_no_longer_as_unclaimed() -> None:
+    budget = Budget(10, 0.5)
+    budget.offer(0, {0, 1, 2})
+    budget.scheduler.on_granted([RequestId("p0")])
+    assert budget.offer(1, {3, 4, 5}) == [], "there is room for it"
+    assert budget.offer(2, {6, 7, 8}) == [1]
