@@ -46,6 +46,7 @@ def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(directory))
         patch.setattr(keys, "_emptied_directories", list)
+        patch.setattr(keys, "_lasting_directories", lambda: [directory / USER_DIRECTORY])
         (directory / USER_DIRECTORY).mkdir(mode=0o700)
         write_key_file(directory / USER_DIRECTORY / USER_KEY)
         yield

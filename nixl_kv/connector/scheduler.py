@@ -314,7 +314,8 @@ class Scheduler:
         """The requests that vLLM must end with an error now: decode may not compute them."""
         must_load = self._decode.must_load
         for request_id in must_load.loaded:
-            if requests[request_id].status is RequestStatus.PREEMPTED:
+            request = requests.get(request_id)
+            if request is not None and request.status is RequestStatus.PREEMPTED:
                 must_load.fail(request_id, "preempted", "vLLM preempted it, which frees its KV")
         failed = must_load.pop_failed()
         for request_id, (reason, words) in failed.items():

@@ -333,6 +333,7 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 ELSEWHERE: Final = {
     "connector.early_answer.MAX_OPEN": "connector/test_early_answer.py",  # needs vLLM
+    "engine.admission.MAX_HOSTS": "engine/test_admission.py",
     "engine.loop.MAX_DECODING": "engine/test_loop.py",
     "protocol.decode.MAX_PROBED": "protocol/test_decode.py",  # with MAX_CONNECTING
     "protocol.messages.MAX_LISTED": "engine/test_status.py",
@@ -357,10 +358,13 @@ NO_TABLES: Final = {
     ],
     *["connector.plugin.MAX_SHOWN", "errors.MAX_ID", "protocol.ticket.MAX_NAME"],
     *["config.MAX_SHOWN", "config.MAX_MISS", "config.MAX_SECONDS"],
+    # characters of a key file; addresses of one process, and how many fit into one kernel filter
+    *["keys.MAX_TEXT", "transport.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
     *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
+    "protocol.messages.MAX_ADDRESSES",
     *["protocol.messages.MAX_ROWS", "protocol.messages.MAX_COLUMNS"],
     *["protocol.messages.MAX_SLICES", "protocol.messages.MAX_CHUNKS"],
     *["protocol.messages.MAX_RING_SLOTS", "geometry.layout.MAX_ADDRESS"],

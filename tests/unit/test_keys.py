@@ -30,7 +30,7 @@ from nixl_kv.keys import (
 )
 
 ROOT = bytes(range(32))
-EMPTIED = keys._emptied_directories
+EMPTIED, LASTING = keys._emptied_directories, keys._lasting_directories
 """Before the fixture of all tests hides those of this machine."""
 
 
@@ -50,6 +50,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for other processes
     monkeypatch.setattr(keys, "_emptied_directories", EMPTIED)
+    monkeypatch.setattr(keys, "_lasting_directories", LASTING)
     # Not this machine's directories: a user may have logged in, and has a home.
     monkeypatch.setattr(keys, "RUN_USER", tmp_path / "run-user")
     entry = SimpleNamespace(pw_dir=str(tmp_path / "home"))
