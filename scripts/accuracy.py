@@ -32,7 +32,7 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, say
 from harness.cluster.engines import PATIENT, EngineSpec, Role, halves
-from harness.cluster.metrics import CACHED_TOKENS, FAILURES, LOADS, PREFIX, PROMPT_TOKENS
+from harness.cluster.metrics import COMPUTED_TOKENS, FAILURES, LOADS, PREFIX
 from harness.cluster.processes import end_on_signals, kill_descendants, stop_all
 from harness.cluster.router import past_proxies
 from harness.cluster.waiting import wait_until
@@ -436,7 +436,7 @@ def run_pair(outcome: Outcome, subject: Subject, settings: Settings, cluster: Cl
         raise
     finally:
         stop_all([router, *engines])
-    outcome.computed = round(total[PROMPT_TOKENS] - total[CACHED_TOKENS])
+    outcome.computed = round(total[COMPUTED_TOKENS])
     ours = re.compile(f"{PREFIX}(?!.*(_created|{{(engine|model_name)=))")
     counted = {name: value for name, value in total.items() if value and ours.match(name)}
     outcome.counters = {name.removeprefix(PREFIX): value for name, value in counted.items()}
