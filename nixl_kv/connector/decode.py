@@ -155,6 +155,11 @@ class DecodeScheduler:
         return last is not None and self._clock() < last + IN_USE_S
 
     @property
+    def has_stand_ins(self) -> bool:
+        """Whether the ids of a prompt's media may be those of other media."""
+        return self._media.setting == "ticket" or self._media.has_stand_ins
+
+    @property
     def num_open(self) -> int:
         return len(self._loads)
 
@@ -232,8 +237,11 @@ class DecodeScheduler:
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
 
-        None: the request waits without blocks until prefill computes it.
+        None: the request waits without blocks until prefill computes it, or until vLLM ends it
+        before its next step.
         """
+        if self.must_load.has_failed(request):
+            return None, False
         load = self._loads.get(request)
         if load is None or load.is_started:
             return 0, False

@@ -165,6 +165,10 @@ class MustLoads:
     def loaded(self) -> list[RequestId]:
         return [name for name, one in self._records.items() if one.state is State.LOADED]
 
+    def has_failed(self, request: RequestId) -> bool:
+        record = self._records.get(request)
+        return record is not None and record.state is State.FAILED
+
     def add(self, request: RequestId, why: str) -> None:
         self._records[request] = _MustLoad(why)
 

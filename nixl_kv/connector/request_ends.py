@@ -30,10 +30,7 @@ class EndsRequests:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self
-        for connector in self._connectors:
-            if failed := connector.pop_failed(scheduler.requests):
-                self._ended += [scheduler.requests[each] for each in failed]
-                scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+        self._end_failed()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # vLLM sends workers no media whose KV they have. If it then preempts the request and
         # computes it, its V1 model runner misses them, and the engine ends.
@@ -44,6 +41,8 @@ class EndsRequests:
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        # A request may have failed in this step: its token must not leave. vLLM aborts here too.
+        self._end_failed()
         outputs: dict[int, EngineCoreOutputs]
         outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         ended, self._ended = self._ended, []
@@ -58,6 +57,13 @@ class EndsRequests:
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
+
+    def _end_failed(self) -> None:
+        scheduler: Any = self
+        for connector in self._connectors:
+            if failed := connector.pop_failed(scheduler.requests):
+                self._ended += [scheduler.requests[each] for each in failed]
+                scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
 
 
 def hook_scheduler(vllm_config: VllmConfig) -> None:

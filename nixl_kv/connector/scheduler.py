@@ -532,8 +532,8 @@ class Scheduler:
                 pair=None if found is None else self._trust.open_pair(*found),
             )
             is_restricted = RequestId(request.request_id) in self._decode.must_load
-            if is_restricted and self._config.media == "ticket":
-                keep_private(request)  # its ids may be those of other media
+            if is_restricted and self._decode.has_stand_ins:
+                keep_private(request)
             self._traces.begin_load(request)
 
     def _note(self, reason: str, detail: str = "") -> None:

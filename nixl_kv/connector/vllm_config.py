@@ -470,16 +470,27 @@ def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
 
 
 def check_params(request: Request) -> None:
-    """Raise a TicketRefused for `kv_transfer_params` that are too deep or too large.
+    """Raise a TicketRefused for `kv_transfer_params` that are too deep or too large, or no object.
 
-    The request has none then, because other connectors also send parts of them to their workers.
+    The request has none then, because other connectors also send parts of them to their workers,
+    and vLLM's scheduler ends the engine if they are no object. They may be anything: vLLM takes
+    them from `vllm_xargs` too.
     """
+    params: object = request.kv_transfer_params
     try:
-        check_bounds(request.kv_transfer_params)
+        check_bounds(params)
+        _check_object(params)
     except TicketRefused:
         request.kv_transfer_params = {}
         request.sampling_params, _ = for_workers(request.sampling_params)
         raise
+
+
+def _check_object(params: object) -> None:
+    if params is not None and not isinstance(params, dict):
+        raise TicketRefused(
+            f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
+        )
 
 
 def for_workers(params: Any) -> tuple[Any, list[str]]:

@@ -92,6 +92,8 @@ class Admission:
         if kept:
             self._named[holder] = frozenset(kept)
         if isinstance(holder, str):
+            if holder not in self._heard_at and len(self._heard_at) >= MAX_HOSTS:
+                self.drop(min(self._heard_at, key=self._heard_at.__getitem__))  # the most silent
             self._heard_at[holder] = self._clock()
             if self._look_at is None:
                 self._look_at = self._clock() + LOOK_S

@@ -553,7 +553,9 @@ class Loop:
             raise RemoteProtocolError(refusal.reason)
         reader = Incarnation(message.reader.incarnation)
         if isinstance(message, messages.Leave):
-            self.parts.admission.drop(reader)
+            # One for a former life must not end what the reader has asked for in this one.
+            if message.incarnation == self.parts.description.incarnation:
+                self.parts.admission.drop(reader)
             return
         if self.parts.serving is not None:
             self.parts.serving.stay_awake()

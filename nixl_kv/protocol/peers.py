@@ -257,6 +257,8 @@ class PeerBook:
                 messages.Leave(incarnation=peer.life_of(one.rank), reader=self.get_reader()),
             )
             for one in peer.introductions
+            # Another peer may have the same rank: an incarnation of its engine before or after.
+            if not self._is_needed_by_others(peer.description.ranks[one.rank].endpoint, peer)
         ]
 
     def on_handshake_done(self, event: events.HandshakeDone, now: float) -> Actions:
@@ -385,16 +387,18 @@ class PeerBook:
         self._changed.add(state)
 
     def _disconnect(self, peer: Peer) -> Actions:
-        """Close the links to a peer that no other one needs.
+        """Close the links to a peer that no other one needs."""
+        return [
+            events.Disconnect(each)
+            for each in peer.endpoints
+            if not self._is_needed_by_others(each, peer)
+        ]
 
-        Another incarnation may have the same ports, and a router's id may name the port of a rank.
-        """
-
-        def is_needed(endpoint: Endpoint) -> bool:
-            others = [each for each in self._at.get(endpoint, {}).values() if each is not peer]
-            return any(each.state is State.CONNECTING or each.description for each in others)
-
-        return [events.Disconnect(each) for each in peer.endpoints if not is_needed(each)]
+    def _is_needed_by_others(self, endpoint: Endpoint, peer: Peer) -> bool:
+        # Another incarnation may have the same ports, and a router's id may name the port of a
+        # rank.
+        others = [each for each in self._at.get(endpoint, {}).values() if each is not peer]
+        return any(each.state is State.CONNECTING or each.description for each in others)
 
 
 def unnamed(endpoint: Endpoint) -> events.PeerKey:

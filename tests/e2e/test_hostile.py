@@ -22,7 +22,7 @@ import zmq
 
 from fuzz.decoders.samples import KINDS, sample
 from harness.cluster.answers import Question
-from harness.cluster.client import COMPLETIONS, Answer, is_healthy
+from harness.cluster.client import COMPLETIONS, Answer, RefusedError, is_healthy
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import LOADS, CountersSince
@@ -297,6 +297,21 @@ def test_deep_values(pair: Pair, place: str) -> None:
         if reply.is_success and path != GENERATE:
             (choice,) = reply.json()["choices"]
             assert choice["text"] == right
+
+
+@pytest.mark.parametrize("value", ["x", ["a"], 7], ids=repr)
+def test_parameters_that_vllm_takes_from_elsewhere(pair: Pair, value: object) -> None:
+    """VLLM reads them as an object, and does not check those in `vllm_xargs`.
+
+    Its API server then fails this request; a front end that does not would end the engine.
+    """
+    prompt = new_prompt()
+    right = pair.to_prefill.complete(prompt, ANSWER)
+    for client in (pair.to_prefill, pair.to_decode):
+        with suppress(RefusedError):
+            client.complete(prompt, ANSWER, vllm_xargs={"kv_transfer_params": value})
+        assert is_healthy(client.url)
+        assert client.complete(prompt, ANSWER).text == right.text
 
 
 def test_a_ticket_that_names_a_foreign_host(pair: Pair) -> None:

@@ -337,6 +337,19 @@ def test_a_cache_reset_fails_the_request(story: Story, *, has_blocks: bool) -> N
     assert story.failed() == ["load" if has_blocks else "cancelled"]
 
 
+@pytest.mark.parametrize("has_failed_before", [False, True])
+def test_a_failed_request_gets_no_blocks_before_vllm_ends_it(
+    story: Story, *, has_failed_before: bool
+) -> None:
+    """A label may change while vLLM asks: the request would be computed in the same step."""
+    if has_failed_before:
+        story.failed()
+    story.scheduler.reset_cache()
+    for _ in range(2):
+        assert story.scheduler.get_num_new_matched_tokens(D1, 0) == (None, False)
+        story.failed()
+
+
 def test_only_a_request_that_must_load_fails() -> None:
     must_load = MustLoads()
     for reason in FAIL_REASONS:

@@ -195,6 +195,33 @@ def sent_after_a_load(engine: Engine, request: Any) -> list[MultiModalFeatureSpe
     return list(new.mm_features)
 
 
+def test_a_request_that_fails_during_a_step_gives_no_token(engine: Engine) -> None:
+    """Another connector of a MultiConnector may load its KV in the step that begins it."""
+    engine.add("d", PROMPT, max_tokens=1)
+    other = engine.add("other", PROMPT[:20])
+    engine.must_load.add("d", "it has stand-ins")
+    output = engine.vllm.schedule()
+    assert set(output.num_scheduled_tokens) == {"d", "other"}
+    engine.must_load.fail("d", "other_load", "another connector loads its KV")
+    ended = {each.request_id: each for each in engine.end(output)}
+    assert ended["d"].finish_reason is FinishReason.ERROR
+    assert ended["d"].new_token_ids == []
+    while engine.vllm.requests:
+        engine.step()
+    assert other.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert engine.free_blocks == engine.idle
+
+
+@pytest.mark.parametrize("params", ["x", ["a"], 7, 1.5, True, "", 0])
+def test_parameters_that_are_no_object_end_no_engine(engine: Engine, params: Any) -> None:
+    """VLLM's scheduler reads them as an object, right after the connector's hook."""
+    engine.add("d", PROMPT, params)
+    ended: dict[str, FinishReason] = {}
+    while engine.vllm.requests:
+        ended |= engine.step()
+    assert ended == {"d": FinishReason.LENGTH}
+
+
 def test_hooks_are_mixed_in_once() -> None:
     config = make_config(None, 32)
     hook_scheduler(config)

@@ -87,6 +87,17 @@ def test_one_host_has_one_spelling() -> None:
     assert world.admits() == {"10.0.0.1", "fd00::1"}
 
 
+def test_the_number_of_readers_is_bounded() -> None:
+    """A reader invents its incarnations. The one that was silent for longest leaves."""
+    world = World()
+    for number in range(MAX_HOSTS + 3):
+        world.pass_time(0.01)
+        world.admission.admit(Incarnation(hex32(number)), [f"10.0.0.{min(number, 2)}"])
+        world.admission.hear(Incarnation(hex32(0)))
+    assert len(world.admission._named) == len(world.admission._heard_at) == MAX_HOSTS
+    assert world.admits() == {"10.0.0.0", "10.0.0.2"}, "the second and third reader have left"
+
+
 def test_the_number_of_addresses_is_bounded() -> None:
     """And a peer that names one that is there already needs no room."""
     world = World()

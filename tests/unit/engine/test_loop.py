@@ -26,6 +26,7 @@ from nixl_kv.ids import (
     ANY_INCARNATION,
     Endpoint,
     EngineId,
+    Incarnation,
     Nonce,
     Rank,
     RequestId,
@@ -54,6 +55,7 @@ from nixl_kv.protocol.messages import (
     Answer,
     Deny,
     Grant,
+    Leave,
     Pending,
     Status,
     StatusRequest,
@@ -67,7 +69,7 @@ from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.verify.queue import DigestQueue
-from support.records import CONTEXT, HOME, ask, description, hex32
+from support.records import CONTEXT, HOME, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -301,6 +303,18 @@ def test_a_reader_that_reads_for_ever_loses_the_blocks_and_is_named(
 
 
 # --- strangers
+
+
+def test_a_farewell_to_a_former_life_is_ignored(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[str] = []
+    monkeypatch.setattr(world.prefill.parts.admission, "drop", dropped.append)
+    stranger, leaving = Stranger(world, world.prefill), reader()
+    for life in (hex32(99), world.prefill.parts.description.incarnation):
+        assert dropped == []
+        stranger.send(encode(Leave(incarnation=Incarnation(life), reader=leaving)))
+    assert dropped == [leaving.incarnation]
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"x" * 999], ids=["empty", "no msgpack", "text"])
