@@ -470,11 +470,11 @@ def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
 
 
 def check_params(request: Request) -> None:
-    """Raise a TicketRefused for `kv_transfer_params` that are too deep or too large, or no object.
+    """Raise a TicketRefused for `kv_transfer_params` that are too deep or large, or not an object.
 
-    The request has none then, because other connectors also send parts of them to their workers,
-    and vLLM's scheduler ends the engine if they are no object. They may be anything: vLLM takes
-    them from `vllm_xargs` too.
+    The request has none then: other connectors also send parts of them to their workers, and
+    vLLM's scheduler ends the engine if they are not an object. vLLM takes them from `vllm_xargs`
+    too, and does not check those.
     """
     params: object = request.kv_transfer_params
     try:
