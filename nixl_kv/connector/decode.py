@@ -136,7 +136,7 @@ class DecodeScheduler:
         self._check_trust = check
         self._computed = computed
         self._verify = verify
-        self._media = media
+        self.media = media
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
@@ -153,11 +153,6 @@ class DecodeScheduler:
     def is_in_use(self) -> bool:
         last = next(reversed(self._used.values()), None)
         return last is not None and self._clock() < last + IN_USE_S
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether the ids of a prompt's media may be those of other media."""
-        return self._media.setting == "ticket" or self._media.has_stand_ins
 
     @property
     def num_open(self) -> int:
@@ -216,7 +211,7 @@ class DecodeScheduler:
         self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)
         # An early ticket says nothing about prefill's media; prefill compares the hashes.
-        if why := self._media.why_not_computed(prompt.media, None if is_early else ticket):
+        if why := self.media.why_not_computed(prompt.media, None if is_early else ticket):
             self.must_load.add(prompt.request, why)
 
     def why_not_computed(self, prompt: Prompt, params: object) -> str:
@@ -224,8 +219,8 @@ class DecodeScheduler:
         try:
             ticket = self._check_trust(params).open()
         except TicketRefused:
-            return self._media.why_not_computed(prompt.media, None)
-        return self._media.why_not_computed(prompt.media, None if ticket.is_pair else ticket)
+            return self.media.why_not_computed(prompt.media, None)
+        return self.media.why_not_computed(prompt.media, None if ticket.is_pair else ticket)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
@@ -415,7 +410,7 @@ class DecodeScheduler:
             return f"the ticket is for another prompt: {counts}; {OTHER_PROMPT}", "prompt"
         if outdated := self._why_outdated(ticket):
             return outdated, "weights"
-        if why := self._media.why_not_loaded(prompt.media, ticket, num_tokens):
+        if why := self.media.why_not_loaded(prompt.media, ticket, num_tokens):
             return why, "media"
         return None
 

@@ -89,6 +89,11 @@ class MediaRules:
     setting: str = "auto"
     has_stand_ins: bool = False  # Dynamo is loaded
 
+    @property
+    def ids_may_mislead(self) -> bool:
+        """Whether the ids of a prompt's media may be those of other media."""
+        return self.setting == "ticket" or self.has_stand_ins
+
     def why_not_computed(self, media: Media, ticket: Ticket | None) -> str:
         """Why decode may not compute a prompt itself; '' if it may.
 

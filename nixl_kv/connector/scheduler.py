@@ -532,7 +532,7 @@ class Scheduler:
                 pair=None if found is None else self._trust.open_pair(*found),
             )
             is_restricted = RequestId(request.request_id) in self._decode.must_load
-            if is_restricted and self._decode.has_stand_ins:
+            if is_restricted and self._decode.media.ids_may_mislead:
                 keep_private(request)
             self._traces.begin_load(request)
 
