@@ -249,7 +249,7 @@ class Invariants:
         )
         if ended.verified != start.verify or (start.verify and not compared):
             raise Violation("not compared", name)
-        packs = self._world.config.path == "staged" and not self._world.has_copy_failed
+        packs = self._world.config.path == "staged" and not self._world.has_pack_failed
         if packs and any(r.num_bytes and r.path != "staged" for r in ended.reads):
             raise Violation("read directly although prefill packs", name)
         tokens = range(start.begin, start.end)

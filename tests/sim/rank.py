@@ -60,7 +60,7 @@ class Environment:
     num_pair_slots: int = 0
     takes_hints: bool = False  # decode's schedulers hear of loads between their steps
     writes_late: bool = False  # prefill's steps may still write after their output, on a stream
-    has_copy_failed: bool = False
+    has_pack_failed: bool = False  # decode then reads directly what prefill would have packed
     observer: Any = field(init=False)  # `Invariants`
 
 
@@ -190,8 +190,13 @@ class RankLife:
 
     def work(self, *, fail: bool = False) -> None:
         """Make or destroy an agent, or else copy between the cache and the ring."""
-        self._environment.has_copy_failed |= fail and not self.background
+        self._environment.has_pack_failed |= fail and not self.background
         (self.background or self.copying).work(1, FAILED if fail else None)
+
+    def join(self, *, fail: bool = False) -> None:
+        """Prepare a peer, or on prefill plan how to pack for one."""
+        self._environment.has_pack_failed |= fail and self.seat.is_prefill
+        self.joining.work(1, FAILED if fail else None)
 
     def join_at_once(self) -> None:
         """Peers are prepared as far as they can be, and what warms up has landed."""

@@ -27,7 +27,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     hang N, break N                  a read never lands, or fails
     damage                           a bit changes of the next piece that will be compared
     work R, fail R                   agents are made and destroyed, KV is copied, or that fails
-    join R, balk R                   a peer is prepared, or that fails, where it is not at once
+    join R, balk R                   a peer or a pack is prepared, or that fails, beside the thread
     kill E, start E                  an engine
     stop X, cont X                   an engine or a rank stands still
     die R N                          the thread dies at the N-th thing that it does next
@@ -48,7 +48,7 @@ from sim.cache import BLOCK_TOKENS
 from sim.engine import Engine
 from sim.liars import Liar, forge
 from sim.planes import Faults, Read
-from sim.rank import FAILED, RankLife
+from sim.rank import RankLife
 from sim.vllm import BY_ID, IssuedTicket, Request
 from sim.world import PREFILL, World
 
@@ -410,8 +410,8 @@ STEPS: Final[Mapping[str, Step]] = {
     "mute": (_set("unsent"), FAULTS, one_of(1, 1, 2, 5)),
     "work": (lambda _, rank: rank.work(), WORKING),
     "fail": (lambda _, rank: rank.work(fail=True), WORKING),
-    "join": (lambda _, rank: rank.joining.work(1), JOINING),
-    "balk": (lambda _, rank: rank.joining.work(1, FAILED), JOINING),
+    "join": (lambda _, rank: rank.join(), JOINING),
+    "balk": (lambda _, rank: rank.join(fail=True), JOINING),
     "deliver": (lambda world, packet: world.network.deliver(packet), PACKET),
     "repeat": (lambda world, packet: world.network.deliver(packet, again=True), PACKET),
     "lose": (lambda world, packet: world.network.packets.remove(packet), PACKET),
