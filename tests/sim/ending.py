@@ -51,7 +51,11 @@ def _allowed(world: World) -> tuple[float, float]:
     queue_s = num_bytes / world.shape.rate if world.shape.rate else 0.0
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s
     load += LONGEST_LOAD * PAUSE_S
-    read = max(load, world.shape.patience) if world.liars else load
+    read = load
+    if world.liars:
+        read = max(load, world.shape.patience)
+        # While they hold prefill's blocks, decode waits for a pair that prefill has preempted.
+        load += world.shape.patience
     granted = config.hold_s + RECALL_S + read + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
     return load, offer + (granted if world.decodes() or world.liars else 0)
