@@ -83,6 +83,13 @@ def test_requests_are_found_by_a_part_of_their_id() -> None:
     assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
 
 
+def test_every_request_means_the_last_events_of_all_subjects() -> None:
+    transitions = [READY, prepared("d1"), prepared("d2")]
+    log = log_of(*transitions)
+    assert transitions_of(log.story(EVERY_REQUEST)) == transitions
+    assert transitions_of(log.story(EVERY_REQUEST, limit=2)) == transitions[1:]
+
+
 def test_the_peers_events_are_told_while_the_request_lives() -> None:
     other = Transition("", "engine 'other' at tcp://10.0.0.2:5600", "", "CONNECTING", "")
     own = [prepared("d1"), READY, moved("d1", "", "ASKING"), ended("d1")]
