@@ -21,7 +21,7 @@ NO_ADDRESS: Final = (
 )
 
 
-def doctor(  # noqa: PLR0913 - options
+def doctor(
     at: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="This host's engine, if it runs."),
@@ -40,10 +40,6 @@ def doctor(  # noqa: PLR0913 - options
     key_file: KeyFile = None,
     *,
     insecure: Insecure = False,
-    self_test: Annotated[
-        bool,
-        typer.Option("--self-test", help="Two processes here read 64 MiB from each other."),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this host, an engine's settings, and the engines that it must reach.
@@ -56,7 +52,7 @@ def doctor(  # noqa: PLR0913 - options
         if at is not None:
             endpoints_at(at, option="--at")
     console, done = open_console(), []
-    for group in _groups(setup, at, peer or [], key_file, insecure=insecure, self_test=self_test):
+    for group in _groups(setup, at, peer or [], key_file, insecure=insecure):
         done.append(group)
         if not as_json:
             report.print_group(console, group)
@@ -75,7 +71,6 @@ def _groups(
     key_file: Path | None,
     *,
     insecure: bool,
-    self_test: bool,
 ) -> Iterator[Group]:
     """Each group of checks, as soon as it is done."""
     environ = os.environ
@@ -108,8 +103,3 @@ def _groups(
         yield f"peer {peer}", checks
     if own or found:
         yield report.run("engines together", lambda: engines.check_together(own, found))
-    if self_test:
-        from nixl_kv.cli.doctor.self_test import check_reads  # noqa: PLC0415 - seldom wanted
-
-        num_gpus = len(gpus.names) if gpus else 0
-        yield report.run("self-test", lambda: check_reads(config or Config(), num_gpus))

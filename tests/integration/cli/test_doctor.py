@@ -1,4 +1,4 @@
-"""`nixl-kv doctor` asks engines that run, and reads memory between two processes."""
+"""`nixl-kv doctor` asks engines that run."""
 
 import itertools
 import json
@@ -13,7 +13,6 @@ import pytest
 
 from harness.local.engine import LocalEngine
 from nixl_kv.cli.doctor import engines
-from nixl_kv.cli.doctor.self_test import check_reads
 from nixl_kv.config import Config
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.breaker import State
@@ -237,30 +236,3 @@ def test_the_transport_that_ucx_should_choose_is_named(
     monkeypatch.setattr(engines.Place, "find", lambda *_: here)
     check = engines._path_from(b"metadata" + (place.suffix() if place else b""))
     assert (check.verdict, words in check.detail) == (verdict, True)
-
-
-# --- the self-test
-
-
-@pytest.mark.nixl
-def test_two_processes_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_kv.cli.doctor.self_test.STEP_TIMEOUT_S", 300.0)  # a busy machine
-    checks = {check.name: check for check in check_reads(Config(), 0)}
-    for name in ("64 MiB of host memory", "64 MiB of host memory over TCP alone"):
-        assert checks[name].verdict in ("ok", "warning"), checks[name]  # a busy machine
-        assert " GB/s in the two directions; " in checks[name].detail
-    assert "UCX opens" in checks["not covered"].detail
-
-
-@pytest.mark.nixl
-def test_reads_that_cannot_begin_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX finds no transport; the other process is ended as well."""
-    monkeypatch.setenv("UCX_TLS", "nonsense")
-    check = next(iter(check_reads(Config(), 0)))
-    assert (check.verdict, "the reads failed: " in check.detail) == ("error", True)
-    assert check.fix
-
-
-def test_without_nixl_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_kv.cli.doctor.self_test.installed", lambda _: None)
-    assert [check.verdict for check in check_reads(Config(), 2)] == ["skipped"]
