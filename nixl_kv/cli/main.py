@@ -62,23 +62,19 @@ def plan(
         str, typer.Option(metavar="HOST:PORT", help="The address of the decode engine.")
     ],
     key_file: KeyFile = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The length of the example prompt. Default: up to 16384."),
-    ] = None,
     *,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that two running engines fit, and count the descriptors of a transfer.
+    """Check that a running decode engine can read a running prefill engine.
 
-    Shows which decode rank reads which prefill rank. Nothing is transferred.
+    Shows which decode rank reads which prefill rank, or what differs. Nothing is transferred.
     """
     with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
         prefill = client.engine_at(prefill_at, keys, option="--prefill-at", has_ranks=False)
         decode = client.engine_at(decode_at, keys, option="--decode-at", has_ranks=False)
-        comparison = compare.judge(decode, prefill, tokens)
+        comparison = compare.judge(decode, prefill)
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
     else:

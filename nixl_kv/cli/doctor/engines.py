@@ -241,7 +241,7 @@ def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
     fix = f"run `nixl-kv plan --prefill-at {prefill.where} --decode-at {decode.where}`"
     try:
         comparison = compare.judge(decode, prefill)
-    except (ValueError, IncompatiblePeer) as reason:
+    except IncompatiblePeer as reason:
         return error(name, str(reason), fix)
     mismatches = [Mismatch(*each.values()) for each in comparison["mismatches"]]
     if [each.field for each in mismatches] == ["weights"]:
@@ -252,4 +252,4 @@ def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
     if mismatches:
         shown = "; ".join(map(str, mismatches[:MAX_SHOWN]))
         return error(name, f"{shown} ('here' is decode), so decode computes", fix)
-    return ok(name, f"they fit; {comparison['total']['links']} pairs of ranks")
+    return ok(name, f"they fit; {len(comparison['links'])} pairs of ranks")
