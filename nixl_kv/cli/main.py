@@ -102,7 +102,7 @@ def status(
     """Show the state of a running engine, its failures, and the history of a request.
 
     Lists the peers, links, offers and loads of each rank, what each of them waits for, and the
-    failures of the last hour by peer and reason.
+    loads that failed in the last five minutes by peer and reason.
     """
     with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)

@@ -13,7 +13,7 @@ from nixl_kv import addresses
 from nixl_kv.cli import client, compare
 from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
-from nixl_kv.cli.status import engine_text, merged_failures
+from nixl_kv.cli.status import engine_text, recent_failures
 from nixl_kv.cli.tables import duration_text
 from nixl_kv.config import Config
 from nixl_kv.errors import IncompatiblePeer
@@ -24,7 +24,6 @@ from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
 
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
-SOON_S: Final = 600.0  # a failure in the last ten minutes is a warning
 MAX_PAIRS: Final = 64
 
 FIREWALL: Final = (
@@ -170,19 +169,20 @@ def _unusable(engine: EngineAnswer) -> list[dict[str, Any]]:
 
 
 def _failures(engine: EngineAnswer) -> Check:
-    name, failures = "failures in the last hour", merged_failures(engine)
+    name, (failures, span_s) = "failed loads", recent_failures(engine)
+    if not span_s:
+        return skipped(name, "no rank tells")
+    when = f"in the last {duration_text(span_s)}"
     if not failures:
-        return ok(name, "none")
+        return ok(name, f"none {when}")
     shown = "; ".join(
-        f"{record.get('num_last_hour')} x {record.get('reason')}"
-        + (f" ({record.get('peer')})" if record.get("peer") else "")
-        + (f": {record.get('detail')}" if record.get("detail") else "")
+        f"{record.get('num_loads')} x {record.get('reason')} ({record.get('peer')}): "
+        f"{record.get('detail')}; such as {', '.join(map(str, record.get('requests', ())))}"
         for record in failures[:MAX_SHOWN]
     )
-    if min(float(record.get("latest_ago_s") or 0) for record in failures) > SOON_S:
-        return ok(name, f"none in the last 10 minutes; before: {shown}")
+    more = f"; and {len(failures) - MAX_SHOWN} more kinds" if len(failures) > MAX_SHOWN else ""
     fix = f"run `nixl-kv status --at {engine.where}`; docs/runbook.md explains the reasons"
-    return warning(name, shown, fix)
+    return warning(name, f"{when}: {shown}{more}", fix)
 
 
 def _path_from(metadata: bytes, root: Path = ROOT) -> Check:

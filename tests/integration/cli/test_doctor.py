@@ -53,6 +53,7 @@ def test_engines_that_fit_are_fine(make_engine: MakeEngine) -> None:
     of_engines = {k: v for k, v in checks.items() if at in k[0] or peer in k[0]}
     assert {each["verdict"] for each in of_engines.values()} == {"ok"}, of_engines
     assert "all 2 answer" in checks[f"engine {at}", "ranks"]["detail"]
+    assert checks[f"peer {peer}", "failed loads"]["detail"] == "none in the last 5 min 0 s"
     together = {k[1]: v for k, v in checks.items() if k[0] == "engines together"}
     assert together["engine 'D' to here"]["detail"] == "it reads from engine 'P'"
     assert together["engine 'D' reads engine 'P'"]["detail"] == "they fit; 2 pairs of ranks"
@@ -194,8 +195,11 @@ def test_an_unreachable_prefill_is_seen_from_its_side(make_engine: MakeEngine) -
     assert reverse["verdict"] == "error"
     assert "cannot connect" in reverse["detail"]
     peer = f"peer {address(decode)}"
-    assert checks[peer, "failures in the last hour"]["verdict"] == "warning"
-    assert "unreachable (P at " in checks[peer, "failures in the last hour"]["detail"]
+    failed = checks[peer, "failed loads"]
+    assert failed["verdict"] == "warning"
+    assert failed["detail"].startswith("in the last 5 min 0 s: ")
+    assert "unreachable (engine 'P' at " in failed["detail"]
+    assert f"such as d{number}" in failed["detail"]
     assert checks[peer, "its peers"]["verdict"] == "warning"
 
 
