@@ -177,7 +177,7 @@ def _print_story(console: Console, answer: EngineAnswer, request: str) -> None:
             print_line(console, f"on {days.pop()}, in local time:")
         names = [name for name in rows[0] if name not in left_out]
         cells = ([row[name] for name in names] for row in rows)
-        print_table(console, names, cells, at_least={"time": 12, "states": 20})
+        print_table(console, names, cells, whole=("time", "states"))
 
 
 def _event_row(event: Record, previous: float, *, is_long: bool) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Checks of running engines: whether they answer, how they are, and whether pairs of them fit."""
+"""Checks of the key and of running engines: do they answer, do they work, do pairs of them fit?"""
 
 import itertools
 import os
@@ -15,8 +15,7 @@ from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
 from nixl_kv.cli.status import engine_text, recent_failures
 from nixl_kv.cli.tables import duration_text
-from nixl_kv.config import Config
-from nixl_kv.errors import IncompatiblePeer
+from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host
 from nixl_kv.protocol.messages import Status
@@ -26,6 +25,7 @@ CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
 MAX_PAIRS: Final = 64
 
+KEYGEN: Final = "make a key with `nixl-kv keygen`, and set key_file on every engine"
 FIREWALL: Final = (
     "let its firewall, security group or NetworkPolicy pass TCP from this host to its port and to "
     "the ports of its ranks (docs/operations.md, Firewall)"
@@ -53,8 +53,23 @@ def _roles(engine: EngineAnswer) -> str:
     return str(statuses[0].facts.get("roles")) if statuses else ""
 
 
+def check_key(path: Path | None, *, insecure: bool) -> tuple[client.AnyKeys, Check]:
+    """The key with which to ask engines, and the check of it."""
+    try:
+        keys = client.read_keys(path, insecure=insecure)
+    except (ValueError, ConfigError) as reason:
+        return None, error("key", str(reason), KEYGEN)
+    if keys is None and not insecure:
+        about = "none; the first engine of this user on this machine will make one"
+        return None, ok("key", f"{about}; engines of several machines need one to share: {KEYGEN}")
+    if keys is None:
+        about = "none: every process that reaches the engine's ports may read KV and drain it"
+        return None, warning("key", about, KEYGEN)
+    return keys, ok("key", f"its fingerprint is {keys.fingerprint}; engines log theirs at start")
+
+
 def check_engine(
-    where: str, option: str, keys: client.AnyKeys, config: Config | None
+    where: str, option: str, keys: client.AnyKeys
 ) -> tuple[EngineAnswer | None, list[Check]]:
     """Connect to an engine, then ask it and its ranks for all that they tell."""
     try:
@@ -63,19 +78,8 @@ def check_engine(
         fix = "give HOST:PORT as the engine logs it at start"
         return None, [error("address", str(reason), fix)]
     hosts = [endpoint_host(endpoint) for endpoint in endpoints]
-    is_peer = option == "--peer"
-    checks = [
-        error(
-            "peers",
-            f"{host} is not among the allowed hosts {config.allowed_hosts}",
-            "add the peer's network to 'peers'",
-        )
-        for host in hosts
-        if is_peer and config is not None and not config.allowed_hosts.allows(host)
-    ]
-    connected = [_connect(endpoint) for endpoint in endpoints]
-    checks += connected
-    if all(check.fix for check in connected):
+    checks = [_connect(endpoint) for endpoint in endpoints]
+    if all(check.fix for check in checks):
         return None, checks
     try:
         engine = client.engine_at(where, keys, option=option)
@@ -93,7 +97,7 @@ def check_engine(
         about = f"its ranks listen on {local[0]}, which other hosts cannot reach"
         fix = "set its host to auto, or to an address that other machines reach"
         checks.append(error("addresses", about, fix))
-    elif is_peer and "prefill" in _roles(engine):
+    elif option == "--peer" and "prefill" in _roles(engine):
         checks.append(_path_from(engine.description.ranks[0].agent))
     return engine, checks
 

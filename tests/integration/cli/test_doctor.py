@@ -64,19 +64,26 @@ def test_engines_that_fit_are_fine(make_engine: MakeEngine) -> None:
     assert result.stdout.splitlines()[-1].startswith("0 errors, ")
 
 
-def test_before_an_engine_starts_only_its_settings_are_checked() -> None:
-    config = {"kv_connector": "NixlKVConnector", "kv_role": "kv_producer"}
-    checks = examined(f"--config '{json.dumps(config)}'")
-    assert checks["settings", "kv_role"]["verdict"] == "ok"
-    assert not [group for group, _ in checks if group.startswith(("engine", "peer"))]
+def test_before_an_engine_starts_the_host_and_the_key_are_checked() -> None:
+    assert {group for group, _ in examined()} == {"limits", "key"}
 
 
-@pytest.mark.parametrize("options", ["--config {", "--config []", "--at nowhere"])
-def test_bad_input_is_one_line(options: str) -> None:
-    result = nixl_kv(f"doctor {options}")
+def test_bad_input_is_one_line() -> None:
+    result = nixl_kv("doctor --at nowhere")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: --")
-    assert "allowed: " in result.stderr
+    assert result.stderr.startswith("error: --at is 'nowhere'; allowed: ")
+
+
+def test_a_key_is_known_by_its_fingerprint(key_file: Path) -> None:
+    check = examined(f"--key-file {key_file}")["key", "key"]
+    assert check["verdict"] == "ok"
+    assert read_key_file(key_file).fingerprint in check["detail"]
+    assert key_file.read_text().strip() not in check["detail"]
+    key_file.chmod(0o644)
+    check = examined(f"--key-file {key_file}")["key", "key"]
+    assert check["verdict"] == "error"
+    assert "its mode is 0644" in check["detail"]
+    assert examined("--insecure")["key", "key"]["verdict"] == "warning"
 
 
 def test_another_key_is_named_with_both_fingerprints_to_compare(
@@ -153,15 +160,13 @@ def test_an_engine_of_another_version_is_to_be_upgraded(
 
 
 def test_a_drained_engine_and_a_silent_rank_are_named(make_engine: MakeEngine) -> None:
-    """So are a name that does not resolve, and a peer that the settings exclude."""
+    """So is a name that does not resolve."""
     engine = make_engine("P", 2)
     assert nixl_kv("drain --at", address(engine)).exit_code == 0
     engine.ranks[1].engine.stop()
     group, nowhere = f"peer {address(engine)}", "no.such.host.invalid:5600"
-    excluding = """--config '{"peers": ["10.0.0.0/24"]}'"""
-    checks = examined(f"--peer {address(engine)} --peer {nowhere}", excluding)
+    checks = examined(f"--peer {address(engine)} --peer {nowhere}")
     assert checks[f"peer {nowhere}", "address"]["verdict"] == "error"
-    assert checks[group, "peers"]["verdict"] == "error"
     assert checks[group, "draining"]["verdict"] == "warning"
     ranks = checks[group, "ranks"]
     assert ranks["verdict"] == "error"
