@@ -56,29 +56,3 @@ def allocate(num_bytes: int, device: int) -> tuple[int, object]:
     with translated(TransportError, f"allocating {num_bytes} bytes of GPU memory"):
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
     return memory.data_ptr(), memory
-
-
-def copy_speed(num_bytes: int, devices: tuple[int, int], rounds: int = 5) -> float:
-    """Bytes per second of the best of several copies from one GPU to the other, or within one.
-
-    Raises:
-        TransportError: if a GPU does not exist, lacks memory, or cannot copy.
-    """
-    with translated(TransportError, "copying between GPUs"):
-        source, target = (
-            torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{n}") for n in devices
-        )
-        stream = torch.cuda.Stream(devices[1])  # type: ignore[no-untyped-call]
-        best_ms = float("inf")
-        with on(stream):
-            for _ in range(1 + rounds):
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                    for _ in range(2)
-                )
-                begin.record()
-                target.copy_(source, non_blocking=True)
-                end.record()
-                end.synchronize()
-                best_ms = min(best_ms, begin.elapsed_time(end))
-    return num_bytes / best_ms * 1000

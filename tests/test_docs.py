@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import nixl_kv
 import protocol_tables
 from benchmarks import plot
 from nixl_kv.config import Config
@@ -124,6 +125,7 @@ def test_all_files_name_the_same_versions_of_vllm() -> None:
     releases = [f"0.{minor}.0" for minor in range(oldest, end)]
     in_table = re.findall(r"^\| (0\.\d+\.\d+) \|", read("docs/compatibility.md"), re.MULTILINE)
     assert in_table == releases
+    assert [f"{minor}.0" for minor in nixl_kv.TESTED_VLLM] == releases
     assert f"scripts/contract {' '.join(releases)}`" in read("docs/compatibility.md")
     assert f"vLLM 0.{oldest} to 0.{end - 1}" in read("README.md")
     lane = read("scripts/test")

@@ -6,7 +6,6 @@
 | `ready`       | the engine serves           | it does not                | bad option           |
 | `plan`        | decode can read prefill     | it cannot                  | bad option, no answer |
 | `status`      | all ranks answered          | some ranks did not         | bad option, no answer |
-| `trace`       | all ranks answered          | some ranks did not         | bad option, no answer |
 | `drain`       | the engine has finished     | it has not, in time        | bad option, no answer |
 | `set-weights` | the label is set            |                            | it is not set        |
 | `keygen`      | the key is written          |                            | it is not written    |
@@ -28,7 +27,6 @@ from nixl_kv.cli import status as status_report
 from nixl_kv.cli.doctor.command import doctor
 from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, errors_exit, fail
 from nixl_kv.cli.tables import duration_text, open_console
-from nixl_kv.cli.trace import trace
 from nixl_kv.config import weights_label
 from nixl_kv.keys import ToolsKeys, write_key_file, write_tools_key_file
 from nixl_kv.transport.zmq import public_key
@@ -37,7 +35,6 @@ READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
 
 app = typer.Typer(name="nixl-kv", pretty_exceptions_enable=False)
 app.command()(doctor)
-app.command()(trace)
 
 
 @app.callback(invoke_without_command=True)
@@ -65,23 +62,19 @@ def plan(
         str, typer.Option(metavar="HOST:PORT", help="The address of the decode engine.")
     ],
     key_file: KeyFile = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The length of the example prompt. Default: up to 16384."),
-    ] = None,
     *,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that two running engines fit, and count the descriptors of a transfer.
+    """Check that a running decode engine can read a running prefill engine.
 
-    Shows which decode rank reads which prefill rank. Nothing is transferred.
+    Shows which decode rank reads which prefill rank, or what differs. Nothing is transferred.
     """
     with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
         prefill = client.engine_at(prefill_at, keys, option="--prefill-at", has_ranks=False)
         decode = client.engine_at(decode_at, keys, option="--decode-at", has_ranks=False)
-        comparison = compare.judge(decode, prefill, tokens)
+        comparison = compare.judge(decode, prefill)
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
     else:
@@ -109,7 +102,7 @@ def status(
     """Show the state of a running engine, its failures, and the history of a request.
 
     Lists the peers, links, offers and loads of each rank, what each of them waits for, and the
-    failures of the last hour by peer and reason.
+    loads that failed in the last five minutes by peer and reason.
     """
     with errors_exit():
         keys = client.read_keys(key_file, insecure=insecure)
@@ -228,7 +221,7 @@ def keygen(
         typer.Option(
             "--tools",
             help="Derive a second key from the engines' key (--key-file), for hosts that only ask: "
-            "it allows status, trace, ready, doctor and plan.",
+            "it allows status, ready, doctor and plan.",
         ),
     ] = False,
 ) -> None:
@@ -262,7 +255,7 @@ def _keygen_tools(path: Path, key_file: Path | None) -> None:
         write_tools_key_file(path, keys, public_key(keys.server))
     typer.echo(
         f"{path} contains the tools' key of the engines with the fingerprint {keys.fingerprint}. "
-        "It allows `nixl-kv status`, `trace`, `ready`, `doctor` and `plan`, with --key-file or in "
+        "It allows `nixl-kv status`, `ready`, `doctor` and `plan`, with --key-file or in "
         "NIXL_KV_KEY. It reads no KV, and the engines' key cannot be computed from it. `nixl-kv "
         "drain` and `set-weights` need the engines' key."
     )

@@ -4,6 +4,7 @@ A status is an open record (`protocol.messages.Status`): each of its lists becom
 keys of the records become columns. A key that `engine/status.py` adds shows up here by itself.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -22,7 +23,7 @@ STORY: Final = "story"
 """The list with the events of the requests that were asked for."""
 
 FAILURES: Final = "failures"
-"""The list of an engine's or a rank's faults in the last hour."""
+"""The list of a rank's loads that failed, by peer and reason."""
 
 # vLLM generates such an engine id if the operator sets none.
 UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
@@ -38,9 +39,9 @@ def print_status(console: Console, answer: EngineAnswer, request: str | None) ->
     print_line(console, f"engine {engine_text(answer.description)}")
     for line in _state_lines(answer):
         print_line(console, line)
-    failures = merged_failures(answer)
+    failures, span_s = recent_failures(answer)
     if failures:
-        print_line(console, "failures in the last hour:")
+        print_line(console, f"loads that failed in the last {duration_text(span_s)}:")
         _print_records(console, failures)
     for number, (rank, status) in enumerate(answer.ranks):
         console.print()
@@ -103,21 +104,22 @@ def _state_lines(answer: EngineAnswer) -> Iterable[str]:
         yield "to give it a name, set engine_id in its --kv-transfer-config"
 
 
-def merged_failures(answer: EngineAnswer) -> list[Record]:
-    """The faults of an engine and its ranks in the last hour, most frequent first.
+def recent_failures(answer: EngineAnswer) -> tuple[list[Record], float]:
+    """An engine's loads that failed, most frequent kind first, and of how many last seconds.
 
-    Each rank has a share of each request, so the ranks' counts do not add up: the largest counts.
+    Each rank has a share of each load, so the ranks' counts do not add up: the largest counts.
     """
     found: dict[tuple[str, str], Record] = {}
-    for status in (answer.status, *(status for _, status in answer.ranks)):
-        for record in status.lists.get(FAILURES, ()) if isinstance(status, Status) else ():
-            kind = str(record.get("peer")), str(record.get("reason"))
-            if kind not in found or _number(found[kind]) < _number(record):
-                found[kind] = record
-    return sorted(found.values(), key=_number, reverse=True)
+    statuses = [status for _, status in answer.ranks if isinstance(status, Status)]
+    for record in itertools.chain(*(status.lists.get(FAILURES, ()) for status in statuses)):
+        kind = str(record.get("peer")), str(record.get("reason"))
+        if kind not in found or _number(found[kind]) < _number(record):
+            found[kind] = record
+    span_s = min((_number(each.facts, "failures_span_s") for each in statuses), default=0.0)
+    return sorted(found.values(), key=_number, reverse=True), span_s
 
 
-def _number(record: Record, key: str = "num_last_hour") -> float:
+def _number(record: Record, key: str = "num_loads") -> float:
     number = record.get(key)
     return float(number) if isinstance(number, int | float) else 0.0
 
@@ -175,7 +177,7 @@ def _print_story(console: Console, answer: EngineAnswer, request: str) -> None:
             print_line(console, f"on {days.pop()}, in local time:")
         names = [name for name in rows[0] if name not in left_out]
         cells = ([row[name] for name in names] for row in rows)
-        print_table(console, names, cells, at_least={"time": 12, "states": 20})
+        print_table(console, names, cells, whole=("time", "states"))
 
 
 def _event_row(event: Record, previous: float, *, is_long: bool) -> Mapping[str, str]:

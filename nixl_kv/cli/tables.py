@@ -6,7 +6,7 @@ texts may come from clients and peers, so control characters are escaped.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -40,29 +40,27 @@ def print_table(
     headings: Iterable[str],
     rows: Iterable[Iterable[object]],
     *,
-    at_least: Mapping[str, int] = {},
+    whole: Container[str] = (),
     **column: Any,
 ) -> None:
     """Print a table without frames. `column` goes to each rich `Column`.
 
-    Cells may be cut to SHORTEST, or to as many columns as `at_least` says for their heading.
+    Cells may be cut to SHORTEST, except below the headings in `whole`.
     """
     headings, cells = list(headings), [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [
-        max(map(cell_len, (*heading.split("\n"), *column_cells)))
-        for heading, *column_cells in zip(headings, *cells, strict=True)
-    ]
+    widths = [max(map(cell_len, texts)) for texts in zip(headings, *cells, strict=True)]
     shortest = [
-        min(width, at_least.get(heading, SHORTEST))
+        width if heading in whole else min(width, SHORTEST)
         for heading, width in zip(headings, widths, strict=True)
     ]
     if sum(shortest) + GAP * len(shortest) > console.width:  # the edges have one column each
         _print_transposed(console, headings, cells)
         return
-    for _ in range(sum(widths) + GAP * len(widths) - console.width):  # take from the widest
-        _, widest = max((w, n) for n, w in enumerate(widths) if w > shortest[n])
-        widths[widest] -= 1
-    columns = [Column(h, width=w, **column) for h, w in zip(headings, widths, strict=True)]
+    # Rich takes from the widest column that may wrap; its cells then end with an ellipsis.
+    columns = [
+        Column(heading, no_wrap=width == least, **column)
+        for heading, width, least in zip(headings, widths, shortest, strict=True)
+    ]
     table = Table(*columns, box=box.SIMPLE, padding=PADDING, pad_edge=False)
     for row in cells:
         table.add_row(*map(_cell, row))
@@ -70,14 +68,13 @@ def print_table(
 
 
 def _print_transposed(console: Console, headings: list[str], cells: Sequence[list[str]]) -> None:
-    names = [" ".join(heading.split()) for heading in headings]
-    room = console.width - max(map(cell_len, names)) - GAP
+    room = console.width - max(map(cell_len, headings)) - GAP
     widest = max((cell_len(cell) for row in cells for cell in row), default=1)
     per_table = max(1, room // (widest + GAP))
     for begin in range(0, len(cells), per_table):
         table = Table(box=box.SIMPLE, show_header=False, padding=PADDING, pad_edge=False)
         table.add_column(no_wrap=True)
-        for name, *values in zip(names, *cells[begin : begin + per_table], strict=True):
+        for name, *values in zip(headings, *cells[begin : begin + per_table], strict=True):
             table.add_row(name, *map(_cell, values))
         console.print(table)
 

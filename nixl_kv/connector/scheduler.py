@@ -493,7 +493,6 @@ class Scheduler:
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
-                self._note("no_ticket", WITHOUT_TICKET)
                 message = "request %s is computed here: %s"
                 self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
         elif _is_foreign(fields, self._config.pair_ids):
@@ -536,17 +535,11 @@ class Scheduler:
                 keep_private(request)
             self._traces.begin_load(request)
 
-    def _note(self, reason: str, detail: str = "") -> None:
-        """Add to the history that `nixl-kv status` shows."""
-        if self._directory is not None:
-            self._directory.history.count(reason, detail=detail)
-
     def _refuse(self, request: Request, reason: str, detail: str) -> str:
         """Follow on_load_failure; returns the outcome for the log.
 
         '' if `pop_failed` ends the request and logs that, because its media may be stand-ins.
         """
-        self._note(f"ticket_{reason}", detail)
         request_id, params = RequestId(request.request_id), request.kv_transfer_params
         self._traces.refuse(request, reason)
         if not (request.abort_immediately or self._is_prefill_leg(params)):

@@ -19,7 +19,6 @@ from typing import Final
 
 import nixl_kv
 from nixl_kv.addresses import is_local
-from nixl_kv.engine.history import History
 from nixl_kv.errors import (
     ForeignVersion,
     LimitedLog,
@@ -102,7 +101,6 @@ class DirectoryServer:
         self.weights = weights
         self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
         self._has_key = has_key
-        self.history = History()  # of the scheduler; ranks keep their own
         self._released: deque[Nonce] = deque()  # by decode; not told yet
         # The route to each offer's watcher, oldest first; UNWATCHED if decode was quicker.
         self._watched: dict[Nonce, bytes] = {}
@@ -225,7 +223,7 @@ class DirectoryServer:
                 "weights": self.weights,
             },
             totals={"ranks": 0 if own is None else len(own[0].ranks)},
-            lists={"failures": self.history.listed()},
+            lists={},
         )
 
     def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:

@@ -26,7 +26,6 @@ import msgspec
 from nixl_kv.config import Config
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.history import History
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.engine.serving import Serving
@@ -407,7 +406,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         features=features,
         slots=slots,
         event_log=event_log,
-        history=History(),
         counts=counts,
         description=description,
     )

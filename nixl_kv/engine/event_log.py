@@ -1,14 +1,15 @@
 """The last 10,000 transitions of a rank's state machines.
 
 The log is always on, because a transition costs about a microsecond. `nixl-kv status --request` and
-the log line of a failed load show them.
+the log line of a failed load show them. `nixl-kv doctor` and `status` show the loads that failed.
 """
 
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from nixl_kv.errors import MAX_ID, get_logger, printable, shown_id
 from nixl_kv.protocol import events
@@ -22,6 +23,10 @@ MAX_CAUSE: Final = 300
 ID_START: Final = 64  # characters by which an id is found that was cut; its record has more
 # Instead of a part of a request id: the events of all requests and peers.
 EVERY_REQUEST: Final = "*"
+
+RECENT_S: Final = 300.0  # older failures say little about the present state of the engine
+MAX_REQUESTS: Final = 3  # ids in a record of failures; `status --request` shows each one's story
+DROPPED: Final = events.FailureKind.DROPPED.value
 
 
 class EventLog:
@@ -77,6 +82,39 @@ class EventLog:
             if event.request in last or (not event.request and event.peer in peers)
         ]
         return found[-limit:]
+
+    @property
+    def failures_span_s(self) -> float:
+        """How far back `failures` sees: less than RECENT_S if newer events fill the log."""
+        if len(self._events) < (self._events.maxlen or 0):
+            return RECENT_S
+        return min(RECENT_S, max(0.0, self._clock() - self._events[0][0]))
+
+    def failures(self) -> list[dict[str, Any]]:
+        """The loads that failed in the last RECENT_S, by peer and reason, most frequent first.
+
+        These are records of a `Status`. Loads that vLLM cancelled are not failures.
+        """
+        now = self._clock()
+        found: dict[tuple[str, str], list[tuple[float, events.Transition]]] = {}
+        for when, event in itertools.takewhile(
+            lambda each: each[0] > now - RECENT_S, reversed(self._events)
+        ):
+            if event.reason not in ("", DROPPED):
+                found.setdefault((event.peer, event.reason), []).append((when, event))
+        records: list[dict[str, Any]] = [
+            {
+                "peer": peer,
+                "reason": reason,
+                "num_loads": len(ends),
+                "latest_ago_s": max(0.0, now - ends[0][0]),
+                "requests": [event.request for _, event in ends[:MAX_REQUESTS]],  # latest first
+                "detail": ends[0][1].cause,
+            }
+            for (peer, reason), ends in found.items()
+        ]
+        records.sort(key=lambda record: -record["num_loads"])
+        return records[:MAX_LISTED]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
         """The events of one request in at most `limit` lines, with seconds since the first."""

@@ -16,7 +16,6 @@ import msgspec
 
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.history import History
 from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import (
     REQUEST_LINES,
@@ -76,11 +75,6 @@ USABLE: Final[Mapping[type, str]] = {
     events.PeerReadable: "%s can be read again",
     events.PeerReachable: "%s can be reached again",
 }
-# Ends of offers whose KV no engine read, although it was computed and held for one.
-OFFER_FAULTS: Final = frozenset(events.OfferEnd) - {
-    events.OfferEnd.READ,
-    events.OfferEnd.NOT_NEEDED,
-}
 OVERDUE: Final = (
     "engine %r has read the KV of request %s for so long that it must hang or lie: its blocks are "
     "taken back, and the engine will find its read void; restart it"
@@ -113,7 +107,6 @@ class Parts:
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
-    history: History
     counts: events.Counts  # since they were last published
     description: messages.RankDescription
 
@@ -531,7 +524,6 @@ class Loop:
         self._doubted.discard(endpoint)
         if is_used:
             self.parts.counts.count("lost_peers")
-            self.parts.history.count("lost", peer=endpoint, detail=lost.reason)
             self._log.warning("lost %s (%s); loads that need it fail", endpoint, lost.reason)
         self._handle(events.EndpointLost(endpoint, lost.reason))
 
@@ -671,7 +663,6 @@ class Loop:
                 logger.warning(USABLE[type(action)], action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
-                self.parts.history.count("ask_denied", detail=action.reason)
                 message = "denied an ask for offer %s: %s"
                 self._log.warning(message, short(action.nonce), action.reason)
 
@@ -697,11 +688,8 @@ class Loop:
         if not self.outstanding.settle(report):
             return
         if isinstance(report, events.OfferEnded):
-            reader = report.reader or ""
-            if report.end in OFFER_FAULTS:
-                self.parts.history.count(f"offer_{report.end.value}", peer=reader)
             if report.end is events.OfferEnd.OVERDUE:
-                self._log.warning(OVERDUE, reader, report.request)
+                self._log.warning(OVERDUE, report.reader or "", report.request)
             return
         self._on_load_ended()
         if report.failure is not None:
@@ -713,8 +701,6 @@ class Loop:
         if failure.kind is events.FailureKind.DROPPED:
             self._request_log.info("request %s: its load was cancelled", request)
             return
-        peer = "" if report.peer is None else f"{report.peer.engine} at {report.peer.endpoint}"
-        self.parts.history.count(failure.kind.value, peer=peer, detail=failure.detail)
         where = f"{failure.kind.value}; {report.peer}" if report.peer else failure.kind.value
         message = "request %s: KV not loaded: %s (%s)"
         if failure.is_known:

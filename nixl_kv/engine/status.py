@@ -36,6 +36,7 @@ def build_status(
             "roles": roles,
             "uptime_s": now - started_at,
             "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
+            "failures_span_s": parts.event_log.failures_span_s,
         },
         totals={
             "peers": len(peers),
@@ -49,7 +50,7 @@ def build_status(
             "events": len(parts.event_log),
         },
         lists={
-            "failures": parts.history.listed(),
+            "failures": parts.event_log.failures(),
             "circuits": [
                 {
                     "engine": circuit.key.engine,

@@ -36,6 +36,7 @@ class Transition(NamedTuple):
     after: str
     cause: str  # the event's type and details
     num_bytes: int = 0
+    reason: str = ""  # why a load ended as FAILED: the value of a FailureKind
 
 
 Record: TypeAlias = Callable[[Transition], None]

@@ -597,7 +597,7 @@ class Load:
         start, failure, is_good = self.start, self.failure, self.failure is None
         cause = "" if failure is None else str(failure)
         before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"
-        self._record(before, after, cause)
+        self._record(before, after, cause, "" if failure is None else failure.kind.value)
         if start is None:
             return []
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
@@ -626,8 +626,9 @@ class Load:
         read.moved_at = now
         self.queue.note_progress((self.claim, read.rank), now)
 
-    def _record(self, before: str, after: str, cause: str) -> None:
-        self.record(events.Transition(self.request, self.peer_name, before, after, cause))
+    def _record(self, before: str, after: str, cause: str, reason: str = "") -> None:
+        about = (self.request, self.peer_name)
+        self.record(events.Transition(*about, before, after, cause, reason=reason))
 
     def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
         detail = event.failure.kind.value if isinstance(event, Cancelled) else ""

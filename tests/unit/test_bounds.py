@@ -20,7 +20,6 @@ from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.engine.directory import DirectoryServer
-from nixl_kv.engine.history import History
 from nixl_kv.errors import LimitedLog
 from nixl_kv.ids import (
     ANY_ENGINE,
@@ -90,13 +89,6 @@ def kinds_of_log_lines() -> Growth:
     for number in range(MANY):
         log.warning("dropped %d", number, about=f"peer {number}")
         yield len(log._kinds)
-
-
-def kinds_of_faults() -> Growth:
-    history = History(Clock())
-    for number in range(MANY):
-        history.count("late", peer=f"peer {number}")
-        yield len(history._kinds)
 
 
 # --- asks that precede their offer
@@ -307,7 +299,6 @@ def buffers_of_copies() -> Growth:
 
 TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "errors.MAX_KINDS": (kinds_of_log_lines,),
-    "engine.history.MAX_KINDS": (kinds_of_faults,),
     "engine.directory.MAX_HINTS": (hints,),
     "protocol.messages.MAX_WATCHED": (watched_offers, offers_released_before_they_are_watched),
     "protocol.messages.MAX_CLAIMS": (reads_from_a_rank,),
@@ -349,7 +340,8 @@ NO_TABLES: Final = {
     *["protocol.load.MAX_TIMEOUTS", "protocol.peers.MAX_BREAKS", "protocol.peers.MAX_UNREADABLE_S"],
     *["transport.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
-    *["engine.history.MAX_DETAIL", "protocol.messages.MAX_REASON", "protocol.ticket.MAX_LENGTH"],
+    *["engine.event_log.MAX_REQUESTS", "protocol.messages.MAX_REASON"],
+    "protocol.ticket.MAX_LENGTH",
     *[
         "protocol.ticket.MAX_REASON",
         "protocol.ticket.MAX_WHY",

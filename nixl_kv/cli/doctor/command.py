@@ -4,24 +4,18 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from nixl_kv.cli.client import endpoints_at
-from nixl_kv.cli.doctor import engines, host, report, settings
-from nixl_kv.cli.doctor.report import Group, skipped
+from nixl_kv.cli.doctor import engines, host, report
+from nixl_kv.cli.doctor.report import Group
 from nixl_kv.cli.options import AsJson, Insecure, KeyFile, errors_exit
 from nixl_kv.cli.tables import open_console
-from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
-
-NO_ADDRESS: Final = (
-    f"neither --config nor {HOST_VARIABLE} or {PORT_VARIABLE} says how an engine of this host is "
-    "reached"
-)
 
 
-def doctor(  # noqa: PLR0913 - options
+def doctor(
     at: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="This host's engine, if it runs."),
@@ -30,33 +24,21 @@ def doctor(  # noqa: PLR0913 - options
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="An engine to reach from here. May be repeated."),
     ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="The engine's --kv-transfer-config, or its kv_connector_extra_config alone.",
-        ),
-    ] = None,
     key_file: KeyFile = None,
     *,
     insecure: Insecure = False,
-    self_test: Annotated[
-        bool,
-        typer.Option("--self-test", help="Two processes here read 64 MiB from each other."),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this host, an engine's settings, and the engines that it must reach.
+    """Check the limits of this host, the key, and the engines that this host must reach.
 
-    Run it before an engine starts, or while engines run, on any host or in any pod. It starts
-    nothing and changes nothing. It exits with 0, with 1 for warnings, or with 2 for errors.
+    Run it on any host or in any pod, before engines start or while they run. It starts nothing and
+    changes nothing. It exits with 0, with 1 for warnings, or with 2 for errors.
     """
     with errors_exit():
-        setup = settings.Setup.parse(config)
         if at is not None:
             endpoints_at(at, option="--at")
     console, done = open_console(), []
-    for group in _groups(setup, at, peer or [], key_file, insecure=insecure, self_test=self_test):
+    for group in _groups(at, peer or [], key_file, insecure=insecure):
         done.append(group)
         if not as_json:
             report.print_group(console, group)
@@ -69,47 +51,19 @@ def doctor(  # noqa: PLR0913 - options
 
 
 def _groups(
-    setup: settings.Setup,
-    at: str | None,
-    peers: list[str],
-    key_file: Path | None,
-    *,
-    insecure: bool,
-    self_test: bool,
+    at: str | None, peers: list[str], key_file: Path | None, *, insecure: bool
 ) -> Iterator[Group]:
     """Each group of checks, as soon as it is done."""
-    environ = os.environ
-    gpus = host.find_gpus()
-    yield report.run("versions", host.check_versions)
-    yield report.run("limits", host.check_limits)
-    yield report.run("transports", lambda: host.check_transports(environ))
-    yield "GPUs", [host.check_gpus(gpus)]
-    read = settings.read_config(setup, environ)
-    config = read if isinstance(read, Config) else None
-    yield report.run("settings", lambda: settings.check_settings(setup, read, environ))
-    keys, checks = settings.check_key(config, key_file, insecure=insecure)
-    yield "key", checks
-    is_given = setup.is_given or any(environ.get(name) for name in (HOST_VARIABLE, PORT_VARIABLE))
-    if config is not None and at is None:
-        if is_given or not peers:
-            yield report.run(
-                "address",
-                lambda: settings.check_address(config, keys, peers, is_prefill=setup.is_prefill),
-            )
-        else:
-            yield "address", [skipped("host and port", NO_ADDRESS)]
+    yield report.run("limits", lambda: host.check_limits(os.environ))
+    keys, check = engines.check_key(key_file, insecure=insecure)
+    yield "key", [check]
     own, found = None, []
     if at is not None:
-        own, checks = engines.check_engine(at, "--at", keys, config)
+        own, checks = engines.check_engine(at, "--at", keys)
         yield f"engine {at}", checks
     for peer in peers:
-        engine, checks = engines.check_engine(peer, "--peer", keys, config if is_given else None)
+        engine, checks = engines.check_engine(peer, "--peer", keys)
         found += [] if engine is None else [engine]
         yield f"peer {peer}", checks
     if own or found:
         yield report.run("engines together", lambda: engines.check_together(own, found))
-    if self_test:
-        from nixl_kv.cli.doctor.self_test import check_reads  # noqa: PLC0415 - seldom wanted
-
-        num_gpus = len(gpus.names) if gpus else 0
-        yield report.run("self-test", lambda: check_reads(config or Config(), num_gpus))

@@ -1,4 +1,4 @@
-"""Checks of running engines: whether they answer, how they are, and whether pairs of them fit."""
+"""Checks of the key and of running engines: do they answer, do they work, do pairs of them fit?"""
 
 import itertools
 import os
@@ -13,10 +13,9 @@ from nixl_kv import addresses
 from nixl_kv.cli import client, compare
 from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
-from nixl_kv.cli.status import engine_text, merged_failures
+from nixl_kv.cli.status import engine_text, recent_failures
 from nixl_kv.cli.tables import duration_text
-from nixl_kv.config import Config
-from nixl_kv.errors import IncompatiblePeer
+from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host
 from nixl_kv.protocol.messages import Status
@@ -24,9 +23,9 @@ from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
 
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
-SOON_S: Final = 600.0  # a failure in the last ten minutes is a warning
 MAX_PAIRS: Final = 64
 
+KEYGEN: Final = "make a key with `nixl-kv keygen`, and set key_file on every engine"
 FIREWALL: Final = (
     "let its firewall, security group or NetworkPolicy pass TCP from this host to its port and to "
     "the ports of its ranks (docs/operations.md, Firewall)"
@@ -54,8 +53,23 @@ def _roles(engine: EngineAnswer) -> str:
     return str(statuses[0].facts.get("roles")) if statuses else ""
 
 
+def check_key(path: Path | None, *, insecure: bool) -> tuple[client.AnyKeys, Check]:
+    """The key with which to ask engines, and the check of it."""
+    try:
+        keys = client.read_keys(path, insecure=insecure)
+    except (ValueError, ConfigError) as reason:
+        return None, error("key", str(reason), KEYGEN)
+    if keys is None and not insecure:
+        about = "none; the first engine of this user on this machine will make one"
+        return None, ok("key", f"{about}; engines of several machines need one to share: {KEYGEN}")
+    if keys is None:
+        about = "none: every process that reaches the engine's ports may read KV and drain it"
+        return None, warning("key", about, KEYGEN)
+    return keys, ok("key", f"its fingerprint is {keys.fingerprint}; engines log theirs at start")
+
+
 def check_engine(
-    where: str, option: str, keys: client.AnyKeys, config: Config | None
+    where: str, option: str, keys: client.AnyKeys
 ) -> tuple[EngineAnswer | None, list[Check]]:
     """Connect to an engine, then ask it and its ranks for all that they tell."""
     try:
@@ -64,19 +78,8 @@ def check_engine(
         fix = "give HOST:PORT as the engine logs it at start"
         return None, [error("address", str(reason), fix)]
     hosts = [endpoint_host(endpoint) for endpoint in endpoints]
-    is_peer = option == "--peer"
-    checks = [
-        error(
-            "peers",
-            f"{host} is not among the allowed hosts {config.allowed_hosts}",
-            "add the peer's network to 'peers'",
-        )
-        for host in hosts
-        if is_peer and config is not None and not config.allowed_hosts.allows(host)
-    ]
-    connected = [_connect(endpoint) for endpoint in endpoints]
-    checks += connected
-    if all(check.fix for check in connected):
+    checks = [_connect(endpoint) for endpoint in endpoints]
+    if all(check.fix for check in checks):
         return None, checks
     try:
         engine = client.engine_at(where, keys, option=option)
@@ -94,7 +97,7 @@ def check_engine(
         about = f"its ranks listen on {local[0]}, which other hosts cannot reach"
         fix = "set its host to auto, or to an address that other machines reach"
         checks.append(error("addresses", about, fix))
-    elif is_peer and "prefill" in _roles(engine):
+    elif option == "--peer" and "prefill" in _roles(engine):
         checks.append(_path_from(engine.description.ranks[0].agent))
     return engine, checks
 
@@ -170,19 +173,20 @@ def _unusable(engine: EngineAnswer) -> list[dict[str, Any]]:
 
 
 def _failures(engine: EngineAnswer) -> Check:
-    name, failures = "failures in the last hour", merged_failures(engine)
+    name, (failures, span_s) = "failed loads", recent_failures(engine)
+    if not span_s:
+        return skipped(name, "no rank tells")
+    when = f"in the last {duration_text(span_s)}"
     if not failures:
-        return ok(name, "none")
+        return ok(name, f"none {when}")
     shown = "; ".join(
-        f"{record.get('num_last_hour')} x {record.get('reason')}"
-        + (f" ({record.get('peer')})" if record.get("peer") else "")
-        + (f": {record.get('detail')}" if record.get("detail") else "")
+        f"{record.get('num_loads')} x {record.get('reason')} ({record.get('peer')}): "
+        f"{record.get('detail')}; such as {', '.join(map(str, record.get('requests', ())))}"
         for record in failures[:MAX_SHOWN]
     )
-    if min(float(record.get("latest_ago_s") or 0) for record in failures) > SOON_S:
-        return ok(name, f"none in the last 10 minutes; before: {shown}")
+    more = f"; and {len(failures) - MAX_SHOWN} more kinds" if len(failures) > MAX_SHOWN else ""
     fix = f"run `nixl-kv status --at {engine.where}`; docs/runbook.md explains the reasons"
-    return warning(name, shown, fix)
+    return warning(name, f"{when}: {shown}{more}", fix)
 
 
 def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
@@ -241,7 +245,7 @@ def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
     fix = f"run `nixl-kv plan --prefill-at {prefill.where} --decode-at {decode.where}`"
     try:
         comparison = compare.judge(decode, prefill)
-    except (ValueError, IncompatiblePeer) as reason:
+    except IncompatiblePeer as reason:
         return error(name, str(reason), fix)
     mismatches = [Mismatch(*each.values()) for each in comparison["mismatches"]]
     if [each.field for each in mismatches] == ["weights"]:
@@ -252,4 +256,4 @@ def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:
     if mismatches:
         shown = "; ".join(map(str, mismatches[:MAX_SHOWN]))
         return error(name, f"{shown} ('here' is decode), so decode computes", fix)
-    return ok(name, f"they fit; {comparison['total']['links']} pairs of ranks")
+    return ok(name, f"they fit; {len(comparison['links'])} pairs of ranks")

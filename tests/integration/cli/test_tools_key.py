@@ -62,15 +62,13 @@ def test_the_engines_key_is_not_in_the_file(engine: LocalEngine, tools: Path) ->
 
 
 def test_questions_are_answered(
-    engine: LocalEngine, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, option = address(engine), f"--key-file {tools}"
-    out = tmp_path / "trace.json"
     for command in (
         f"status --at {where}",
         f"ready --at {where}",
         f"plan --prefill-at {where} --decode-at {where}",
-        f"trace --at {where} --out {out}",
     ):
         result = nixl_kv(command, option)
         assert result.exit_code == 0, result.stderr

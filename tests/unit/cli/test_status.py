@@ -45,6 +45,7 @@ def rank_status(rank: int = 0, events_since: float | None = T0, **lists: Any) ->
             "roles": "prefill and decode",
             "uptime_s": 3725.0,
             "events_since": events_since,
+            "failures_span_s": 300.0 - rank,
         },
         totals={name: len(lists[name]) for name in ("peers", "links", "offers", "loads")},
         lists=lists,
@@ -59,7 +60,7 @@ def engine_status(
         incarnation=Incarnation("0" * 32),
         facts={**facts, "draining_s": draining_s, "num_awaited": 2, "weights": weights},
         totals={"ranks": 1},
-        lists={"failures": [], **lists},
+        lists=lists,
     )
 
 
@@ -71,9 +72,9 @@ def answered(
     return EngineAnswer("10.0.0.1:5600", described_as, engine or engine_status(), ranks)
 
 
-def failure(peer: str, reason: str, last_hour: int) -> dict[str, Any]:
-    times = {"num_last_10_min": 0, "num_last_hour": last_hour, "latest_ago_s": 700.0}
-    return {"peer": peer, "reason": reason, **times, "detail": "why"}
+def failure(peer: str, reason: str, num_loads: int) -> dict[str, Any]:
+    latest = {"latest_ago_s": 70.0, "requests": ["d2", "d1"], "detail": "why"}
+    return {"peer": peer, "reason": reason, "num_loads": num_loads, **latest}
 
 
 def event(seconds: float, request: str, after: str, **fields: Any) -> dict[str, Any]:
@@ -157,15 +158,16 @@ def test_a_drained_engine_looks_drained_and_one_without_a_status_says_why(
 
 
 def test_failures_of_all_ranks_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank has a share of each load; the scheduler refuses tickets."""
+    """Each rank has a share of each load. One of them sees less of the past."""
     ranks = [rank_status(n, failures=[failure("P", "late", 3 + n)]) for n in range(2)]
-    refused = engine_status(failures=[failure("", "ticket_key", 9)])
-    assert printed(capsys, *ranks, engine=refused)[2:7] == [
-        "failures in the last hour:",
-        "peer reason last 10 min last hour latest",
-        "ticket_key 0 9 11 min 40 s ago",
-        "P late 0 4 11 min 40 s ago",
-        "ticket_key: why",
+    ranks[0].lists["failures"].append(failure("P", "denied", 9))
+    assert printed(capsys, *ranks)[2:8] == [
+        "loads that failed in the last 4 min 59 s:",
+        "peer reason loads latest requests",
+        "P denied 9 1 min 10 s ago d2, d1",
+        "P late 4 1 min 10 s ago d2, d1",
+        "P, denied: why",
+        "P, late: why",
     ]
 
 
@@ -291,8 +293,8 @@ def test_no_text_can_control_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     """Names of lists, keys, ids, and values of any type are escaped."""
     lists: dict[str, Any] = {"li\x1bst": [{"ke\x1by": "te\x1bxt", "more": [["\x1b"]]}]}
     status = msgspec.structs.replace(rank_status(), facts={"roles": "\x1b"}, lists=lists)
-    hostile = [failure("\x1b", "\x1b", 1)]
-    engine = engine_status(weights="\x1b", failures=hostile)
+    lists["failures"] = [failure("\x1b", "\x1b", 1)]
+    engine = engine_status(weights="\x1b")
     print_status(open_console(), answered(status, engine=engine), None)
     assert "\x1b" not in capsys.readouterr().out
     story = [event(n, f"d\x1b[2J[red]:smile:\n{n}", "PREPARED") for n in range(2)]
@@ -312,7 +314,7 @@ def test_json_has_all_keys() -> None:
         "extras": {},
         "tp": 2,
         "pp": 1,
-        "status": {**engine_status(5.0).facts, "failures": []},
+        "status": engine_status(5.0).facts,
     }
     assert first == {
         "rank": 0,

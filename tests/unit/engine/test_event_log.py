@@ -5,9 +5,18 @@ import logging
 
 import pytest
 
-from nixl_kv.engine.event_log import EVERY_REQUEST, KEPT, MAX_CAUSE, EventLog, describe
+from nixl_kv.engine.event_log import (
+    EVERY_REQUEST,
+    KEPT,
+    MAX_CAUSE,
+    MAX_REQUESTS,
+    RECENT_S,
+    EventLog,
+    describe,
+)
 from nixl_kv.errors import MAX_ID
 from nixl_kv.protocol.events import OVER, Transition
+from nixl_kv.protocol.messages import MAX_LISTED
 
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
 CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
@@ -81,6 +90,13 @@ def test_requests_are_found_by_a_part_of_their_id() -> None:
     assert transitions_of(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
     assert log.story("abc", exact=True) == log.story("") == []
     assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
+
+
+def test_every_request_means_the_last_events_of_all_subjects() -> None:
+    transitions = [READY, prepared("d1"), prepared("d2")]
+    log = log_of(*transitions)
+    assert transitions_of(log.story(EVERY_REQUEST)) == transitions
+    assert transitions_of(log.story(EVERY_REQUEST, limit=2)) == transitions[1:]
 
 
 def test_the_peers_events_are_told_while_the_request_lives() -> None:
@@ -166,3 +182,84 @@ def test_long_ids_are_cut_and_still_found() -> None:
     log.record(prepared(hostile))
     assert len(log.story(hostile, exact=True)) == 1
     assert describe(log.story(hostile, exact=True)[0][1]).isprintable()
+
+
+# --- the loads that failed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def failed(request: str, reason: str, peer: str = ENGINE) -> Transition:
+    cause = f"cause of {request} ({reason})"
+    return Transition(request, peer, "STARTED", "FAILED", cause, reason=reason)
+
+
+def test_failed_loads_are_counted_by_peer_and_reason() -> None:
+    clock = Clock()
+    log = EventLog(clock)
+    for number in range(5):
+        log.record(prepared(f"d{number}"))
+        log.record(moved(f"d{number}", "READING", "FAILED"))
+        log.record(failed(f"d{number}", "late"))
+    log.record(failed("d5", "denied"))
+    log.record(failed("d6", "dropped"))
+    log.record(ended("d7"))
+    clock.now += 2.5
+    first, second = log.failures()
+    assert first == {
+        "peer": ENGINE,
+        "reason": "late",
+        "num_loads": 5,
+        "latest_ago_s": 2.5,
+        "requests": ["d4", "d3", "d2"][:MAX_REQUESTS],
+        "detail": "cause of d4 (late)",
+    }
+    assert (second["reason"], second["requests"]) == ("denied", ["d5"])
+
+
+def test_older_failures_are_forgotten() -> None:
+    clock = Clock()
+    log = EventLog(clock)
+    log.record(failed("d1", "late"))
+    clock.now += RECENT_S - 1
+    log.record(failed("d2", "late"))
+    assert [each["requests"] for each in log.failures()] == [["d2", "d1"]]
+    clock.now += 1
+    assert [each["requests"] for each in log.failures()] == [["d2"]]
+    clock.now += RECENT_S
+    assert log.failures() == []
+    assert log.failures_span_s == RECENT_S
+
+
+def test_a_clock_that_is_set_back_hides_no_failure() -> None:
+    clock = Clock()
+    log = EventLog(clock)
+    log.record(failed("d1", "late"))
+    clock.now -= 500
+    (failure,) = log.failures()
+    assert failure["latest_ago_s"] == 0
+
+
+def test_a_full_log_says_how_far_back_it_sees() -> None:
+    clock = Clock()
+    log = EventLog(clock, kept=3)
+    for number in range(4):
+        log.record(prepared(f"d{number}"))
+        clock.now += 10
+    assert log.failures_span_s == 30
+    clock.now += RECENT_S
+    assert log.failures_span_s == RECENT_S
+
+
+def test_a_list_of_failures_is_bounded() -> None:
+    """A client may invent peers."""
+    log = EventLog()
+    for number in range(MAX_LISTED + 5):
+        log.record(failed("d", "late", peer=f"engine {number}"))
+    assert len(log.failures()) == MAX_LISTED

@@ -2,9 +2,11 @@
 
 import pytest
 
+from nixl_kv.engine.event_log import RECENT_S
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import MAX_ID
 from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, short
+from nixl_kv.protocol.events import CancelLoad
 from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest, decode_to_tool, encode
 from support.records import prepare_offer
 from support.stepped import MakeWorld, Stepped, World
@@ -32,8 +34,8 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     rank = make_world(roles=(roles, roles)).prefill
     answer = status(rank)
     assert answer.incarnation == rank.parts.description.incarnation
-    facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10, "events_since": None}
-    assert answer.facts == facts
+    facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10}
+    assert answer.facts == {**facts, "events_since": None, "failures_span_s": RECENT_S}
     assert set(answer.totals.values()) == {0}
     names = ("failures", "circuits", "peers", "links", "offers", "loads", "story")
     assert answer.lists == {name: [] for name in names}
@@ -117,20 +119,21 @@ def test_failures_and_circuits_outlive_the_peer(world: World) -> None:
     assert circuit.pop("next_probe_in_s") is None or circuit["state"] == "OPEN"
     assert (circuit["engine"], circuit["endpoint"]) == ("prefill", endpoint)
     assert circuit["num_failures"] >= 2
-    names = ("peer", "reason", "detail", "num_last_hour")
-    assert {tuple(each[name] for name in names) for each in answer.lists["failures"]} == {
-        (endpoint, "lost", "cannot connect", 2),
-        (f"prefill at {endpoint}", "unreachable", f"{endpoint}: cannot connect", 2),
-    }
+    (failure,) = answer.lists["failures"]
+    assert (failure["peer"], failure["reason"]) == (
+        f"engine 'prefill' at {endpoint}",
+        "unreachable",
+    )
+    assert (failure["num_loads"], failure["requests"]) == (2, ["d2", "d1"])
+    assert f"{endpoint}: cannot connect" in failure["detail"]
 
 
-def test_offers_that_nobody_reads_are_failures_of_prefill(world: World) -> None:
-    world.prefill.offer(1, TABLE, 11)
+def test_a_load_that_was_cancelled_is_not_a_failure(world: World) -> None:
+    granted(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
     world.run()
-    world.clock.now += world.config.offer_ttl_s + 1
-    world.run()
-    (failure,) = status(world.prefill).lists["failures"]
-    assert (failure["peer"], failure["reason"]) == ("", "offer_unclaimed")
+    assert status(world.decode, "d1").lists["story"][-1]["after"] == "FAILED"
+    assert status(world.decode).lists["failures"] == []
 
 
 def test_long_ids_of_requests_are_cut(world: World) -> None:
