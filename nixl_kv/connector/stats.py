@@ -31,7 +31,7 @@ from nixl_kv.errors import TICKET_REASONS, get_logger
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events, peers
 from nixl_kv.protocol.ticket import WIRE_VERSION
-from nixl_kv.transport import descriptors
+from nixl_kv.transport import ports
 
 logger = get_logger(__name__)
 
@@ -241,7 +241,7 @@ class Stats(KVConnectorStats):
         if now < self._descriptors_at:
             return
         self._descriptors_at = now + DESCRIPTORS_S
-        count, limit = descriptors.num_open(), descriptors.limit()
+        count, limit = ports.num_descriptors(), ports.max_descriptors()
         self.measure("open_descriptors", count)
         if limit is not None and count > limit * DESCRIPTORS_SHARE and now >= self._warn_at:
             self._warn_at = now + WARN_S

@@ -29,7 +29,6 @@ from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.pair_slots import PairSlots
-from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout, Span
@@ -44,6 +43,7 @@ from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, SlotPage, Transport
+from nixl_kv.transport.ucx.serving import Serving
 from nixl_kv.verify.queue import open_digests
 
 logger = get_logger(__name__)
@@ -369,7 +369,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             spec.make_transport,
             lambda agent: register(agent, layout, slots, served),
             background=spec.make_background(1),
-            counts=counts,
+            measure=counts.measure,
             clock=spec.clock,
         )
         undo.callback(serving.close)

@@ -17,7 +17,6 @@ import msgspec
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.history import History
-from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import (
     REQUEST_LINES,
     ForeignVersion,
@@ -44,6 +43,7 @@ from nixl_kv.transport.base import (
     Received,
     SlotPage,
 )
+from nixl_kv.transport.ucx.serving import Serving
 from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)

@@ -26,14 +26,14 @@ SCARCE = """
 import random, resource
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
-from nixl_kv.transport import descriptors
 from nixl_kv.transport.nixl import nixl_transport
+from nixl_kv.transport.ports import num_descriptors
 random_ = random.Random(1)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 refused = 0
 for _ in range(20):
     free = random_.randrange(1, 40)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors.num_open() + free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + free, hard))
     try:
         nixl_transport(Config(), "DRAM").close()
     except TransportError as error:

@@ -26,7 +26,7 @@ from harness.local.caches import Sizes
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.engine import admission
 from nixl_kv.protocol import peers as peers_module
-from nixl_kv.transport.ports import UcxPorts
+from nixl_kv.transport.ucx.ports import UcxPorts
 from support.integration import CONFIG
 from support.processes import Side, SideProcess, wait_for
 

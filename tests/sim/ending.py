@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nixl_kv.engine.loop import LINK_KEPT_S, Parts
-from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.transport.ucx.serving import LINGER_S
 from sim.cache import CONTENT
 from sim.engine import Engine
 from sim.invariants import Invariants

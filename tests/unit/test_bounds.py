@@ -340,14 +340,14 @@ ELSEWHERE: Final = {
     "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
     "reading.paths.MAX_SLICES": "reading/test_paths.py",
     "transport.ports.MAX_CONNECTIONS": "transport/test_zmq.py",
-    "transport.tcp.paced.MAX_STREAMS": "transport/tcp/test_paced.py",
+    "transport.ucx.paced.MAX_STREAMS": "transport/ucx/test_paced.py",
     "transport.zmq.MAX_BATCH": "transport/test_zmq.py",
 }
 NO_TABLES: Final = {
     # seconds, attempts, characters, and numbers that people read
     *["protocol.breaker.MAX_FAILURES", "protocol.breaker.MAX_PAUSE_S", "protocol.load.MAX_LOST"],
     *["protocol.load.MAX_TIMEOUTS", "protocol.peers.MAX_BREAKS", "protocol.peers.MAX_UNREADABLE_S"],
-    *["transport.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
+    *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["engine.history.MAX_DETAIL", "protocol.messages.MAX_REASON", "protocol.ticket.MAX_LENGTH"],
     *[
@@ -359,7 +359,7 @@ NO_TABLES: Final = {
     *["connector.plugin.MAX_SHOWN", "errors.MAX_ID", "protocol.ticket.MAX_NAME"],
     *["config.MAX_SHOWN", "config.MAX_MISS", "config.MAX_SECONDS"],
     # characters of a key file; addresses of one process, and how many fit into one kernel filter
-    *["keys.MAX_TEXT", "transport.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
+    *["keys.MAX_TEXT", "transport.ucx.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
     *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout

@@ -19,7 +19,7 @@ import nixl_kv
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
 from nixl_kv.cli.tables import num_bytes_text
 from nixl_kv.geometry.layout import Memory
-from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import HostFacts, make_rule, ucx_settings
 
 ROOT: Final = Path("/")
 
@@ -144,7 +144,7 @@ def check_transports(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[
         about = f"is {setting}, but this host has no {', '.join(unknown)}"
         fix = f"use devices of this host: {', '.join(sorted(here))}"
         yield error("UCX_NET_DEVICES", about, fix)
-    place = Place.find(settings, root)
+    place = HostFacts.find(settings, root)
     yield _rdma(devices, root, is_usable=place.has_rdma)
     name, tls = "between processes of this host", settings.get("TLS", "all")
     has_gpus = any((root / "dev").glob("nvidia[0-9]*"))
@@ -171,7 +171,7 @@ def check_transports(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[
 
 
 def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
-    here = Place("host", "namespace", has_rdma=False)
+    here = HostFacts("host", "namespace", has_rdma=False)
     return not make_rule(here, settings, memory)(here.suffix())
 
 

@@ -23,7 +23,7 @@ from nixl_kv.config import Config
 from nixl_kv.errors import NixlKVError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.tcp.detect import ONLY_TCP
+from nixl_kv.transport.ucx.detect import ONLY_TCP
 
 NUM_BYTES: Final = 64 << 20
 PIECE: Final = 1 << 20

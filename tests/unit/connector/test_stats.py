@@ -260,9 +260,9 @@ def test_counts_add_up_over_ranks_and_steps(steps: list[list[tuple[str, int]]]) 
 def test_open_descriptors_are_shown_and_few_left_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nixl_kv.transport.descriptors.limit", lambda: 100)
+    monkeypatch.setattr("nixl_kv.transport.ports.max_descriptors", lambda: 100)
     counts = iter([80, 81, 90, 95])
-    monkeypatch.setattr("nixl_kv.transport.descriptors.num_open", lambda: next(counts))
+    monkeypatch.setattr("nixl_kv.transport.ports.num_descriptors", lambda: next(counts))
     stats, sent = Stats(), []
     for now in (0.0, 9.9, 10.0, 20.0, 1000.0):
         stats.measure_descriptors(now)

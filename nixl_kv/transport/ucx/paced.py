@@ -6,7 +6,8 @@ UCX 1.23 aborts the *owner's* process (docs/protocol.md, Over TCP). So each conn
 piece at a time, which fits into one TCP segment of UCX. To hide the round trip, a peer gets several
 connections, each from a NIXL agent of its own; `Window` says how many.
 
-Reads that do not go over TCP pass through to the first agent unchanged.
+Reads that do not go over TCP pass through to the first agent unchanged. Delete this file, with the
+call of `pace` in `transport/nixl.py`, when UCX survives the death of a reader over TCP.
 """
 
 import math
@@ -27,7 +28,7 @@ from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
-from nixl_kv.transport.tcp.detect import ONLY_TCP, IsTcp, Place, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import ONLY_TCP, HostFacts, IsTcp, make_rule, ucx_settings
 
 logger = get_logger(__name__)
 
@@ -186,7 +187,7 @@ def pace(
 ) -> "PacedTransport":
     """Wrap a rank's first agent, which has UCX's settings `engine_config`; `make` makes others."""
     settings = ucx_settings(os.environ, engine_config)
-    own = Place.find(settings)
+    own = HostFacts.find(settings)
     is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
     rule = make_rule(own, settings, memory)
     is_tcp = rule if is_by_rule else (lambda _metadata: config.paced_reads == ON)
