@@ -189,7 +189,8 @@ METRICS: Final[Mapping[str, Metric]] = {**COUNTERS, **GAUGES, **HISTOGRAMS}
 # Reads of a step: `{path: [[seconds, seconds to post, bytes, runs, of these bytes directly], ...]}`
 READS: Final = "reads"
 
-# The metrics of vLLM's own NixlConnector, whose names dashboards and autoscalers know.
+# The metrics of vLLM's own NixlConnector, whose names dashboards and autoscalers know. They are
+# always there: they are 8 names without further labels.
 _BYTES: Final = tuple(float(2 << exponent) for exponent in range(10, 34, 2))
 _RUNS: Final = (10.0, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
 _TIMES: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
@@ -540,11 +541,9 @@ class PromMetrics(KVConnectorPromMetrics):
             **self._make(PREFIX, self._counter_cls, COUNTERS),
             **self._make(PREFIX, gauge, GAUGES),
             **self._make(PREFIX, self._histogram_cls, HISTOGRAMS),
+            **self._make(IN_TREE_PREFIX, self._histogram_cls, IN_TREE_HISTOGRAMS),
+            **self._make(IN_TREE_PREFIX, self._counter_cls, IN_TREE_COUNTERS),
         }
-        self._has_in_tree = config.in_tree_metrics
-        if self._has_in_tree:
-            self._metrics |= self._make(IN_TREE_PREFIX, self._histogram_cls, IN_TREE_HISTOGRAMS)
-            self._metrics |= self._make(IN_TREE_PREFIX, self._counter_cls, IN_TREE_COUNTERS)
         self._show_build(gauge, config)
 
     def _make(self, prefix: str, make: Any, metrics: Mapping[str, Metric]) -> dict[str, Any]:
@@ -598,8 +597,7 @@ class PromMetrics(KVConnectorPromMetrics):
                 else:
                     for each in value:
                         series.observe(each)
-        if self._has_in_tree:
-            self._observe_in_tree(transfer_stats_data, labels)
+        self._observe_in_tree(transfer_stats_data, labels)
 
     def _flatten(self, data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, values) for name, values in data.items() if name in METRICS)

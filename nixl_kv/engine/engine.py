@@ -71,6 +71,13 @@ def _background_threads(count: int) -> Executor:
 
 # Offers that are computed and granted at a time. Others are granted when they are complete.
 NUM_PAIR_SLOTS: Final = 256
+# How long prefill keeps claimed blocks whose reader does not begin to read. Heartbeats renew a
+# lease for ever, so without this bound a decode engine without free blocks would keep prefill's.
+HOLD_S: Final = 60.0
+# How long decode waits until prefill begins to compute a request that it was asked for early. The
+# wait holds no blocks on either side, so it only has to outlast the longest queue that a client
+# waits in.
+WAIT_FOR_PREFILL_S: Final = 3600.0
 
 # Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
@@ -104,6 +111,8 @@ class RankSpec:
     # Simulations replace these:
     num_slots: int | None = None
     num_pair_slots: int = NUM_PAIR_SLOTS
+    hold_s: float = HOLD_S
+    wait_for_prefill_s: float = WAIT_FOR_PREFILL_S
     features: tuple[BuildFeature, ...] = FEATURES
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[int], Executor] = _background_threads
@@ -355,7 +364,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         event_log.record,
         digests.name_slices,
         timeout_s=config.request_timeout_s,
-        wait_for_prefill_s=config.wait_for_prefill_s,
+        wait_for_prefill_s=spec.wait_for_prefill_s,
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
@@ -382,7 +391,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         num_slots=num_slots,
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
-        hold_s=config.hold_s,
+        hold_s=spec.hold_s,
         num_ring_slots=0 if ring is None else ring.num_slots,
     )
     description = messages.RankDescription(

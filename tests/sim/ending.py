@@ -25,7 +25,7 @@ from nixl_kv.transport.ucx.serving import LINGER_S
 from sim.cache import CONTENT
 from sim.engine import Engine
 from sim.invariants import Invariants
-from sim.rank import RankLife
+from sim.rank import HOLD_S, RankLife
 from sim.repeatable import Violation
 from sim.steps import arrive, perform, round_lines
 from sim.world import World
@@ -52,7 +52,7 @@ def _allowed(world: World) -> tuple[float, float]:
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s
     load += LONGEST_LOAD * PAUSE_S
     read = max(load, world.shape.patience) if world.liars else load
-    granted = config.hold_s + RECALL_S + read + config.lease_s
+    granted = HOLD_S + RECALL_S + read + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
     return load, offer + (granted if world.decodes() or world.liars else 0)
 

@@ -255,7 +255,7 @@ def check_gpus(gpus: Gpus | None) -> Check:
         return warning("GPUs", f"{gpus.num_nodes} device files, but torch sees no GPU", fix)
     if gpus.blind:
         pairs = ", ".join(f"{a} to {b}" for a, b in gpus.blind)
-        fix = "set paced_reads to on for engines that use such a pair; see `nvidia-smi topo -p2p r`"
+        fix = "set UCX_TLS=^cuda_ipc for engines that use such a pair; see `nvidia-smi topo -p2p r`"
         return warning("GPUs", f"{shown}; no peer access: {pairs}", fix)
     access = ", each with peer access to the others" if len(gpus.names) > 1 else ""
     return ok("GPUs", f"{shown}{access}")

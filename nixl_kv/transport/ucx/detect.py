@@ -14,7 +14,8 @@ A peer without these facts counts as another host with the reader's own devices.
 Delete this file with `paced.py`: no other part of a rank needs the rule.
 
 The rule is wrong where devices are there but cannot be used: two GPUs of one host without peer
-access, or RDMA devices of unconnected fabrics. Then set `paced_reads` to `on`.
+access, or RDMA devices of unconnected fabrics. Then take them out of `UCX_TLS` or
+`UCX_NET_DEVICES`, which this rule reads as well.
 """
 
 import os

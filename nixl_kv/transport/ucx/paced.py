@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.config import AUTO, ON, Config
+from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
@@ -188,9 +188,8 @@ def pace(
     """Wrap a rank's first agent, which has UCX's settings `engine_config`; `make` makes others."""
     settings = ucx_settings(os.environ, engine_config)
     own = HostFacts.find(settings)
-    is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
     rule = make_rule(own, settings, memory)
-    is_tcp = rule if is_by_rule else (lambda _metadata: config.paced_reads == ON)
+    is_tcp = rule if config.backends[0] == "UCX" else (lambda _metadata: False)
     only_tcp = f"{engine_config},TLS={ONLY_TCP[memory]}"
     make_agent = partial(make, ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
     background = ThreadPoolExecutor(1, "nixl-kv-streams")
