@@ -8,7 +8,6 @@ engine.stop()
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import threading
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -31,7 +29,7 @@ from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
-from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import EngineId, Rank, endpoint_at, endpoint_host, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
@@ -55,14 +53,6 @@ STOP_TIMEOUT_S: Final = 30.0
 # The first and the longest pause between two attempts to close; each is twice as long as the last.
 # An attempt may run a full garbage collection, which keeps the GIL from all other threads.
 CLOSING_PAUSES_S: Final = (0.01, 1.0)
-
-PAGE: Final = 2 << 20
-STEP: Final = 32 * PAGE
-# An engine's start waits for huge pages: 64 MiB take 20 to 300 ms.
-LONGEST_S: Final = 5.0
-HUGEPAGE: Final = 14  # MADV_HUGEPAGE: pages that do not exist yet will be huge
-COLLAPSE: Final = 25  # MADV_COLLAPSE, since Linux 6.1: move existing pages now
-SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _background_threads(count: int) -> Executor:
@@ -285,30 +275,9 @@ def _use_own_gpu(layout: CacheLayout) -> None:
             make_current(layout.device)
 
 
-def use_huge_pages(spans: Iterable[Span]) -> None:
-    """Move a cache in host memory into pages of 2 MiB where the kernel allows it.
-
-    torch allocates pages of 4 KiB. To read another process's memory, the kernel pins each page of
-    it, so reads between processes of one host take a quarter to a third longer from small pages.
-    """
-    if not SETTING.exists() or "[never]" in SETTING.read_text(encoding="utf-8"):
-        return
-    advise = ctypes.CDLL(None).madvise
-    until = time.monotonic() + LONGEST_S
-    for span in spans:
-        begin, end = -(-span.address // PAGE) * PAGE, (span.address + span.length) // PAGE * PAGE
-        for address in range(begin, end, STEP):
-            pages = ctypes.c_void_p(address), ctypes.c_size_t(min(STEP, end - address))
-            advise(*pages, HUGEPAGE)  # a refusal changes nothing
-            if time.monotonic() < until:
-                advise(*pages, COLLAPSE)
-
-
 def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
-    if layout.memory == "DRAM":
-        use_huge_pages(layout.spans)  # before NIXL registers them
     event_log, counts = EventLog(), events.Counts()
     incarnation = new_incarnation()
     digests = open_digests(
