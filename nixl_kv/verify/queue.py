@@ -189,7 +189,8 @@ def open_digests(
     except (ImportError, DigestError) as error:
         if verifies:
             raise ConfigError(
-                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
+                f"verify is on, but this rank cannot digest KV: {error}; install Triton and a C "
+                "compiler for it, or set verify to 'off'"
             ) from error
         logger.warning("loads that read from this rank cannot be verified: %s", error)
     return DigestQueue(layout, digester, counts, clock)

@@ -375,7 +375,7 @@ NO_TABLES: Final = {
     *["reading.staged.copier.MAX_VIEWS", "transport.zmq.MAX_ANSWER_BYTES"],
     # work at a time
     *["protocol.read_queue.MAX_BYTES", "transport.nixl.MAX_COPYING"],
-    *["verify.gpu.MAX_EAGER_UNITS", "verify.gpu.MAX_WORDS"],
+    "verify.gpu.MAX_UNROLLED",
     "connector.vllm_config.MAX_PACKED_BLOCK_SIZE",
 }
 

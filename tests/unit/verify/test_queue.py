@@ -409,7 +409,7 @@ def test_without_a_gpu_digester_only_a_rank_that_does_not_verify_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", None)  # as without torch
-    with pytest.raises(ConfigError, match=r"^verify is on, .*allowed: 'off'$"):
+    with pytest.raises(ConfigError, match=r"^verify is on, .*set verify to 'off'$"):
         opened("VRAM", is_prefill=True, verifies=True)
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         assert opened("VRAM", is_prefill=True, verifies=False) is None
