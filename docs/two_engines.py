@@ -28,8 +28,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket, context_hash
-from nixl_kv.transport.nixl import nixl_transport
-from nixl_kv.transport.ports import UcxPorts
+from nixl_kv.transport.nixl import nixl_transports
 
 CONFIG = Config()  # one machine; between machines: Config(host="10.0.0.1", key_file="/etc/kv.key")
 TRUST = Trust.of(CONFIG)
@@ -71,7 +70,8 @@ def start(
     name: str, cache: torch.Tensor, *, is_prefill: bool
 ) -> tuple[TransferEngine, RankDescription]:
     """Start the transfer engine of an engine's only rank. Others need its description."""
-    layout, ports = describe(cache), UcxPorts()
+    layout = describe(cache)
+    make_transport, ports = nixl_transports(CONFIG, layout.memory)
     spec = RankSpec(
         engine=EngineId(name),
         rank=Rank(0),
@@ -81,7 +81,7 @@ def start(
         host=CONFIG.host,
         is_prefill=is_prefill,
         is_decode=not is_prefill,
-        make_transport=lambda: nixl_transport(CONFIG, layout.memory, ports),
+        make_transport=make_transport,
         ports=ports,
         make_control=TRUST.control,
     )

@@ -32,7 +32,6 @@ PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
 DYNAMO_VARIABLE: Final = "NIXL_KV_DYNAMO"  # tells an engine that Dynamo's worker has started it
 AUTO: Final = "auto"
-ON: Final = "on"
 OFF: Final = "off"
 MAX_PORT: Final = 65535
 MIN_SECONDS: Final = 0.1
@@ -179,12 +178,6 @@ def _host(value: object) -> str:
     return str(address)
 
 
-def _pacing(value: object) -> str:
-    if isinstance(value, bool):
-        return ON if value else OFF
-    return str(msgspec.convert(value, Pacing))
-
-
 def _networks(value: object) -> tuple[Network, ...] | None:
     return None if value is None else tuple(map(_network, msgspec.convert(value, Strings)))
 
@@ -214,7 +207,6 @@ def _share_of_loads(value: object) -> float:
 
 
 Strings: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
-Pacing: TypeAlias = Literal["auto", "on", "off"]
 Path: TypeAlias = Literal["auto", "gather", "direct", "staged"]
 Layout: TypeAlias = Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
@@ -236,7 +228,6 @@ MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
 SWITCH: Final = _typed("true or false", bool)
-PACING: Final = Rule(_choice(Pacing).allowed, _pacing)
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
 KEY_FILE: Final = _typed(
@@ -272,12 +263,8 @@ class Config:
     offer_ttl_s: Annotated[float, SECONDS] = 10.0
     # How long prefill keeps claimed blocks after the last message of their reader.
     lease_s: Annotated[float, SECONDS] = 5.0
-    # How long prefill keeps claimed blocks whose reader does not begin to read.
-    hold_s: Annotated[float, SECONDS] = 60.0
     # How long a load on decode may make no progress before it fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
-    # How long decode waits until prefill begins to compute a request that it was asked for early.
-    wait_for_prefill_s: Annotated[float, SECONDS] = 3600.0
     # Where routers that start both legs themselves put the id of the pair: into `remote_decoder`
     # and `remote_prefiller` ('kv_request_id'), or into X-Request-Id ('request_id').
     pair_ids: Annotated[str, _choice(Literal["off", "kv_request_id", "request_id"])] = OFF
@@ -297,9 +284,6 @@ class Config:
     # How long a peer may be silent before its connection counts as lost.
     peer_timeout_s: Annotated[float, SECONDS] = 2.0
 
-    # Which prefill ranks decode reads in small pieces, so that they survive readers that die: those
-    # that UCX may read over TCP ('auto'), all ('on'), or none ('off').
-    paced_reads: Annotated[str, PACING] = AUTO
     # How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
     # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by
     # a rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long
@@ -318,8 +302,6 @@ class Config:
     in_tree_decode: Annotated[bool, SWITCH] = True
     # Whether decode computes a request whose KV cannot be read, or ends it with an error.
     on_load_failure: Annotated[str, _choice(Literal["recompute", "fail"])] = "recompute"
-    # Whether to export the metrics of vLLM's own NixlConnector too, for existing dashboards.
-    in_tree_metrics: Annotated[bool, SWITCH] = True
     # What decode has of a prompt's images, audio and video: those of prefill ('own'), what the
     # platform sends instead ('ticket'), or what the ticket's hash proves ('auto').
     media: Annotated[str, _choice(Literal["auto", "ticket", "own"])] = "auto"
@@ -419,8 +401,8 @@ def _check_keys(extra: Mapping[str, Any], known: Mapping[str, object], *, is_dro
     if refused:
         noun = "key" if len(refused) == 1 else "keys"
         raise ConfigError(
-            f"{EXTRA} has the unknown {noun} {', '.join(refused)}; allowed keys are "
-            f"{', '.join(known)}"
+            f"{EXTRA} has the unknown {noun} {', '.join(refused)}; remove "
+            f"{'it' if len(refused) == 1 else 'them'}, or use an allowed key: {', '.join(known)}"
         )
 
 

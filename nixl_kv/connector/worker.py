@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -47,7 +46,6 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
-from nixl_kv.transport.ports import UcxPorts, warn_of_other_users
 
 logger = get_logger(__name__)
 
@@ -372,14 +370,14 @@ class StaleTails:
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     """Describe this worker's transfer engine. Call it in a worker only."""
     # Imported here because only a worker with a cache needs NIXL.
-    from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415
+    from nixl_kv.transport.nixl import nixl_transports  # noqa: PLC0415
 
     config = parse_config(vllm_config)
     transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
-    ports = UcxPorts()
+    make_transport, ports = nixl_transports(config, layout.memory, is_decode=is_decode)
     if rank % max(1, parallel.world_size // parallel.nnodes_within_dp) == 0:
-        warn_of_other_users()  # once for each machine of the engine
+        ports.warn_of_other_users()  # once for each machine of the engine
     return RankSpec(
         engine=engine_id(vllm_config),
         rank=rank,
@@ -391,7 +389,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         port=rank_port(config, parallel, rank),
         is_prefill=transfer.is_kv_producer,
         is_decode=is_decode,
-        make_transport=partial(nixl_transport, config, layout.memory, ports, is_decode=is_decode),
+        make_transport=make_transport,
         ports=ports,
         make_control=Trust.of(config).control,
     )

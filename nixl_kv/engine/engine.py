@@ -8,7 +8,6 @@ engine.stop()
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import threading
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -28,10 +26,9 @@ from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.pair_slots import PairSlots
-from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
-from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import EngineId, Rank, endpoint_at, endpoint_host, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
@@ -43,6 +40,7 @@ from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, SlotPage, Transport
+from nixl_kv.transport.ucx.serving import Serving
 from nixl_kv.verify.queue import open_digests
 
 logger = get_logger(__name__)
@@ -55,14 +53,6 @@ STOP_TIMEOUT_S: Final = 30.0
 # An attempt may run a full garbage collection, which keeps the GIL from all other threads.
 CLOSING_PAUSES_S: Final = (0.01, 1.0)
 
-PAGE: Final = 2 << 20
-STEP: Final = 32 * PAGE
-# An engine's start waits for huge pages: 64 MiB take 20 to 300 ms.
-LONGEST_S: Final = 5.0
-HUGEPAGE: Final = 14  # MADV_HUGEPAGE: pages that do not exist yet will be huge
-COLLAPSE: Final = 25  # MADV_COLLAPSE, since Linux 6.1: move existing pages now
-SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
 
 def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
@@ -70,6 +60,13 @@ def _background_threads(count: int) -> Executor:
 
 # Offers that are computed and granted at a time. Others are granted when they are complete.
 NUM_PAIR_SLOTS: Final = 256
+# How long prefill keeps claimed blocks whose reader does not begin to read. Heartbeats renew a
+# lease for ever, so without this bound a decode engine without free blocks would keep prefill's.
+HOLD_S: Final = 60.0
+# How long decode waits until prefill begins to compute a request that it was asked for early. The
+# wait holds no blocks on either side, so it only has to outlast the longest queue that a client
+# waits in.
+WAIT_FOR_PREFILL_S: Final = 3600.0
 
 # Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
@@ -103,6 +100,8 @@ class RankSpec:
     # Simulations replace these:
     num_slots: int | None = None
     num_pair_slots: int = NUM_PAIR_SLOTS
+    hold_s: float = HOLD_S
+    wait_for_prefill_s: float = WAIT_FOR_PREFILL_S
     features: tuple[BuildFeature, ...] = FEATURES
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[int], Executor] = _background_threads
@@ -275,30 +274,9 @@ def _use_own_gpu(layout: CacheLayout) -> None:
             make_current(layout.device)
 
 
-def use_huge_pages(spans: Iterable[Span]) -> None:
-    """Move a cache in host memory into pages of 2 MiB where the kernel allows it.
-
-    torch allocates pages of 4 KiB. To read another process's memory, the kernel pins each page of
-    it, so reads between processes of one host take a quarter to a third longer from small pages.
-    """
-    if not SETTING.exists() or "[never]" in SETTING.read_text(encoding="utf-8"):
-        return
-    advise = ctypes.CDLL(None).madvise
-    until = time.monotonic() + LONGEST_S
-    for span in spans:
-        begin, end = -(-span.address // PAGE) * PAGE, (span.address + span.length) // PAGE * PAGE
-        for address in range(begin, end, STEP):
-            pages = ctypes.c_void_p(address), ctypes.c_size_t(min(STEP, end - address))
-            advise(*pages, HUGEPAGE)  # a refusal changes nothing
-            if time.monotonic() < until:
-                advise(*pages, COLLAPSE)
-
-
 def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
-    if layout.memory == "DRAM":
-        use_huge_pages(layout.spans)  # before NIXL registers them
     event_log, counts = EventLog(), events.Counts()
     incarnation = new_incarnation()
     digests = open_digests(
@@ -354,7 +332,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         event_log.record,
         digests.name_slices,
         timeout_s=config.request_timeout_s,
-        wait_for_prefill_s=config.wait_for_prefill_s,
+        wait_for_prefill_s=spec.wait_for_prefill_s,
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
@@ -368,7 +346,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             spec.make_transport,
             lambda agent: register(agent, layout, slots, served),
             background=spec.make_background(1),
-            counts=counts,
+            measure=counts.measure,
             clock=spec.clock,
         )
         undo.callback(serving.close)
@@ -381,7 +359,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         num_slots=num_slots,
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
-        hold_s=config.hold_s,
+        hold_s=spec.hold_s,
         num_ring_slots=0 if ring is None else ring.num_slots,
     )
     description = messages.RankDescription(

@@ -16,7 +16,6 @@ import msgspec
 
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import (
     REQUEST_LINES,
     ForeignVersion,
@@ -43,6 +42,7 @@ from nixl_kv.transport.base import (
     Received,
     SlotPage,
 )
+from nixl_kv.transport.ucx.serving import Serving
 from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)
@@ -434,7 +434,7 @@ class Loop:
         parts.slots.clear_all()
         parts.prefill.begin_life(incarnation, parts.writing)
         self.outstanding.lose_offers()
-        parts.counts.count("serving_restarts")
+        parts.counts.count("replaced_agents", label="closed_listener")
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
         )

@@ -337,7 +337,7 @@ class Load:
             if is_silent:
                 detail = "prefill fell silent during the read"
             elif self.told == "queued" and self.start is None and not self.is_ready:
-                waited = f"{now - self.prepared_at:g} s (wait_for_prefill_s)"
+                waited = f"{now - self.prepared_at:g} s"
                 detail = f"prefill has not begun to compute the request within {waited}"
             self.fail(Failure(FailureKind.LATE, detail))
         actions: Actions = []

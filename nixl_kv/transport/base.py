@@ -104,6 +104,9 @@ class Ports(Protocol):
     def admit(self, hosts: Iterable[str]) -> bool:
         """Let these hosts connect, besides this machine, and no others; False if it fails."""
 
+    def warn_of_other_users(self) -> None:
+        """Log which other users of this machine can connect, whatever is admitted."""
+
 
 class NoPorts:
     """For transports without ports."""
@@ -113,6 +116,9 @@ class NoPorts:
     def admit(self, hosts: Iterable[str]) -> bool:
         del hosts
         return True
+
+    def warn_of_other_users(self) -> None:
+        """Other users reach nothing."""
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ import numpy as np
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, PeerLost, TransportError, did_you_mean, get_logger
 from nixl_kv.geometry.layout import Memory, Span
-from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
-from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
-from nixl_kv.transport.ports import UcxPorts
-from nixl_kv.transport.tcp.paced import pace
+from nixl_kv.transport.base import Indices, PeerName, Ports, Rows, Transport
+from nixl_kv.transport.ucx.descriptors import check_free, past_stale_descriptors
+from nixl_kv.transport.ucx.paced import pace
+from nixl_kv.transport.ucx.ports import UcxPorts
+from nixl_kv.transport.ucx.settings import ONLY_LOOPBACK, UCX_ENGINE_CONFIG
 
 if TYPE_CHECKING or find_spec("nixl_rocm") is None:
     import nixl._api as api
@@ -55,27 +56,6 @@ UCX_OPTIONS: Final = {
 }
 # Threads that copy in parallel where a read is a copy, if there are as many cores.
 MAX_COPYING: Final = 4
-
-# Settings of UCX, without the prefix UCX_.
-UCX_ENGINE_CONFIG: Final = (
-    # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
-    # writes over reads where it has the choice; a READ then goes through TCP and the owner's memory
-    # copies instead, at 0.4 GB/s on an H100.
-    "CUDA_IPC_ENABLE_GET_ZCOPY=on,"
-    # Unmap another process's GPU memory after each read. UCX would keep it mapped until this
-    # process ends, so the cache of a dead prefill engine would stay allocated: 8 GiB for each
-    # restart of one with a cache of 8 GiB, measured between two H200s.
-    "CUDA_IPC_CACHE=n,"
-    # Connect over TCP in the background: to a host that is cut off, UCX otherwise blocks the
-    # calling thread for two minutes. And let reads from such a host end, which they otherwise do
-    # not: a connection fails if nothing was acknowledged for 4 s.
-    "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4s,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3,"
-    # The same segments on all engines: UCX aborts a reader whose segments are shorter than the
-    # sender's. A paced read has to fit into one.
-    f"TCP_TX_SEG_SIZE={SEGMENT_FACT},TCP_RX_SEG_SIZE={SEGMENT_FACT}"
-)
-# Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available.
-ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
 
 # Longest time of the reads within this process, before the first peer. It is long because UCX 1.23
 # may abort the process if an agent is closed while it connects.
@@ -118,13 +98,23 @@ def _check_time(until: float) -> None:
         raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
 
 
+def nixl_transports(
+    config: Config, memory: Memory, *, is_decode: bool = True
+) -> tuple[Callable[[], Transport], Ports]:
+    """How to make the agents of a rank, and the ports that they open.
+
+    The ports admit this machine only, until `Ports.admit` names others.
+    """
+    ports = UcxPorts()
+    return partial(nixl_transport, config, memory, ports, is_decode=is_decode), ports
+
+
 def nixl_transport(
     config: Config, memory: Memory, ports: UcxPorts | None = None, *, is_decode: bool = True
 ) -> Transport:
-    """Make the agent of a rank; a TransportError if NIXL cannot create a backend.
+    """Make one agent of a rank; a TransportError if NIXL cannot create a backend.
 
-    All agents of a rank share `ports`, which admit other machines. Without them, only this machine
-    reaches the agent.
+    Without `ports`, only this machine reaches the agent.
     """
     options, settings = dict(UCX_OPTIONS), UCX_ENGINE_CONFIG
     guard = (ports or UcxPorts()).guard
@@ -136,7 +126,7 @@ def nixl_transport(
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
     make = partial(NixlTransport, config.backends, guard=guard)
-    # Without transport/tcp, return the first argument.
+    # Without transport/ucx/paced.py, return the first argument.
     return pace(make(ucx_options=options, engine_config=settings), make, config, memory, settings)
 
 

@@ -23,16 +23,15 @@ The terms are summed a second time, over all layers and heads, for each column o
 In these sums row r counts 2r + 1 times, so rows that changed places change the columns too. Rows
 name the head and layer of a difference, columns its tokens.
 
-`sums` is the whole arithmetic. It is array code that runs unchanged on numpy arrays and torch
-tensors, because int64 wraps modulo 2^64 in both. This file digests host memory with it; `gpu.py`
-digests GPU memory.
+`sums` is the whole arithmetic, in int64, which wraps modulo 2^64. This file digests host memory
+with it. The kernel of `gpu.py` computes the same for GPU memory.
 """
 
 import ctypes
 import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +42,6 @@ from nixl_kv.verify.slices import LocalSlice
 U64: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-Array: TypeAlias = Any
-"""A numpy array or a torch tensor."""
 
 Steps: TypeAlias = Generator[None, None, "Digest"]
 """Computes a digest. The first step reads no KV."""
@@ -89,23 +85,25 @@ def num_columns(end: int) -> int:
     return -(-end // column_tokens(end))
 
 
-def mix(numbers: Array) -> Array:
+def mix(numbers: Ints) -> Ints:
     for shift, mask, factor in _MIX:
         # An int64 is shifted with its sign; the mask makes that a shift of 64 plain bits.
         numbers = (numbers ^ (numbers >> shift & mask)) * factor
     return numbers ^ (numbers >> 31 & (1 << 33) - 1)
 
 
-def terms(words: Array, multipliers: Array, offsets: Array) -> Array:
+def terms(words: npt.NDArray[np.uint32], multipliers: Ints, offsets: Ints) -> Ints:
     """The terms of the sums, shape (..., tokens); for the arguments see `sums`."""
     return mix((words * multipliers).sum(-1) + offsets)
 
 
-def sums(words: Array, multipliers: Array, offsets: Array, rows: Array) -> tuple[Array, Array]:
+def sums(
+    words: npt.NDArray[np.uint32], multipliers: Ints, offsets: Ints, rows: Ints
+) -> tuple[Ints, Ints]:
     """Sum the terms of some rows and tokens.
 
     Args:
-        words: shape (rows, tokens, words), unsigned values of any integer type.
+        words: shape (rows, tokens, words).
         multipliers: shape (words,).
         offsets: shape (tokens,): `offset + step * token`.
         rows: shape (rows,), the numbers of the rows.

@@ -1,21 +1,17 @@
-"""Digests of a cache in GPU memory: a Triton kernel, and the array program of `digest.py`.
+"""Digests of a cache in GPU memory, by one Triton kernel.
 
 One tensor of integers covers the whole cache. Its cells begin at each place where the content of a
 token can begin, so one index per head and token finds the content of any layout: K transposed in
 pieces of two bytes, states, content of odd length. Rows are heads. All heads whose content has
-equal strides are one batch.
+equal strides are one batch, which the kernel digests in one launch. It is compiled for each shape
+of content in the cache.
 
-The kernel digests contiguous words, which is the KV of nearly all models, in one launch per batch.
 For 2.3 GB of KV of Qwen3-8B on an H100 it takes 1.0 ms on the GPU, and on the host 0.7 ms before
-the bytes land and 0.3 ms after. The array program compiled by `torch.compile` took 1.1 ms and 2 ms,
-and up to 20 s to compile. The array program digests the rest, operation by operation and in chunks.
-A digest takes at most 64 MiB beside the cache, or 20 bytes for each integer of the longest content
-if that is more.
+the bytes land and 0.3 ms after. Beside the cache a digest takes some bytes for each token.
 
 Import this module only where the cache is in GPU memory: it needs torch and Triton.
 """
 
-import itertools
 import math
 import time
 from collections import defaultdict
@@ -38,17 +34,17 @@ from nixl_kv.verify.slices import LocalSlice, alike
 
 logger = get_logger(__name__)
 
-MAX_EAGER_UNITS: Final = 1 << 21
-"""Integers that one call of the array program reads. Integer, widened integer and product take
-20 bytes each."""
-MAX_WORDS: Final = 1024
-"""Words of a token that the kernel digests; it is compiled for each number of words."""
 TILE: Final = digest.MIN_COLUMN
 """Tokens of one program of the kernel, at most. A tile lies within a column."""
 CHUNK: Final = 64
-"""Words of a token that a program reads at a time."""
+"""Units of a token that a program reads at a time, and a tile of tokens."""
+STATE_CHUNK: Final = 4096
+"""The same for states, at most. A load has one token of them, so their tiles have one."""
+MAX_UNROLLED: Final = 16
+"""Chunks of a token that are compiled one by one, which is faster than a loop. Longer content is
+rare, and would take the compiler long."""
 
-DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+DTYPES: Final = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 
 Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Sums of the rows and of the columns, int64."""
@@ -72,24 +68,33 @@ class Shape:
     def num_units(self) -> int:
         return self.count * self.length
 
+    @property
+    def tile(self) -> int:
+        return 1 if self.is_state else TILE
 
-def gathered_sums(
-    shape: Shape,
-    memory: torch.Tensor,
-    bases: torch.Tensor,
-    places: torch.Tensor,
-    *numbers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`digest.sums` of the content at base + place, in steps of the shape.
+    @property
+    def chunk(self) -> int:
+        if not self.is_state:
+            return CHUNK
+        return min(STATE_CHUNK, int(triton.next_power_of_2(self.num_units)))
 
-    `numbers` are the multipliers, the offsets and the numbers of the rows. Shapes: bases (rows,),
-    places (tokens,).
-    """
-    extent = (shape.count - 1) * shape.stride + shape.length
-    size = (memory.numel() - extent) // shape.step + 1, shape.count, shape.length
-    cells = memory.as_strided(size, (shape.step, shape.stride, 1))
-    units = cells[bases[:, None] + places].flatten(2).to(torch.int64)
-    return digest.sums(units & (1 << 8 * shape.unit) - 1, *numbers)
+
+@triton.jit  # type: ignore[untyped-decorator]
+# Triton reads the annotations and accepts only its own.
+def _terms(memory, factors, first, inside, start, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The products of the units of a chunk, summed for each token."""
+    num_units: tl.constexpr = cut[1]
+    chunk: tl.constexpr = cut[3]
+    length: tl.constexpr = cut[4]
+    stride: tl.constexpr = cut[5]
+    unit = start + tl.arange(0, chunk)
+    factor = tl.load(factors + unit, mask=unit < num_units, other=0)
+    known = inside[:, None] & (unit < num_units)[None, :]
+    place = unit
+    if length < num_units:  # the content is in pieces
+        place = unit // length * stride + unit % length
+    value = tl.load(memory + first[:, None] + place[None, :], mask=known, other=0)
+    return tl.sum(value.to(tl.int64) * factor[None, :], 1)
 
 
 # One compilation for all calls: the numbers and sums are parts of one tensor, at any address.
@@ -97,7 +102,6 @@ def gathered_sums(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["numbers", "by_row", "by_column"],
 )
-# Triton reads the annotations and accepts only its own.
 def _digest_tiles(memory, numbers, by_row, by_column, num_tokens, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Add one tile of tokens of one row to the sums.
 
@@ -105,9 +109,10 @@ def _digest_tiles(memory, numbers, by_row, by_column, num_tokens, cut: tl.conste
     tile its begin, end and column, and the multipliers.
     """
     step: tl.constexpr = cut[0]
-    num_words: tl.constexpr = cut[1]
+    num_units: tl.constexpr = cut[1]
     size: tl.constexpr = cut[2]
     chunk: tl.constexpr = cut[3]
+    unrolled: tl.constexpr = cut[6]
     rows = numbers + tl.num_programs(1)
     places = rows + tl.num_programs(1)
     offsets = places + num_tokens
@@ -118,12 +123,13 @@ def _digest_tiles(memory, numbers, by_row, by_column, num_tokens, cut: tl.conste
     inside = token < tl.load(tile + 1)
     cell = tl.load(numbers + tl.program_id(1)) + tl.load(places + token, mask=inside, other=0)
     terms = tl.load(offsets + token, mask=inside, other=0)
-    for start in tl.static_range(0, num_words, chunk):
-        word = start + tl.arange(0, chunk)
-        factor = tl.load(factors + word, mask=word < num_words, other=0)
-        known = inside[:, None] & (word < num_words)[None, :]
-        value = tl.load(memory + (cell * step)[:, None] + word[None, :], mask=known, other=0)
-        terms += tl.sum(value.to(tl.uint32, bitcast=True).to(tl.int64) * factor[None, :], 1)
+    first = cell * step
+    if unrolled:
+        for start in tl.static_range(0, num_units, chunk):
+            terms += _terms(memory, factors, first, inside, start, cut)
+    else:
+        for start in range(0, num_units, chunk):
+            terms += _terms(memory, factors, first, inside, start, cut)
     # `digest.mix`
     mixed = terms.to(tl.uint64, bitcast=True)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -135,7 +141,7 @@ def _digest_tiles(memory, numbers, by_row, by_column, num_tokens, cut: tl.conste
     tl.atomic_add(by_column + tl.load(tile + 2), total * (2 * row + 1))
 
 
-class TorchDigester:
+class KernelDigester:
     """Digests a cache through one tensor of bytes, on the current stream."""
 
     def __init__(self, memory: torch.Tensor, address: int, groups: Sequence[Group]) -> None:
@@ -143,28 +149,22 @@ class TorchDigester:
         self._memory = {unit: memory.view(dtype) for unit, dtype in DTYPES.items()}
         self._address = address
         self._shapes = _shapes(groups, address)
-        self._compiled: set[Shape] = set()  # shapes that the kernel digests
 
     def compile(self) -> None:
         """Compile the kernel for the shapes of the cache.
-
-        States need none: a load has one token of them, and a tile would be empty but for it.
 
         Raises:
             Exception: torch, Triton and the C compiler raise many kinds.
         """
         for shape in dict.fromkeys(self._shapes.values()):
-            is_usual = shape.unit == digest.WORD and shape.count == 1 and not shape.is_state
-            if is_usual and shape.num_units <= MAX_WORDS:
-                sizes = 7 + shape.num_units, 1, 1  # of one row, one tile and no token; of the sums
-                numbers, *sums = (self._to_device(np.zeros(size, np.int64)) for size in sizes)
-                self._launch(shape, (1, 1, 0), numbers, sums)
-                self._compiled.add(shape)
+            sizes = 7 + shape.num_units, 1, 1  # of one row, one tile and no token; of the sums
+            numbers, *sums = (self._to_device(np.zeros(size, np.int64)) for size in sizes)
+            self._launch(shape, (1, 1, 0), numbers, sums)
 
     def launch(self, secret: str, slices: Sequence[LocalSlice]) -> Iterator[Sums | None]:
-        """Start a part of the computation in each step; the last one yields the sums to be.
+        """Start the computation in two steps; the second yields the sums to be.
 
-        The first step reads no KV. It copies all numbers that the other steps need to the GPU.
+        The first step reads no KV. It copies all numbers that the kernel needs to the GPU.
         """
         end = digest.last_end(slices)
         sizes = [sum(local.num_heads for local in slices), digest.num_columns(end)]
@@ -180,26 +180,10 @@ class TorchDigester:
         rows, columns, *views = torch.split(flat, sizes + [len(array) for array in arrays])
         yield None
         for number, (shape, _) in enumerate(batches):
-            bases, row, places, offsets, at, factors = views[6 * number : 6 * number + 6]
-            if not len(places):
-                continue
-            if shape in self._compiled:  # it finds the other numbers behind the bases
-                counts = len(at) // 3, len(bases), len(places)
+            bases, _, places, _, tiles, _ = views[6 * number : 6 * number + 6]
+            if len(places):  # the kernel finds the other numbers behind the bases
+                counts = len(tiles) // 3, len(bases), len(places)
                 self._launch(shape, counts, bases, (rows, columns))
-                continue
-            for r, t in _chunks(len(bases), len(places), shape.num_units):
-                row_sums, token_sums = gathered_sums(
-                    shape,
-                    self._memory[shape.unit],
-                    bases[r],
-                    places[t],
-                    factors,
-                    offsets[t],
-                    row[r],
-                )
-                rows.index_add_(0, row[r], row_sums)
-                columns.index_add_(0, at[t], token_sums)
-                yield None
         yield rows, columns
 
     def _numbers(
@@ -207,8 +191,8 @@ class TorchDigester:
     ) -> tuple[Shape, Sequence[Ints]]:
         """Numbers for the sums of `alike` slices. `column` is the number of tokens of a column.
 
-        Returns the bases and numbers of the rows, the places and offsets of the tokens, the tiles
-        (or, for the array program, the columns of the tokens), and the multipliers.
+        Returns the bases and numbers of the rows, the places and offsets of the tokens, the tiles,
+        and the multipliers.
         """
         first = batch[0][1]
         shape = self._shapes[_key(first.table_number, first.part)]
@@ -228,16 +212,18 @@ class TorchDigester:
         # A word's product is the sum of its units' products, each with the shifted multiplier.
         word, shift = np.divmod(np.arange(0, first.part.content, shape.unit), digest.WORD)
         offset, step, multipliers = digest.numbers_of(secret, first.part.content)
-        at = _tiles(tokens, column).ravel() if shape in self._compiled else tokens // column
+        tiles = _tiles(tokens, column, shape.tile).ravel()
         bases = (bases - self._address) // step_bytes
         offsets, factors = tokens * step + offset, multipliers[word] << (8 * shift)
-        return shape, (bases, numbers, places, offsets, at, factors)
+        return shape, (bases, numbers, places, offsets, tiles, factors)
 
     def _launch(
         self, shape: Shape, sizes: tuple[int, int, int], numbers: torch.Tensor, sums: Sequence[Any]
     ) -> None:
         """Start the kernel; the sizes are numbers of tiles, rows and tokens."""
-        cut = shape.step, shape.num_units, TILE, CHUNK
+        is_short = shape.num_units <= MAX_UNROLLED * shape.chunk
+        content = shape.length, shape.stride, is_short
+        cut = shape.step, shape.num_units, shape.tile, shape.chunk, *content
         num_tiles, num_rows, num_tokens = sizes
         memory = self._memory[shape.unit]
         _digest_tiles[num_tiles, num_rows](memory, numbers, *sums, num_tokens, cut, num_warps=4)
@@ -269,22 +255,10 @@ def _shapes(groups: Sequence[Group], address: int) -> dict[tuple[int, ...], Shap
     return shapes
 
 
-def _tiles(tokens: Ints, column: int) -> Ints:
+def _tiles(tokens: Ints, column: int, size: int) -> Ints:
     """Begin, end and column of each tile, shape (tiles, 3). The tokens ascend."""
-    begins = np.flatnonzero(np.diff(tokens // TILE, prepend=-1))
+    begins = np.flatnonzero(np.diff(tokens // size, prepend=-1))
     return np.stack([begins, np.append(begins[1:], len(tokens)), tokens[begins] // column], axis=1)
-
-
-def _chunks(num_rows: int, num_tokens: int, num_units: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of rows and of tokens that one call of the array program takes."""
-    limit = max(1, MAX_EAGER_UNITS // num_units)
-    most_rows = min(num_rows, limit)
-    most_tokens = max(1, limit // most_rows)
-    return itertools.product(_split(num_rows, most_rows), _split(num_tokens, most_tokens))
-
-
-def _split(total: int, most: int) -> list[slice]:
-    return [slice(begin, min(begin + most, total)) for begin in range(0, total, most)]
 
 
 class GpuDigester(Digester):
@@ -293,7 +267,7 @@ class GpuDigester(Digester):
     pause_s = 0.00002  # a digest takes 1 ms, and decode waits for its end
 
     def __init__(self, layout: CacheLayout) -> None:
-        """Compile the kernel; a DigestError if this GPU cannot digest the cache at all."""
+        """Compile the kernel; a DigestError if this GPU cannot digest the cache."""
         self._device = torch.device("cuda", layout.device)
         began = time.monotonic()
         with (
@@ -302,18 +276,16 @@ class GpuDigester(Digester):
         ):
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with on(self._stream):
-                self._digester = TorchDigester(*self._map(layout), layout.groups)
+                self._digester = KernelDigester(*self._map(layout), layout.groups)
         try:
             with on(self._stream):
                 self._digester.compile()
-        except Exception as error:  # noqa: BLE001 - compilers raise many kinds
-            logger.warning(
-                "digests run without a compiled kernel, a hundred times slower: %s: %s",
-                type(error).__name__,
-                str(error).strip().split("\n")[0],
-            )
-        else:
-            logger.info("compiled the digest kernel in %.1f s", time.monotonic() - began)
+        except Exception as error:  # compilers raise many kinds
+            reason = str(error).strip().split("\n")[0]
+            raise DigestError(
+                f"Triton cannot compile the digest kernel: {type(error).__name__}: {reason}"
+            ) from error
+        logger.info("compiled the digest kernel in %.1f s", time.monotonic() - began)
 
     def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
         """Digest slices. A step raises a DigestError if the GPU fails or has no memory left."""

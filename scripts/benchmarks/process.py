@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -30,8 +29,7 @@ from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transport.nixl import nixl_transport
-from nixl_kv.transport.ports import UcxPorts
+from nixl_kv.transport.nixl import nixl_transports
 
 NAP_S: Final = 0.00005
 """Between two looks for results."""
@@ -96,13 +94,13 @@ class Process:
             layout = layout_at(self._layouts[rank], memory.data_ptr())
             self._layouts[rank] = replace(layout, device=memory.device.index or 0)
         for path in paths:
-            ports = UcxPorts()
             is_verified = float(path.endswith(VERIFIED))
             config = replace(spec.config, path=path.removesuffix(VERIFIED), verify=is_verified)
+            make_transport, ports = nixl_transports(config, kind)
             self._engines[path] = LocalEngine(
                 f"{spec.role} {path}",
                 self._layouts,
-                partial(nixl_transport, config, kind, ports),
+                make_transport,
                 config=config,
                 ports=ports,
                 roles=spec.role,

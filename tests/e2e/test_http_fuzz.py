@@ -175,7 +175,6 @@ def engines(cluster: Cluster) -> Iterator[list[Engine]]:
             "peers": [f"{HOST}/32"],
             "pair_ids": "kv_request_id",
             "request_timeout_s": 5,
-            "wait_for_prefill_s": 5,
         },
         num_blocks=64,
         kv_cache_bytes=128 << 20,

@@ -1,4 +1,4 @@
-"""The kernel and the array program have the sums of numpy, whatever the layout.
+"""The kernel has the sums of numpy, whatever the layout.
 
 python -m pytest -s -m gpu tests/gpu/test_digest.py
 """
@@ -50,10 +50,6 @@ class Both:
         self.gpu_layout = build(self.device.data_ptr(), gpu=True)
         torch.cuda.synchronize()
         self.digester = gpu.GpuDigester(self.gpu_layout)
-        shapes = set(self.digester._digester._shapes.values())
-        usual = {one for one in shapes if (one.unit, one.count, one.is_state) == (4, 1, False)}
-        short = {one for one in usual if one.num_units <= gpu.MAX_WORDS}
-        assert self.digester._digester._compiled == short, "it was not compiled"
 
     def digests(self, find: Find) -> tuple[Digest, Digest]:
         """Of the slices that `find` returns for a layout: numpy's, and the GPU's."""
@@ -109,15 +105,10 @@ def test_each_flipped_bit_changes_one_row_and_one_column() -> None:
 
 
 def test_memory_beside_the_cache_is_bounded() -> None:
-    """For 1.1 GiB of KV of Qwen3-8B's shape, compiled and not."""
+    """For 1.1 GiB of KV of Qwen3-8B's shape."""
     sizes = Sizes(layers=36, blocks=512, heads=8)
     both = Both(partial(layout_of, sizes=sizes, order="BHLNC"))
-    made = []
-    compiled: set[object] = set(both.digester._digester._compiled)
-    for shapes in (compiled, set()):
-        both.digester._digester._compiled = shapes
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        made.append(finished(both.digester(SECRET, slices_of(both.gpu_layout, 8192))))
-        assert torch.cuda.max_memory_allocated() - before < 64 << 20
-    assert is_equal(*made)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    finished(both.digester(SECRET, slices_of(both.gpu_layout, 8192)))
+    assert torch.cuda.max_memory_allocated() - before < 4 << 20

@@ -26,14 +26,14 @@ SCARCE = """
 import random, resource
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
-from nixl_kv.transport import descriptors
 from nixl_kv.transport.nixl import nixl_transport
+from nixl_kv.transport.ports import num_descriptors
 random_ = random.Random(1)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 refused = 0
 for _ in range(20):
     free = random_.randrange(1, 40)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors.num_open() + free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + free, hard))
     try:
         nixl_transport(Config(), "DRAM").close()
     except TransportError as error:
@@ -60,8 +60,8 @@ def starve(prefill: SideProcess, tls: str) -> None:
 def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: str) -> None:
     with running("prefill", tls) as prefill:
         starve(prefill, tls)
-        totals = wait_for(prefill.totals, lambda counts: counts.get("serving_restarts", 0) > 0)
-        assert totals.get("serving_restarts") == 1
+        totals = wait_for(prefill.totals, lambda counts: counts.get("replaced_agents", 0) > 0)
+        assert totals.get("replaced_agents") == 1
         with running("decode", tls) as decode:
             assert decode.load(prefill.offer()) is None
 

@@ -26,7 +26,7 @@ def plain() -> Transport:
 
 
 def paced() -> Transport:
-    module = pytest.importorskip("nixl_kv.transport.tcp.paced", exc_type=ImportError)
+    module = pytest.importorskip("nixl_kv.transport.ucx.paced", exc_type=ImportError)
     made: Transport = module.PacedTransport(
         plain(), plain, lambda _metadata: True, ThreadPoolExecutor(1)
     )

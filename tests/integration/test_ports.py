@@ -26,7 +26,7 @@ from harness.local.caches import Sizes
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.engine import admission
 from nixl_kv.protocol import peers as peers_module
-from nixl_kv.transport.ports import UcxPorts
+from nixl_kv.transport.ucx.ports import UcxPorts
 from support.integration import CONFIG
 from support.processes import Side, SideProcess, wait_for
 
@@ -130,7 +130,10 @@ class Opening:
 class HostSide(Side):
     """An engine that runs in a network namespace."""
 
-    def __init__(self, namespace: str, role: str, config: Config) -> None:
+    def __init__(self, namespace: str, role: str, config: Config, tls: str = "") -> None:
+        """`tls` limits the transports of UCX; empty: it may use all."""
+        if tls:
+            os.environ["UCX_TLS"] = tls
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - in the namespace
 
         netns.enter(namespace)
@@ -224,10 +227,10 @@ def start() -> Iterator[Start]:
     """Starts engines, which are ended afterwards. They have a key unless said otherwise."""
     with contextlib.ExitStack() as stack:
 
-        def started(namespace: Namespace, role: str, **changed: Any) -> SideProcess:
+        def started(namespace: Namespace, role: str, tls: str = "", **changed: Any) -> SideProcess:
             given = {"host": namespace.wire_address, "key": KEY} | changed
             config = Config(**(vars(CONFIG) | given))
-            return stack.enter_context(SideProcess(HostSide, namespace.name, role, config))
+            return stack.enter_context(SideProcess(HostSide, namespace.name, role, config, tls))
 
         yield started
 
@@ -461,7 +464,7 @@ def test_several_engines_of_a_host_and_the_streams_of_paced_reads(
     """The host stays admitted until its last engine has left. Reads over TCP open more agents."""
     near, far, stranger = hosts
     prefill = start(near, "prefill")
-    decodes = [start(far, "decode", paced_reads="on") for _ in range(2)]
+    decodes = [start(far, "decode", tls="tcp") for _ in range(2)]
     for decode in decodes:
         for _ in range(ROUNDS):
             assert decode.load(prefill.offer()) is None

@@ -43,7 +43,7 @@ def over_tcp() -> Transport:
 def paced_over_tcp() -> Transport:
     """The same, piece by piece."""
     from nixl_kv.transport import nixl  # noqa: PLC0415 - only where NIXL is
-    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415 - a feature of its own
+    from nixl_kv.transport.ucx.paced import PacedTransport  # noqa: PLC0415 - a feature of its own
 
     def make() -> Transport:
         return nixl.NixlTransport(engine_config=f"{nixl.UCX_ENGINE_CONFIG},{TCP}")

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nixl_kv.engine.loop import LINK_KEPT_S, Parts
-from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.transport.ucx.serving import LINGER_S
 from sim.cache import CONTENT
 from sim.engine import Engine
 from sim.invariants import Invariants
-from sim.rank import RankLife
+from sim.rank import HOLD_S, RankLife
 from sim.repeatable import Violation
 from sim.steps import arrive, perform, round_lines
 from sim.world import World
@@ -56,7 +56,7 @@ def _allowed(world: World) -> tuple[float, float]:
         read = max(load, world.shape.patience)
         # While they hold prefill's blocks, decode waits for a pair that prefill has preempted.
         load += world.shape.patience
-    granted = config.hold_s + RECALL_S + read + config.lease_s
+    granted = HOLD_S + RECALL_S + read + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
     return load, offer + (granted if world.decodes() or world.liars else 0)
 

@@ -35,6 +35,9 @@ from support.stepped import Background, Clock
 
 FAILED: Final = TransportError("the schedule let it fail")
 RING_SLOTS: Final = 4
+# Short, so that schedules reach their ends.
+HOLD_S: Final = 2.0
+WAIT_FOR_PREFILL_S: Final = 8.0
 WORK_S: Final = 0.5
 """How long it takes to create or destroy an agent, while a rank stops."""
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
@@ -142,6 +145,8 @@ class RankLife:
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count - environment.num_pair_slots,
                 num_pair_slots=environment.num_pair_slots,
+                hold_s=HOLD_S,
+                wait_for_prefill_s=WAIT_FOR_PREFILL_S,
                 features=features_with(
                     make_threads=lambda: self.copying,
                     make_memory=lambda _length: seat.staging,

@@ -138,6 +138,10 @@ def window(address: int, length: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
 
+def noise(num_bytes: int) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 256, num_bytes + 4, dtype=np.uint8)
+
+
 def reference(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
     """The digest by numpy, of memory of this process."""
     return finished(Digester()(secret, slices))

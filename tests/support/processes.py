@@ -19,11 +19,12 @@ from typing_extensions import Self
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
-from nixl_kv.engine import loop, serving
+from nixl_kv.engine import loop
 from nixl_kv.protocol import peers
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading import replace
 from nixl_kv.transport.base import Ports, Transport
+from nixl_kv.transport.ucx import serving
 from support.integration import CONFIG, MakeTransport
 
 START_S = 300.0  # how long a process may take to start, on a busy machine

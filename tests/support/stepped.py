@@ -16,7 +16,7 @@ from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.engine import HOLD_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Loop
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape
@@ -127,6 +127,7 @@ class Stepped:
             make_transport=lambda: MemoryTransport(world.fabric),
             make_control=lambda: self.control,
             num_slots=64,
+            hold_s=world.hold_s,
             make_background=lambda _count: self.background,
             features=features_with(
                 make_threads=lambda: self.copying,
@@ -230,8 +231,10 @@ class Stepped:
 class World:
     """A prefill and a decode rank."""
 
-    def __init__(self, sizes: Sizes, config: Config, roles: tuple[str, str]) -> None:
-        self.sizes, self.config = sizes, config
+    def __init__(
+        self, sizes: Sizes, config: Config, roles: tuple[str, str], *, hold_s: float = HOLD_S
+    ) -> None:
+        self.sizes, self.config, self.hold_s = sizes, config, hold_s
         self.clock, self.fabric, self.network = Clock(), Fabric(), MemoryNetwork()
         self.prefill = Stepped("prefill", self, roles=roles[0], seed=1)
         self.decode = Stepped("decode", self, roles=roles[1], seed=2)

@@ -19,8 +19,8 @@ EXEMPT = frozenset(
         "verify/gpu.py",
         "gpu.py",
         "reading/gather/memory.py",
-        "transport/nixl.py",  # names of UCX's own settings
-        "transport/tcp/detect.py",
+        "transport/ucx/settings.py",  # names of UCX's own settings
+        "transport/ucx/detect.py",
     }
 )
 MODULES = sorted(

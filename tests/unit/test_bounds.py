@@ -279,7 +279,7 @@ def warm_up_reads() -> Growth:
 def shares_that_are_packed() -> Growth:
     path = pytest.importorskip("nixl_kv.reading.staged.path", reason="without that folder")
     layout = Cache(Sizes()).layout()
-    queue = path.PackQueue(layout, None, Background(is_held=True), events.Counts(), Clock())
+    queue = path.PackQueue(layout, None, Background(is_held=True))
     for number in range(MANY):
         layers = (messages.LayerHeads(layer=f"layer.{number}", first=0, end=1),)
         queue.add(events.PackChunk(b"", pack_request(layers=layers), TABLES, 0))
@@ -331,14 +331,14 @@ ELSEWHERE: Final = {
     "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
     "reading.paths.MAX_SLICES": "reading/test_paths.py",
     "transport.ports.MAX_CONNECTIONS": "transport/test_zmq.py",
-    "transport.tcp.paced.MAX_STREAMS": "transport/tcp/test_paced.py",
+    "transport.ucx.paced.MAX_STREAMS": "transport/ucx/test_paced.py",
     "transport.zmq.MAX_BATCH": "transport/test_zmq.py",
 }
 NO_TABLES: Final = {
     # seconds, attempts, characters, and numbers that people read
     *["protocol.breaker.MAX_FAILURES", "protocol.breaker.MAX_PAUSE_S", "protocol.load.MAX_LOST"],
     *["protocol.load.MAX_TIMEOUTS", "protocol.peers.MAX_BREAKS", "protocol.peers.MAX_UNREADABLE_S"],
-    *["transport.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
+    *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["engine.event_log.MAX_REQUESTS", "protocol.messages.MAX_REASON"],
     "protocol.ticket.MAX_LENGTH",
@@ -351,7 +351,7 @@ NO_TABLES: Final = {
     *["connector.plugin.MAX_SHOWN", "errors.MAX_ID", "protocol.ticket.MAX_NAME"],
     *["config.MAX_SHOWN", "config.MAX_MISS", "config.MAX_SECONDS"],
     # characters of a key file; addresses of one process, and how many fit into one kernel filter
-    *["keys.MAX_TEXT", "transport.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
+    *["keys.MAX_TEXT", "transport.ucx.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
     *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
@@ -367,7 +367,7 @@ NO_TABLES: Final = {
     *["reading.staged.copier.MAX_VIEWS", "transport.zmq.MAX_ANSWER_BYTES"],
     # work at a time
     *["protocol.read_queue.MAX_BYTES", "transport.nixl.MAX_COPYING"],
-    *["verify.gpu.MAX_EAGER_UNITS", "verify.gpu.MAX_WORDS"],
+    "verify.gpu.MAX_UNROLLED",
     "connector.vllm_config.MAX_PACKED_BLOCK_SIZE",
 }
 

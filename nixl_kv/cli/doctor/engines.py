@@ -19,7 +19,7 @@ from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host
 from nixl_kv.protocol.messages import Status
-from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
+from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
@@ -193,7 +193,7 @@ def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
     """The transport with which UCX should read a rank from this host, by the rank's metadata."""
     name = "reads from here"
     settings = ucx_settings(os.environ, "")
-    own, peer = Place.find(settings, root), Place.of_peer(metadata)
+    own, peer = HostFacts.find(settings, root), HostFacts.of_peer(metadata)
     if peer is None:
         return skipped(name, "this rank does not tell where it is (to the engines' key alone)")
     if (own.host, own.namespace) == (peer.host, peer.namespace):

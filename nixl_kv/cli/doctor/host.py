@@ -12,7 +12,7 @@ from typing import Final
 
 from nixl_kv.cli.doctor.report import Check, error, ok, warning
 from nixl_kv.cli.tables import num_bytes_text
-from nixl_kv.transport.tcp.detect import ROOT, Place, ucx_settings
+from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 
 DESCRIPTORS: Final = 4096  # 40 per decode rank and more (docs/operations.md): 100 ranks
 FEWEST_DESCRIPTORS: Final = 1024  # an agent of UCX needs up to 128, vLLM some hundreds
@@ -24,7 +24,7 @@ def check_limits(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[Chec
     yield _shared_memory(root)
     devices = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
     if devices:
-        has_rdma = Place.find(ucx_settings(environ, ""), root).has_rdma
+        has_rdma = HostFacts.find(ucx_settings(environ, ""), root).has_rdma
         yield _locked_memory()
         yield _rdma(", ".join(devices), has_rdma=has_rdma)
 

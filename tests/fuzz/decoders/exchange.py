@@ -45,14 +45,12 @@ class Exchange:
         self.kinds: list[str] = []
         """The kinds of the messages, before they are changed."""
         self._change = change
-        self._config = Config(
-            path=path, lease_s=2.0, hold_s=2.0, offer_ttl_s=4.0, request_timeout_s=4.0
-        )
+        self._config = Config(path=path, lease_s=2.0, offer_ttl_s=4.0, request_timeout_s=4.0)
 
     def run(self) -> "Exchange":
         """To the end of both requests, after which no fault is left."""
         with patch.object(ids, "secrets", SeededSecrets(0)):
-            world = World(Sizes(), self._config, BOTH)
+            world = World(Sizes(), self._config, BOTH, hold_s=2.0)
             world.network.held = True
             theirs, mine = world.prefill.cache.view.copy(), world.decode.cache.view.copy()
             ends = self._transfer(world)

@@ -16,7 +16,7 @@ from nixl_kv.cli.doctor import engines
 from nixl_kv.config import Config
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.protocol.breaker import State
-from nixl_kv.transport.tcp.detect import Place
+from nixl_kv.transport.ucx.detect import HostFacts
 from nixl_kv.transport.zmq import ZmqControl
 from support.integration import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
@@ -226,22 +226,22 @@ def test_engines_that_do_not_fit_are_an_error(make_engine: MakeEngine, trouble: 
 @pytest.mark.parametrize(
     ("place", "verdict", "words"),
     [
-        (Place("here", "ns", has_rdma=False), "ok", "shared memory"),
+        (HostFacts("here", "ns", has_rdma=False), "ok", "shared memory"),
         (
-            Place("here", "other", has_rdma=False),
+            HostFacts("here", "other", has_rdma=False),
             "ok",
             "another PID namespace, so UCX should use TCP",
         ),
-        (Place("there", "ns", has_rdma=False), "ok", "on another host, so UCX should use TCP"),
-        (Place("there", "ns", has_rdma=True), "warning", "this host has no usable RDMA device"),
+        (HostFacts("there", "ns", has_rdma=False), "ok", "on another host, so UCX should use TCP"),
+        (HostFacts("there", "ns", has_rdma=True), "warning", "this host has no usable RDMA device"),
         (None, "skipped", "does not tell where it is"),
     ],
     ids=["host", "container", "TCP", "RDMA", "unknown"],
 )
 def test_the_transport_that_ucx_should_choose_is_named(
-    monkeypatch: pytest.MonkeyPatch, place: Place | None, verdict: str, words: str
+    monkeypatch: pytest.MonkeyPatch, place: HostFacts | None, verdict: str, words: str
 ) -> None:
-    here = Place("here", "ns", has_rdma=False)
-    monkeypatch.setattr(engines.Place, "find", lambda *_: here)
+    here = HostFacts("here", "ns", has_rdma=False)
+    monkeypatch.setattr(engines.HostFacts, "find", lambda *_: here)
     check = engines._path_from(b"metadata" + (place.suffix() if place else b""))
     assert (check.verdict, words in check.detail) == (verdict, True)

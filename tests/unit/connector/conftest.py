@@ -6,13 +6,14 @@ Most tests here need vLLM; where it is not installed they are left out.
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from harness.local.memory import Fabric, MemoryTransport
+from nixl_kv.transport.base import NoPorts
 
 try:
     with warnings.catch_warnings():
@@ -39,10 +40,10 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """What NIXL is replaced by."""
     fabric = Fabric()
 
-    def transport(*_: object, **__: object) -> MemoryTransport:
-        return MemoryTransport(fabric)
+    def transports(*_: object, **__: object) -> tuple[Callable[[], MemoryTransport], NoPorts]:
+        return lambda: MemoryTransport(fabric), NoPorts()
 
-    nixl = SimpleNamespace(nixl_transport=transport)
+    nixl = SimpleNamespace(nixl_transports=transports)
     monkeypatch.setitem(sys.modules, "nixl_kv.transport.nixl", nixl)
     return fabric
 

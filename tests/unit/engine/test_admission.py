@@ -12,13 +12,14 @@ from nixl_kv.engine.admission import LOOK_S, MAX_HOSTS, SILENT_S, Admission
 from nixl_kv.ids import Incarnation, Rank
 from nixl_kv.protocol.events import Connect, DropPeer, Introduction
 from nixl_kv.protocol.peers import KEPT_S
+from nixl_kv.transport.base import NoPorts
 from support.records import PEER, hex32, rank_description
 from support.stepped import Clock
 
 READERS = [Incarnation(hex32(number)) for number in range(3)]
 
 
-class FakePorts:
+class FakePorts(NoPorts):
     """Records who is admitted."""
 
     def __init__(self) -> None:

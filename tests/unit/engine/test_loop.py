@@ -19,7 +19,6 @@ from nixl_kv.engine.loop import (
     SERVING_PAUSE_S,
     STOPPED,
 )
-from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.errors import REQUEST_LINES, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import (
@@ -68,6 +67,7 @@ from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
+from nixl_kv.transport.ucx.serving import LINGER_S
 from nixl_kv.verify.queue import DigestQueue
 from support.records import CONTEXT, HOME, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World

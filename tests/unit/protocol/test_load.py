@@ -1084,10 +1084,10 @@ HEARTBEATS: dict[str, Script] = {
 }
 
 
-def test_an_operator_can_bound_the_wait_for_prefill() -> None:
+def test_the_wait_for_prefill_has_an_end() -> None:
     machine = decode_machine(wait_for_prefill_s=50.0)
     play(machine, [*EARLY, (125.0, PENDING["queued"])])
-    late = replace(LATE, failure=Failure(FailureKind.LATE, "within 50 s (wait_for_prefill_s)"))
+    late = replace(LATE, failure=Failure(FailureKind.LATE, "within 50 s"))
     play(machine, [(149.9, PENDING["queued"]), (150.0, Tick(), GIVEN_UP, READY), (START, late)])
 
 

@@ -189,7 +189,7 @@ def test_a_read_waits_for_the_join_which_is_counted_in_seconds(reading: Reading)
     assert reading.agents.poll() == []
     reading.clock.now += 0.25
     assert {type(event) for event in reading.until(ReadDone)} == {HandshakeDone, ReadDone}
-    assert reading.counts.seconds["handshake_seconds", ""] == [0.25]
+    assert reading.counts.seconds["first_contact_seconds", "handshake"] == [0.25]
 
 
 @pytest.mark.parametrize("steps", range(4))

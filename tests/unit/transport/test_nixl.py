@@ -16,7 +16,7 @@ import pytest
 from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import LOOPBACK, Config
 from nixl_kv.geometry.layout import Memory
-from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import HostFacts, make_rule, ucx_settings
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
@@ -94,21 +94,20 @@ def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("make")
 @pytest.mark.parametrize(
-    ("paced_reads", "backend", "are_tcp"),
+    ("backend", "tls", "are_tcp"),
     [
-        ("on", "UCX", (True, True)),
-        ("on", "LIBFABRIC", (True, True)),
-        ("off", "UCX", (False, False)),
-        ("auto", "LIBFABRIC", (False, False)),
-        ("auto", "UCX", (False, True)),
+        ("UCX", "", (False, True)),
+        ("UCX", "tcp", (True, True)),
+        ("LIBFABRIC", "tcp", (False, False)),
     ],
 )
-def test_paced_reads_overrides_the_rule(
-    paced_reads: str, backend: str, are_tcp: tuple[bool, bool]
+def test_ucx_alone_is_paced_and_its_variables_count(
+    backend: str, tls: str, are_tcp: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a peer of the same host, and of one of another host."""
-    near = Place.find({"TLS": "tcp,sm"})
-    config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
+    monkeypatch.setenv("UCX_TLS", tls or "tcp,sm")
+    near = HostFacts.find({"TLS": "tcp,sm"})
+    config = replace(Config(), backends=(backend,))
     is_tcp = nixl.nixl_transport(config, "DRAM")._is_tcp
     assert (is_tcp(near.suffix()), is_tcp(replace(near, host="another").suffix())) == are_tcp
 
@@ -134,7 +133,7 @@ def test_nixl_ignores_our_facts_and_the_rule_reads_them(
     engine_config: str, *, is_tcp: bool
 ) -> None:
     settings = ucx_settings({}, engine_config)
-    own = Place.find(settings)
+    own = HostFacts.find(settings)
     with contextlib.ExitStack() as stack:
         reader, owner = (nixl.NixlTransport(engine_config=engine_config) for _ in range(2))
         stack.callback(reader.close)

@@ -1,6 +1,7 @@
 """The digest is that of its formula in plain integers, however two engines are divided.
 
-Both programs compute it: numpy's, and torch's on tensors of this process's memory.
+With TRITON_INTERPRET=1 the kernel for GPUs computes it too, of this process's memory (slowly;
+test_gpu.py does that).
 
 NIXL_KV_EXAMPLES and NIXL_KV_SEED are those of test_any_shape.py.
 """
@@ -24,7 +25,7 @@ from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, describe_difference
-from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
+from nixl_kv.verify.slices import LocalSlice, find_slices, name_slices
 from support import any_shape
 from support.cases import Case, cases, typical
 from support.digest_caches import SECRET, is_equal, reference, window
@@ -34,6 +35,7 @@ from support.seeds import seed_or
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "20"))
 SEED = seed_or(1)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MASK = 2**64 - 1
 
 
@@ -100,15 +102,15 @@ def num_steps(slices: Sequence[LocalSlice]) -> int:
     return sum(1 for _ in Digester()(SECRET, slices))
 
 
-def torch_digest_of(slices: Sequence[LocalSlice]) -> Digest:
-    """The digest by torch, through one tensor that covers all slices."""
+def kernel_digest_of(slices: Sequence[LocalSlice]) -> Digest:
+    """The digest by the kernel, through one tensor that covers all slices."""
     torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
     begin = min(local.region.base for local in slices) // 4 * 4
     end = max(local.region.base + extent(local.region, local.group) for local in slices)
     view = torch.from_numpy(window(begin, -(-(end - begin) // 4) * 4))
     groups = {local.table_number: local.group for local in slices}
     filled = [groups.get(number, slices[0].group) for number in range(max(groups) + 1)]
-    *_, sums = gpu.TorchDigester(view, begin, filled).launch(SECRET, slices)
+    *_, sums = gpu.KernelDigester(view, begin, filled).launch(SECRET, slices)
     return Digest(*(one.numpy().view(np.uint64) for one in sums))
 
 
@@ -156,9 +158,8 @@ def check(case: Case) -> int:
     pair, count = Pair(case), 0
     for slices, local, remote in pair.reads():
         rows, columns = expected_sums(pair.dense, slices, case.tokens.stop, 64)
-        digests = [
-            made for side in (local, remote) for made in (reference(side), torch_digest_of(side))
-        ]
+        programs = (reference, kernel_digest_of) if INTERPRETED else (reference,)
+        digests = [program(side) for side in (local, remote) for program in programs]
         for made in digests:
             assert (made.rows.tolist(), made.columns.tolist()) == (rows, columns)
         assert describe_difference(digests[0], digests[-1], local) is None
@@ -220,7 +221,8 @@ def test_the_digest_does_not_depend_on_the_size_of_a_step(
 def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt of many layers must not need a turn of the thread for each layer."""
     slices = Pair(typical(tokens=range(8, 150))).first_read()
-    monkeypatch.setattr(digest, "STEP_BYTES", count_bytes(slices) // 3)
+    num_bytes = sum(len(kv.positions) * kv.num_heads * kv.part.content for kv in slices)
+    monkeypatch.setattr(digest, "STEP_BYTES", num_bytes // 3)
     assert 2 <= num_steps(slices) <= 4 < len(slices)
 
 

@@ -363,8 +363,6 @@ def test_what_was_made_is_counted(digests: DigestQueue, counts: Counts) -> None:
     digest_of(digests, order())
     digest_of(digests, order(slices=(BEHIND,)))
     digests.add(order(end=END + 8))
-    num_bytes = (END + END - 4 + END - 4) * SIZES.heads * 8
-    assert counts.amounts == {("digest_bytes", ""): num_bytes}
     assert counts.seconds == {("digest_seconds", ""): [1.0, 1.0]}
 
 
@@ -409,7 +407,7 @@ def test_without_a_gpu_digester_only_a_rank_that_does_not_verify_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", None)  # as without torch
-    with pytest.raises(ConfigError, match=r"^verify is on, .*allowed: 'off'$"):
+    with pytest.raises(ConfigError, match=r"^verify is on, .*set verify to 'off'$"):
         opened("VRAM", is_prefill=True, verifies=True)
     with caplog.at_level(logging.WARNING, logger="nixl_kv"):
         assert opened("VRAM", is_prefill=True, verifies=False) is None

@@ -6,7 +6,8 @@ UCX 1.23 aborts the *owner's* process (docs/protocol.md, Over TCP). So each conn
 piece at a time, which fits into one TCP segment of UCX. To hide the round trip, a peer gets several
 connections, each from a NIXL agent of its own; `Window` says how many.
 
-Reads that do not go over TCP pass through to the first agent unchanged.
+Reads that do not go over TCP pass through to the first agent unchanged. Delete this file, with the
+call of `pace` in `transport/nixl.py`, when UCX survives the death of a reader over TCP.
 """
 
 import math
@@ -22,12 +23,12 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.config import AUTO, ON, Config
+from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
-from nixl_kv.transport.tcp.detect import ONLY_TCP, IsTcp, Place, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import ONLY_TCP, HostFacts, IsTcp, make_rule, ucx_settings
 
 logger = get_logger(__name__)
 
@@ -186,10 +187,9 @@ def pace(
 ) -> "PacedTransport":
     """Wrap a rank's first agent, which has UCX's settings `engine_config`; `make` makes others."""
     settings = ucx_settings(os.environ, engine_config)
-    own = Place.find(settings)
-    is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
+    own = HostFacts.find(settings)
     rule = make_rule(own, settings, memory)
-    is_tcp = rule if is_by_rule else (lambda _metadata: config.paced_reads == ON)
+    is_tcp = rule if config.backends[0] == "UCX" else (lambda _metadata: False)
     only_tcp = f"{engine_config},TLS={ONLY_TCP[memory]}"
     make_agent = partial(make, ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
     background = ThreadPoolExecutor(1, "nixl-kv-streams")

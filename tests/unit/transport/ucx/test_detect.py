@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from nixl_kv.geometry.layout import Memory
-from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import HostFacts, make_rule, ucx_settings
 
-HERE = Place("this-boot", "pid:[1]", has_rdma=False)
-RDMA = Place("this-boot", "pid:[1]", has_rdma=True)
-OTHER_NAMESPACE = Place("this-boot", "pid:[2]", has_rdma=False)
-ELSEWHERE = Place("other-boot", "pid:[1]", has_rdma=False)
-RDMA_ELSEWHERE = Place("other-boot", "pid:[1]", has_rdma=True)
+HERE = HostFacts("this-boot", "pid:[1]", has_rdma=False)
+RDMA = HostFacts("this-boot", "pid:[1]", has_rdma=True)
+OTHER_NAMESPACE = HostFacts("this-boot", "pid:[2]", has_rdma=False)
+ELSEWHERE = HostFacts("other-boot", "pid:[1]", has_rdma=False)
+RDMA_ELSEWHERE = HostFacts("other-boot", "pid:[1]", has_rdma=True)
 SILENT = None
 
 
@@ -29,8 +29,8 @@ SILENT = None
         pytest.param(RDMA, SILENT, "VRAM", "all", False, id="a silent peer has our RDMA"),
         pytest.param(HERE, SILENT, "DRAM", "all", True, id="a silent peer is another host"),
         pytest.param(
-            Place("", "", has_rdma=False),
-            Place("", "", has_rdma=False),
+            HostFacts("", "", has_rdma=False),
+            HostFacts("", "", has_rdma=False),
             "DRAM",
             "all",
             True,
@@ -49,7 +49,7 @@ SILENT = None
     ],
 )
 def test_the_rule(
-    own: Place, peer: Place | None, memory: Memory, tls: str, *, expected: bool
+    own: HostFacts, peer: HostFacts | None, memory: Memory, tls: str, *, expected: bool
 ) -> None:
     metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
     assert make_rule(own, {"TLS": tls}, memory)(metadata) is expected
@@ -57,7 +57,7 @@ def test_the_rule(
 
 @pytest.mark.parametrize("metadata", [b"", b"|nixl_kv|", b"|nixl_kv|a b", b"|nixl_kv|\xff b c d"])
 def test_metadata_without_whole_facts_says_nothing(metadata: bytes) -> None:
-    assert Place.of_peer(metadata) is None
+    assert HostFacts.of_peer(metadata) is None
 
 
 def machine(
@@ -79,13 +79,13 @@ def machine(
 
 
 def test_facts_of_a_machine_are_told_to_peers(tmp_path: Path) -> None:
-    place = Place.find({}, machine(tmp_path))
-    assert place == Place("1-2-3", "pid:[7]", has_rdma=True)
-    assert Place.of_peer(b"NIXL's own" + place.suffix()) == place
+    place = HostFacts.find({}, machine(tmp_path))
+    assert place == HostFacts("1-2-3", "pid:[7]", has_rdma=True)
+    assert HostFacts.of_peer(b"NIXL's own" + place.suffix()) == place
 
 
 def test_a_machine_without_any_of_it_has_a_place(tmp_path: Path) -> None:
-    assert Place.find({}, tmp_path) == Place("", "", has_rdma=False)
+    assert HostFacts.find({}, tmp_path) == HostFacts("", "", has_rdma=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_which_rdma_device_counts(
     tmp_path: Path, state: str, settings: dict[str, str], *, has_verbs: bool, expected: bool
 ) -> None:
     root = machine(tmp_path, state=state, has_verbs=has_verbs)
-    assert Place.find(settings, root).has_rdma is expected
+    assert HostFacts.find(settings, root).has_rdma is expected
 
 
 def test_settings_of_the_agent_override_the_environment() -> None:

@@ -3,6 +3,9 @@
 UCX closes a listening socket for good when accept() finds no free file descriptor. From then on no
 peer can connect to the agent, although its process, its port and its grants look healthy. So this
 rank checks that the agent's listening sockets still exist. If one is gone, a new agent takes over.
+
+When UCX (1.23 does not) goes on listening after EMFILE, delete the checks and the second agent.
+`stay_awake` and `progress` remain: a READ over TCP needs the progress of the memory's owner.
 """
 
 import contextlib
@@ -11,9 +14,8 @@ from concurrent.futures import Executor, Future
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LimitedLog, TransportError, get_logger
-from nixl_kv.protocol import events
-from nixl_kv.transport import descriptors
 from nixl_kv.transport.base import Transport
+from nixl_kv.transport.ucx import descriptors
 
 logger = get_logger(__name__)
 
@@ -33,7 +35,7 @@ class Serving:
     """The transfer thread owns it, and calls `progress` while peers may read this rank.
 
     `make_transport` makes an agent, and `register` gives it this rank's memory, on any thread.
-    `background` is a thread for this object alone, which `close` ends. `counts` receives the gauge
+    `background` is a thread for this object alone, which `close` ends. `measure` receives the gauge
     `unreadable`.
     """
 
@@ -43,13 +45,13 @@ class Serving:
         register: Callable[[Transport], None],
         *,
         background: Executor,
-        counts: events.Counts,
+        measure: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._make_transport = make_transport
         self._register = register
         self._background = background
-        self._counts = counts
+        self._measure = measure
         self._clock = clock
         self._log = LimitedLog(logger, clock, interval_s=IDLE_CHECK_S)
         self._agents: list[Transport] = []  # not closed yet
@@ -90,7 +92,7 @@ class Serving:
             self._checked_at = self._clock()
             self.stay_awake(SERVE_ON_S)
             if not descriptors.are_open(self._listening):
-                self._counts.measure("unreadable", 1)
+                self._measure("unreadable", 1)
                 self._log.warning(
                     "peers can no longer connect to this rank's memory, because UCX has closed a "
                     "listening socket: this rank begins a new incarnation with another NIXL agent; "
@@ -132,7 +134,7 @@ class Serving:
             return False
         self._background.submit(self._retire, self.transport)
         self.transport, self._listening = agent, listening
-        self._counts.measure("unreadable", 0)
+        self._measure("unreadable", 0)
         return True
 
     def _retire(self, agent: Transport) -> None:

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 import pytest
 
 from harness.local.memory import Fabric, MemoryTransport
-from nixl_kv.engine.serving import AWAKE_CHECK_S, IDLE_CHECK_S, SERVE_ON_S, Serving
 from nixl_kv.errors import TransportError
 from nixl_kv.protocol.events import Counts
-from nixl_kv.transport import descriptors
 from nixl_kv.transport.base import SlotPage
+from nixl_kv.transport.ucx import descriptors
+from nixl_kv.transport.ucx.serving import AWAKE_CHECK_S, IDLE_CHECK_S, SERVE_ON_S, Serving
 from support.stepped import Background, Clock
 
 
@@ -31,7 +31,7 @@ class World:
             self.open,
             lambda agent: agent.register(self.slots.span, "DRAM", 0),
             background=self.background,
-            counts=self.counts,
+            measure=self.counts.measure,
             clock=self.clock,
         )
 

@@ -15,8 +15,8 @@ from harness.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
-from nixl_kv.transport.tcp import paced
-from nixl_kv.transport.tcp.paced import (
+from nixl_kv.transport.ucx import paced
+from nixl_kv.transport.ucx.paced import (
     MAX_STREAMS,
     MIN_STREAMS,
     PIECE_BYTES,

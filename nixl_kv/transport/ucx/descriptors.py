@@ -1,36 +1,27 @@
-"""File descriptors of this process: how many are open, and which sockets listen."""
+"""File descriptors that UCX needs, and those that it loses when none is free.
+
+When accept() finds no free descriptor, UCX 1.23 closes its listening socket for good and keeps the
+number in a table; and when `ucp_worker_create` finds none, its next call hangs. So agents are made
+only while enough are free (`check_free`), `serving.py` checks the listening sockets, and a new
+agent gets past the stale numbers. Delete this file, with `serving.py`, when UCX goes on listening
+after EMFILE; `ports.py` also lists listening sockets.
+"""
 
 import errno
 import os
-import resource
 import socket
 import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Final
 
 from nixl_kv.errors import TransportError
-
-DESCRIPTORS: Final = Path("/proc/self/fd")
+from nixl_kv.transport.ports import DESCRIPTORS, max_descriptors, num_descriptors
 
 # UCX rarely has more listening sockets for an agent: two per network interface.
 MAX_STALE: Final = 8
 # An agent opens 25 descriptors over TCP on one interface, and more for each RDMA device.
 FREE_FOR_AGENT: Final = 128
-
-
-def num_open() -> int:
-    try:
-        # Linux 6.2 and later count descriptors in the size; earlier versions need a listing.
-        return DESCRIPTORS.stat().st_size or sum(1 for _ in DESCRIPTORS.iterdir())
-    except OSError:  # no descriptor is left for the listing
-        return limit() or 0
-
-
-def limit() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def check_free(count: int = FREE_FOR_AGENT) -> None:
@@ -39,8 +30,8 @@ def check_free(count: int = FREE_FOR_AGENT) -> None:
     UCX 1.23 must not run out of them while it opens a worker: the next call then hangs for ever, on
     a lock that the failed one has kept, and this process never makes another agent.
     """
-    most = limit()
-    if most is not None and (free := max(0, most - num_open())) < count:
+    most = max_descriptors()
+    if most is not None and (free := max(0, most - num_descriptors())) < count:
         raise TransportError(
             f"{free} of {most} file descriptors are free; a NIXL agent needs up to {count}: raise "
             "`ulimit -n`"

@@ -1,20 +1,20 @@
-"""How many descriptors are open, and which sockets listen, also when none is free to look with."""
+"""Which sockets listen, also when no descriptor is free to look with, and what UCX loses then."""
 
-import resource
 import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from unittest.mock import Mock
 
 import pytest
 
 from nixl_kv.errors import TransportError
-from nixl_kv.transport import descriptors
+from nixl_kv.transport.ports import num_descriptors
+from nixl_kv.transport.ucx import descriptors
 
 STARVED = """
 import os, resource
-from nixl_kv.transport import descriptors
+from nixl_kv.transport.ports import num_descriptors
+from nixl_kv.transport.ucx import descriptors
 limit = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 while True:
@@ -22,7 +22,7 @@ while True:
         os.open("/dev/null", os.O_RDONLY)
     except OSError:
         break
-print(descriptors.num_open(), limit)
+print(num_descriptors(), limit)
 try:
     descriptors.listening_sockets()
 except OSError as error:
@@ -38,8 +38,6 @@ def test_listening_sockets_are_told_from_others() -> None:
         mine = {server.fileno(): found[server.fileno()]}
         assert descriptors.are_open(mine)
     assert not descriptors.are_open(mine)
-    assert descriptors.num_open() > 0
-    assert descriptors.limit() in (None, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def test_without_a_free_descriptor_they_are_counted_and_not_listed() -> None:
@@ -57,26 +55,16 @@ def test_without_a_free_descriptor_they_are_counted_and_not_listed() -> None:
 def test_enough_descriptors_must_be_free(
     limit: int | None, monkeypatch: pytest.MonkeyPatch, *, is_enough: bool
 ) -> None:
-    monkeypatch.setattr(descriptors, "limit", lambda: limit)
-    monkeypatch.setattr(descriptors, "num_open", lambda: 900)
+    monkeypatch.setattr(descriptors, "max_descriptors", lambda: limit)
+    monkeypatch.setattr(descriptors, "num_descriptors", lambda: 900)
     message = "99 of 999 file descriptors are free"
     with nullcontext() if is_enough else pytest.raises(TransportError, match=message):
         descriptors.check_free(100)
 
 
-def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2 they are listed, for which a descriptor is needed."""
-    uncounted = Mock()
-    uncounted.stat.return_value.st_size = 0
-    uncounted.iterdir.side_effect = OSError("Too many open files")
-    monkeypatch.setattr(descriptors, "DESCRIPTORS", uncounted)
-    monkeypatch.setattr(descriptors, "limit", lambda: 100)
-    assert descriptors.num_open() == 100
-
-
 @pytest.mark.parametrize(("num_stale", "is_made"), [(0, True), (3, True), (8, True), (9, False)])
 def test_numbers_that_ucx_refuses_are_taken_out_of_use(num_stale: int, *, is_made: bool) -> None:
-    before, calls = descriptors.num_open(), iter(range(99))
+    before, calls = num_descriptors(), iter(range(99))
 
     def create() -> None:
         if next(calls) < num_stale:
@@ -84,4 +72,4 @@ def test_numbers_that_ucx_refuses_are_taken_out_of_use(num_stale: int, *, is_mad
 
     with nullcontext() if is_made else pytest.raises(ValueError, match="already exists"):
         descriptors.past_stale_descriptors(create, ValueError)
-    assert descriptors.num_open() == before + (num_stale if is_made else 0)
+    assert num_descriptors() == before + (num_stale if is_made else 0)

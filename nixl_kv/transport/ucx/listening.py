@@ -2,9 +2,10 @@
 
 UCX listens while NIXL makes an agent, and handles connections at once: a stranger who tries all
 ports meanwhile has its PUT executed (8 of 8 agents, tests/integration/test_ports.py), although the
-socket gets a filter as soon as the agent is made. No setting of UCX or NIXL delays that. So this
-replaces the address of `listen` in UCX's own table of imported functions (the GOT of an ELF
-library), for the life of the process. Other libraries have tables of their own.
+socket gets a filter as soon as the agent is made. No setting of UCX 1.23 or NIXL delays that, or
+limits the hosts; delete this file when one does, or with `ports.py`. Meanwhile this replaces the
+address of `listen` in UCX's own table of imported functions (the GOT of an ELF library), for
+the life of the process. Other libraries have tables of their own.
 
 NIXL makes an agent on the calling thread and without Python's lock, so the function, which needs
 the lock, gets it.

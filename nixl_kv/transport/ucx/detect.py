@@ -11,8 +11,11 @@ has a usable RDMA device. A reader compares them with its own:
 A peer without these facts counts as another host with the reader's own devices. UCX's own settings
 `UCX_TLS` and `UCX_NET_DEVICES` restrict what either side may use.
 
+Delete this file with `paced.py`: no other part of a rank needs the rule.
+
 The rule is wrong where devices are there but cannot be used: two GPUs of one host without peer
-access, or RDMA devices of unconnected fabrics. Then set `paced_reads` to `on`.
+access, or RDMA devices of unconnected fabrics. Then take them out of `UCX_TLS` or
+`UCX_NET_DEVICES`, which this rule reads as well.
 """
 
 import os
@@ -51,7 +54,7 @@ ALIASES: Final[Mapping[str, frozenset[str]]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class HostFacts:
     """The facts of a process that decide how others can read its memory."""
 
     host: str  # Linux's boot id: containers of one host share it
@@ -63,7 +66,7 @@ class Place:
         return MARK + f"{self.host} {self.namespace} {int(self.has_rdma)}".encode()
 
     @classmethod
-    def find(cls, settings: Mapping[str, str], root: Path = ROOT) -> "Place":
+    def find(cls, settings: Mapping[str, str], root: Path = ROOT) -> "HostFacts":
         try:
             namespace = (root / PID_NAMESPACE).readlink().name
         except OSError:
@@ -71,7 +74,7 @@ class Place:
         return cls(_read(root / BOOT_ID).strip(), namespace, has_rdma=_has_rdma(settings, root))
 
     @classmethod
-    def of_peer(cls, metadata: bytes) -> "Place | None":
+    def of_peer(cls, metadata: bytes) -> "HostFacts | None":
         """The facts behind a peer's metadata; None without facts, or with other ones."""
         _, mark, facts = metadata.rpartition(MARK)
         words = facts.decode("ascii", "replace").split(" ")
@@ -88,11 +91,11 @@ def ucx_settings(environ: Mapping[str, str], engine_config: str) -> dict[str, st
     return settings | {name: value for name, _, value in pairs}
 
 
-def make_rule(own: Place, settings: Mapping[str, str], memory: Memory) -> IsTcp:
+def make_rule(own: HostFacts, settings: Mapping[str, str], memory: Memory) -> IsTcp:
     """The rule in the module's docstring, for a reader at `own` whose cache is in such memory."""
 
     def is_tcp(metadata: bytes) -> bool:
-        peer = Place.of_peer(metadata) or Place("", "", own.has_rdma)
+        peer = HostFacts.of_peer(metadata) or HostFacts("", "", own.has_rdma)
         is_near = bool(own.host) and (own.host, own.namespace) == (peer.host, peer.namespace)
         if is_near and _may_share(settings, memory):
             return False
