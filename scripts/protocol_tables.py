@@ -19,7 +19,8 @@ Table: TypeAlias = Mapping[Any, Mapping[Any, Any]]
 """For each state, a member of an enum, which event leads to which state, or to one of several."""
 
 TABLES: Final[Mapping[str, Table]] = {
-    "load": load.TRANSITIONS,
+    "load": load.LOAD_TRANSITIONS,
+    "read": load.READ_TRANSITIONS,
     "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
     "circuit": breaker.TRANSITIONS,

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from nixl_kv.errors import MAX_ID, get_logger, printable, shown_id
 from nixl_kv.protocol import events
+from nixl_kv.protocol.load import LoadState
 from nixl_kv.protocol.messages import MAX_LISTED
 
 logger = get_logger(__name__)
@@ -133,7 +134,7 @@ def _is_part(part: str, request: str) -> bool:
 
 def _is_end(transition: events.Transition) -> bool:
     """Whether an offer or a load ended. A read from one rank also FAILS, but ends no load."""
-    is_load = transition.before in ("PREPARED", "STARTED")
+    is_load = transition.before in LoadState.__members__
     return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 

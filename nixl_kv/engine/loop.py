@@ -6,6 +6,7 @@ events to the state machines, and carries out their actions. The thread polls NI
 is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -362,6 +363,9 @@ class Loop:
         parts.admission.poll(now)
         if parts.serving is not None:
             self._serve(parts.serving)
+        if logger.isEnabledFor(logging.DEBUG):  # it costs as much as there are loads and offers
+            parts.prefill.check()
+            parts.decode.check()
         if not self._results:  # one record waits at a time, however long the caller does not pop it
             self._publish_counts()
 

@@ -14,13 +14,25 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
-from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
+from nixl_kv.protocol.load import (
+    ENDED,
+    HANDLERS,
+    OVER,
+    PEER_UNKNOWN,
+    POSTED,
+    Load,
+    LoadState,
+    Numbers,
+    RankRead,
+    ReadState,
+)
 from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.peers import PeerBook, is_unnamed, unnamed
 from nixl_kv.protocol.peers import State as PeerState
@@ -111,7 +123,7 @@ class DecodeMachine:
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self._loads.get(action.claim)
         read = load.reads.get(action.rank) if load is not None else None
-        return read is not None and read.state in (State.READING, State.VERIFYING)
+        return read is not None and read.state in (ReadState.READING, ReadState.VERIFYING)
 
     def set_engine(self, engine: EngineId, directory: Endpoint | None = None) -> None:
         """Call this before the first load."""
@@ -124,6 +136,25 @@ class DecodeMachine:
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
         self.breaker.clear()
+
+    def check(self) -> None:
+        """Check the loads, the tables that find them, and the read queue, between two events.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        self._queue.check()
+        reads: list[tuple[Endpoint, Key]] = []
+        for load in self._loads.values():
+            load.check()
+            unfinished = [read for read in load.reads.values() if read.state not in ENDED]
+            reads += [(read.endpoint, (load.claim, read.rank)) for read in unfinished]
+        found = [(endpoint, key) for endpoint, keys in self._unfinished.items() for key in keys]
+        if sorted(reads) != sorted(found):
+            raise LocalProtocolError(f"reads {sorted(reads)}, found by endpoint {sorted(found)}")
+        by_peer = [claim for loads in self._by_peer.values() for claim in loads]
+        if sorted(by_peer) != sorted(self._loads):
+            raise LocalProtocolError(f"loads {sorted(self._loads)}, by peer {sorted(by_peer)}")
 
     # --- the loads that an event concerns; `handle` settles all that these return
 
@@ -160,7 +191,7 @@ class DecodeMachine:
         if is_unnamed(key):
             key = self._peer_at(key.endpoint)
         known = self._of_request(command.request)
-        if known is not None and not (known.is_cancelled and known.start is None):
+        if known is not None and known.state is not LoadState.RELEASING:
             # Later commands name only the request, so this rank loads neither of the two.
             known.fail(SAME_ID)
             return [events.LoadReady(command.request)] if command.is_early else []
@@ -179,10 +210,11 @@ class DecodeMachine:
             record=self._record,
             queue=self._queue,
             numbers=self.numbers,
+            tell=self._hint,
         )
         self._loads[load.claim] = self._by_request[load.request] = load
         self._touched[load.claim] = load
-        return self._meet(load, type(command).__name__, now)
+        return self._meet(load, command, now)
 
     def _peer_at(self, endpoint: Endpoint) -> events.PeerKey:
         found = self._found.get(endpoint, unnamed(endpoint))
@@ -190,10 +222,12 @@ class DecodeMachine:
         is_here = peer is not None and peer.state is not PeerState.GONE
         return found if is_here else unnamed(endpoint)
 
-    def _meet(self, load: Load, cause: str, now: float) -> Actions:
+    def _meet(self, load: Load, event: object, now: float) -> Actions:
         """Open the load if its peer is known; else ask for the peer's description."""
         key = load.peer
         self._by_peer.setdefault(key, {})[load.claim] = load
+        if load.state not in PEER_UNKNOWN:  # it has failed
+            return []
         failure = self.breaker.check(key, now)
         is_new = key not in self.peers.known and is_unnamed(key)
         if is_new and self.peers.num_searched + self.breaker.num_searched >= MAX_CONNECTING:
@@ -206,25 +240,21 @@ class DecodeMachine:
             load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:
             fits = events.PeerFits(key, peer.description, peer.routes)
-            actions += self._open(load, fits, cause, now)
+            actions += self._open(load, fits, event, now)
         return actions
 
     def _start(self, command: events.StartLoad, now: float) -> Actions:
         load = self._of_request(command.request)
-        if load is None:
+        if load is None or load.state is LoadState.RELEASING:
             return [events.LoadEnded(command.request, command.num_tokens, NOT_PREPARED)]
         if load.start is not None:  # a second request with its id
             return []
         load.on_blocks(command, now)
         return self._ask_digests(load, now) if command.verify else []
 
-    def _cancel(self, command: events.CancelLoad, _now: float) -> Actions:
+    def _cancel(self, command: events.CancelLoad, now: float) -> Actions:
         load = self._of_request(command.request)
-        if load is not None:
-            load.is_cancelled = True
-            if load.is_open:  # else it waits for the ranks, to release them
-                load.fail(DROPPED)
-        return []
+        return [] if load is None else load.drop(command, now)
 
     def _ask_digests(self, load: Load, now: float) -> Actions:
         actions: Actions = []
@@ -256,7 +286,7 @@ class DecodeMachine:
             self.peers.get_or_connect(found, now)  # asks nothing: the description is here
         for load in loads:
             load.meet(found)
-            actions += self._meet(load, type(description).__name__, now)
+            actions += self._meet(load, description, now)
         self._by_peer.pop(unnamed(endpoint), None)
         return actions
 
@@ -266,14 +296,12 @@ class DecodeMachine:
         if actions is None:
             return [events.DropPeer(event.peer)]
         for load in self._of_peer(event.peer):
-            if not load.is_open:
-                actions += self._open(load, event, type(event).__name__, now)
+            if load.state in PEER_UNKNOWN:
+                actions += self._open(load, event, event, now)
         return actions
 
-    def _open(self, load: Load, fits: events.PeerFits, cause: str, now: float) -> Actions:
-        actions = load.open(fits.description, fits.routes, cause)
-        if load.is_cancelled:
-            load.fail(DROPPED)
+    def _open(self, load: Load, fits: events.PeerFits, event: object, now: float) -> Actions:
+        actions = load.open(fits.description, fits.routes, event)
         for read in load.reads.values():
             others = self._unfinished.setdefault(read.endpoint, {})
             if len(others) >= messages.MAX_CLAIMS:  # a heartbeat cannot name more
@@ -412,7 +440,7 @@ class DecodeMachine:
         actions += self._fail_loads(now)
         for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
             self._touched[load.claim] = load
-            actions += load.on_tick(now)
+            actions += load.on_tick(tick, now)
             for read in load.reads.values() if load.failure is None else ():
                 if read.lacks_answer and read.ask_again_at <= now:
                     actions += load.ask(read, now)
@@ -426,7 +454,7 @@ class DecodeMachine:
     def _is_in_use(self, peer: events.PeerKey) -> bool:
         """Whether a read is reading the peer's memory, or may still be started on it."""
         loads = self._by_peer.get(peer, {}).values()
-        return any(load.is_open and not load.is_over for load in loads)
+        return any(load.state not in PEER_UNKNOWN and not load.has_settled for load in loads)
 
     # --- heartbeats
 
@@ -475,7 +503,7 @@ class DecodeMachine:
             if failure is None:
                 continue
             for load in self._of_peer(peer.key):
-                if not load.is_over:
+                if not load.has_settled:
                     load.fail(failure)
             # An UNREADABLE peer answers, and has pauses of its own.
             is_silent = failure.kind is FailureKind.UNREACHABLE
@@ -491,17 +519,15 @@ class DecodeMachine:
                 actions += load.cancel(load.failure, now)
             for read in load.reads.values():
                 self._requeue(load, read, now)
-            if load.is_early and not load.is_announced and load.is_ready:
-                load.is_announced = True
-                actions += [events.LoadReady(load.request), *self._hint(load.ready())]
-            is_over = load.is_over
-            if is_over and (load.start is not None or load.is_cancelled):
+            actions += load.pop_outbox()
+            has_settled = load.has_settled
+            is_awaited = load.start is not None or load.state is LoadState.RELEASING
+            if has_settled and is_awaited:
                 actions += load.end(now)
-                if load.failure is None:
-                    actions += self._hint(load.landed())
+            if load.state in OVER:
                 self._forget(load)
             else:
-                self._due.set(load.claim, math.inf if is_over else load.next_due)
+                self._due.set(load.claim, math.inf if has_settled else load.next_due)
         self._touched.clear()
         if self._queue.where:
             for claim, rank in self._queue.pop_startable(now):
@@ -516,13 +542,13 @@ class DecodeMachine:
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
         """Queue a read, or take it out once it has ended."""
         key = (load.claim, read.rank)
-        part = load.next_part(read) if read.state is State.GRANTED else None
+        part = load.next_part(read) if read.state is ReadState.GRANTED else None
         if part is not None:
             if key not in self._queue.where:
                 share = part.num_tokens * self._bytes_per_token // len(load.reads)
                 self._queue.add(key, read.endpoint, share)
-        elif key in self._queue.where and read.state not in (State.READING, State.DRAINING):
-            self._queue.remove(key, now, has_landed=read.state is not State.FAILED)
+        elif key in self._queue.where and read.state not in POSTED:
+            self._queue.remove(key, now, has_landed=read.state is not ReadState.FAILED)
         if read.state in ENDED:
             others = self._unfinished.get(read.endpoint, {})
             if others.pop(key, None) is not None and not others:

@@ -8,6 +8,7 @@ Only the end of the read itself leaves READING: NIXL has no abort, so the caller
 back when no read can write into them. One failure cancels the reads from all ranks.
 """
 
+import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import (
@@ -50,7 +52,7 @@ class Cancelled:
     failure: Failure
 
 
-class State(MachineState):
+class ReadState(MachineState):
     """The state of a read; its value says what the read waits for."""
 
     ASKING = "a grant"  # the rank was asked for its blocks
@@ -58,62 +60,147 @@ class State(MachineState):
     READING = "data"  # it is landing in the local blocks; at last, the fence slot is read
     VERIFYING = "a digest"  # the fence token was still there; the digests are being compared
     DRAINING = "the end of a cancelled read"  # which may still write
+    ABANDONED = "the end of an abandoned read"  # likewise; its agent is being replaced
     DONE = ""  # the bytes are proven
     FAILED = None  # no read writes later, and the bytes must not be used
 
 
-_FAILED: Final = (State.FAILED,)
+_FAILED: Final = (ReadState.FAILED,)
 
-TRANSITIONS: Final[Table[State]] = {
-    State.ASKING: {
-        messages.Grant: (State.GRANTED,),
+READ_TRANSITIONS: Final[Table[ReadState]] = {
+    ReadState.ASKING: {
+        messages.Grant: (ReadState.GRANTED,),
         messages.Deny: _FAILED,
         messages.Recall: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
-    State.GRANTED: {
-        events.StartLoad: (State.READING,),
+    ReadState.GRANTED: {
+        events.StartLoad: (ReadState.READING,),
         messages.Deny: _FAILED,
         messages.Recall: _FAILED,
-        messages.Pending: (State.ASKING,),  # prefill has preempted the request
-        messages.Grant: (State.ASKING,),  # and computes it again, but that message was lost
-        messages.HeartbeatReply: (State.ASKING, State.FAILED),
+        messages.Pending: (ReadState.ASKING,),  # prefill has preempted the request
+        messages.Grant: (ReadState.ASKING,),  # and computes it again, but that message was lost
+        messages.HeartbeatReply: (ReadState.ASKING, ReadState.FAILED),
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
-    State.READING: {
+    ReadState.READING: {
         # To GRANTED or ASKING: a part has landed, and prefill still computes the rest.
         events.ReadDone: (
-            State.GRANTED,
-            State.ASKING,
-            State.DONE,
-            State.VERIFYING,
-            State.FAILED,
+            ReadState.GRANTED,
+            ReadState.ASKING,
+            ReadState.DONE,
+            ReadState.VERIFYING,
+            ReadState.FAILED,
         ),
         events.ReadFailed: _FAILED,
-        Cancelled: (State.DRAINING,),
+        Cancelled: (ReadState.DRAINING,),
     },
-    State.VERIFYING: {
-        events.DigestCompared: (State.DONE, State.FAILED),
+    ReadState.VERIFYING: {
+        events.DigestCompared: (ReadState.DONE, ReadState.FAILED),
         messages.Deny: _FAILED,
         messages.HeartbeatReply: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
-    State.DRAINING: {
+    ReadState.DRAINING: {
+        events.ReadDone: _FAILED,
+        events.ReadFailed: _FAILED,
+        events.Tick: (ReadState.ABANDONED,),
+    },
+    ReadState.ABANDONED: {
         events.ReadDone: _FAILED,
         events.ReadFailed: _FAILED,
     },
-    State.DONE: {},
-    State.FAILED: {},
+    ReadState.DONE: {},
+    ReadState.FAILED: {},
 }
 
-MACHINE: Final = Machine("load", TRANSITIONS)
+READ: Final = Machine("read", READ_TRANSITIONS)
 
 # In these states a read may write into local memory.
-POSTED: Final = frozenset({State.READING, State.DRAINING})
-ENDED: Final = frozenset({State.DONE, State.FAILED})
+POSTED: Final = frozenset({ReadState.READING, ReadState.DRAINING, ReadState.ABANDONED})
+ENDED: Final = frozenset({ReadState.DONE, ReadState.FAILED})
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The load's own event: no read can write into its blocks any longer."""
+
+
+class LoadState(MachineState):
+    """The state of a load. Each may come with local blocks or without: see `Load.start`."""
+
+    CONNECTING = enum.auto()  # it waits for the description of prefill's engine
+    ASKED = enum.auto()  # it asks prefill's ranks; prefill has not begun to compute the request
+    READY = enum.auto()  # prefill computes the request, or has computed it: blocks are of use
+    RELEASING = enum.auto()  # dropped while CONNECTING: it will release the ranks and end
+    UNREACHED = enum.auto()  # failed while CONNECTING; it waits to be started or dropped
+    FAILING = enum.auto()  # its reads are being ended, or it waits to be started or dropped
+    OVERDUE = enum.auto()  # nothing moved; reads that do not end soon are abandoned
+    LOADED = enum.auto()  # all bytes are proven
+    FAILED = enum.auto()
+
+
+_FAILING: Final = (LoadState.FAILING,)
+
+LOAD_TRANSITIONS: Final[Table[LoadState]] = {
+    LoadState.CONNECTING: {
+        events.PrepareLoad: (LoadState.ASKED,),  # the peer is known already
+        messages.Description: (LoadState.ASKED,),  # likewise
+        events.PeerFits: (LoadState.ASKED,),
+        events.StartLoad: (LoadState.CONNECTING,),
+        events.CancelLoad: (LoadState.RELEASING,),
+        Failure: (LoadState.UNREACHED,),
+    },
+    LoadState.ASKED: {
+        messages.Pending: (LoadState.READY,),
+        messages.Grant: (LoadState.READY,),
+        events.StartLoad: (LoadState.ASKED,),
+        events.CancelLoad: (LoadState.FAILED,),
+        Failure: _FAILING,
+        Settled: (LoadState.LOADED,),  # this rank has none of the prompt's KV
+    },
+    LoadState.READY: {
+        events.StartLoad: (LoadState.READY,),
+        events.CancelLoad: (LoadState.FAILED,),
+        Failure: _FAILING,
+        Settled: (LoadState.LOADED,),
+    },
+    LoadState.RELEASING: {
+        Settled: (LoadState.FAILED,),
+    },
+    LoadState.UNREACHED: {
+        messages.Description: _FAILING,  # the ranks are released
+        events.PeerFits: _FAILING,
+        events.StartLoad: _FAILING,
+        events.CancelLoad: (LoadState.FAILED,),
+        Settled: (LoadState.FAILED,),
+    },
+    LoadState.FAILING: {
+        events.StartLoad: _FAILING,
+        events.CancelLoad: (LoadState.FAILED,),
+        events.Tick: (LoadState.OVERDUE,),
+        Settled: (LoadState.FAILED,),
+    },
+    LoadState.OVERDUE: {
+        events.StartLoad: (LoadState.OVERDUE,),
+        events.CancelLoad: (LoadState.FAILED,),
+        Settled: (LoadState.FAILED,),
+    },
+    LoadState.LOADED: {},
+    LoadState.FAILED: {},
+}
+
+LOAD: Final = Machine("load", LOAD_TRANSITIONS)
+
+# The peer's ranks are unknown in these states.
+PEER_UNKNOWN: Final = frozenset({LoadState.CONNECTING, LoadState.RELEASING, LoadState.UNREACHED})
+OVER: Final = frozenset({LoadState.LOADED, LoadState.FAILED})
+FAILED: Final = frozenset(
+    {LoadState.UNREACHED, LoadState.FAILING, LoadState.OVERDUE, LoadState.FAILED}
+)
 
 DENIED: Final[Mapping[messages.DenyCause, tuple[FailureKind, str]]] = {
     "": (
@@ -159,11 +246,10 @@ class RankRead:
     endpoint: Endpoint
     incarnation: Incarnation
     layout: CacheLayout
-    state: State = State.ASKING
+    state: ReadState = ReadState.ASKING
     ask_again_at: float = -math.inf
     moved_at: float = -math.inf  # the last step forward, or the last bytes that are known to land
     unreachable_since: float = math.inf  # its connection broke, and it has not answered since
-    abandoned: bool = False
     grant: messages.Grant | None = None  # the latest
     granted_at: int = 0  # the number of this rank's last message when the grant came
     part: events.StartLoad | None = None  # the tokens that are being read
@@ -175,7 +261,7 @@ class RankRead:
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # see `messages.PackRequest`
-    entered_at: dict[State, float] = field(default_factory=dict)
+    entered_at: dict[ReadState, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank = self.route.remote_rank
@@ -185,13 +271,13 @@ class RankRead:
     def lacks_answer(self) -> bool:
         """Whether its rank owes an answer: a grant, packed chunks, or a digest."""
         match self.state:
-            case State.READING:
+            case ReadState.READING:
                 return bool(self.chunks)
-            case State.VERIFYING:
+            case ReadState.VERIFYING:
                 return self.digest is None
-            case State.GRANTED:
+            case ReadState.GRANTED:
                 return self.is_partial
-        return self.state is State.ASKING
+        return self.state is ReadState.ASKING
 
     @property
     def is_partial(self) -> bool:
@@ -220,47 +306,46 @@ class Load:
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
+    tell: Callable[[messages.Hint], Actions] = field(repr=False)  # the scheduler of this engine
     is_early: bool = False  # by a pair ticket
     hint_key: HintKey = field(default=events.NO_HINTS, repr=False)
     num_cached: int | None = None  # by the latest grant
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
     told_at: float = -math.inf  # when prefill last said that it will compute the request
     wait_for_prefill_s: float = math.inf  # until prefill computes the request
-    has_begun: bool = False  # prefill has computed a part, or is about to
-    is_announced: bool = False  # the caller knows that it can use local blocks
-    is_open: bool = False  # the peer is known, and so are all reads
+    state: LoadState = LoadState.CONNECTING
+    #: Set once the peer is known. It stays empty if this rank has none of the prompt's KV.
     reads: dict[Rank, RankRead] = field(default_factory=dict)
-    start: events.StartLoad | None = None  # with the local blocks
-    is_cancelled: bool = False
+    #: With the local blocks, once the caller has them. Never in RELEASING.
+    start: events.StartLoad | None = None
+    #: The first one explains the others. Always in UNREACHED, FAILING, OVERDUE and FAILED.
     failure: Failure | None = None
-    overdue_since: float | None = None
+    overdue_since: float = math.inf  # finite in OVERDUE, and after it
+    outbox: Actions = field(default_factory=list, repr=False)  # until the load is settled
 
     def __post_init__(self) -> None:
         self.peer_name, self.prepared_at = str(self.peer), self.since
-        self._record("", "PREPARED", f"PrepareLoad: offer {short(self.ticket.nonce)}")
+        cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
+        name = self.state.name
+        self.record(events.Transition(self.request, self.peer_name, "", name, cause))
 
     @property
-    def is_over(self) -> bool:
-        if not self.is_open:
-            return self.failure is not None
+    def has_settled(self) -> bool:
+        """Whether no read can write into local blocks any longer, or ever begin."""
+        if self.state in (LoadState.CONNECTING, LoadState.RELEASING) and self.failure is None:
+            return False
         return ENDED.issuperset([read.state for read in self.reads.values()])
 
     @property
     def waits_for(self) -> str:
-        if self.is_over:
+        if self.has_settled:
             return "the scheduler, to start or cancel it"
-        if not self.is_open:
+        if self.state in PEER_UNKNOWN:
             return f"the description of {self.peer}"
         states = dict.fromkeys(read.state for read in self.reads.values())
         waits = [state.value for state in states if state not in ENDED]
-        own = State.GRANTED.value if self.start is None else None
+        own = ReadState.GRANTED.value if self.start is None else None
         return ", ".join("local blocks" if each == own else each for each in waits)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether local blocks would be of use: prefill computes the request, or it has failed."""
-        is_granted = any(read.grant is not None for read in self.reads.values())
-        return self.told == "computing" or is_granted or self.failure is not None
 
     @property
     def is_verified(self) -> bool:
@@ -269,12 +354,17 @@ class Load:
 
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
-        is_queued = read.state is State.GRANTED and self.start is not None
-        return is_queued or read.state in POSTED or read.state is State.VERIFYING
+        is_queued = read.state is ReadState.GRANTED and self.start is not None
+        return is_queued or read.state in POSTED or read.state is ReadState.VERIFYING
 
     def fail(self, failure: Failure) -> None:
-        # The first failure explains the others.
-        self.failure = self.failure or failure
+        """Let the load end badly. Its reads end when it is settled."""
+        if self.failure is None:
+            self.failure = failure
+            if self.state is LoadState.CONNECTING:
+                self._move(LoadState.UNREACHED, failure, failure.kind.value)
+            elif self.state is not LoadState.RELEASING:
+                self._move(LoadState.FAILING, failure, failure.kind.value)
 
     def meet(self, peer: events.PeerKey) -> None:
         self.peer, self.peer_name = peer, str(peer)
@@ -284,16 +374,17 @@ class Load:
     @property
     def lacks_only_blocks(self) -> bool:
         """Whether every rank has granted and local blocks are missing: then it is never late."""
-        is_granted = all(read.state is State.GRANTED for read in self.reads.values())
-        return self.is_open and self.start is None and is_granted
+        is_granted = all(read.state is ReadState.GRANTED for read in self.reads.values())
+        is_live = self.state in (LoadState.ASKED, LoadState.READY)
+        return is_live and self.start is None and is_granted
 
     @property
     def next_due(self) -> float:
-        due = self.deadline if self.overdue_since is None else math.inf
+        due = math.inf if self.state is LoadState.OVERDUE else self.deadline
         for read in self.reads.values():
             if read.lacks_answer:
                 due = min(due, read.ask_again_at)
-            if self.overdue_since is not None and read.state in POSTED and not read.abandoned:
+            if read.state is ReadState.DRAINING:
                 due = min(due, self.overdue_since + DRAIN_S)
         return due
 
@@ -304,7 +395,9 @@ class Load:
             if self.lacks_only_blocks:
                 return math.inf
             due = max(self.since, self.told_at) + self.timeout_s
-            return due if self.is_ready else min(due, self.prepared_at + self.wait_for_prefill_s)
+            if self.state in (LoadState.CONNECTING, LoadState.ASKED):
+                return min(due, self.prepared_at + self.wait_for_prefill_s)
+            return due
         unfinished = [read for read in self.reads.values() if read.state not in ENDED]
         return min(map(self._late_at, unfinished), default=math.inf)
 
@@ -316,7 +409,7 @@ class Load:
         if key in self.queue.where:
             others_moved_at = self.queue.moved_at(key)
             # A queued read has not begun: it is late only if nothing moves that it waits for.
-            if read.state is State.GRANTED:
+            if read.state is ReadState.GRANTED:
                 return max(late_at, others_moved_at + self.timeout_s)
             # A posted read shares the link with the rest of its load and its lane. While those
             # move, it may be starved rather than stuck, so it gets more time, but not without end.
@@ -325,36 +418,46 @@ class Load:
             late_at = max(late_at, min(others_moved_at + self.timeout_s, longest))
         return min(late_at, read.silent_at)
 
-    def on_tick(self, now: float) -> Actions:
-        """Fail a late load. If that does not end a read in time, abandon the read, once."""
+    def on_tick(self, tick: events.Tick, now: float) -> Actions:
+        """Fail a late load. If that does not end a read in time, abandon the read."""
         # A late load stays late, whatever moves afterwards.
-        if self.overdue_since is None:
+        if self.state is not LoadState.OVERDUE:
             if now < self.deadline:
                 return []
+            self.fail(Failure(FailureKind.LATE, self._why_late(now)))
+            if self.state is LoadState.FAILING:
+                self._move(LoadState.OVERDUE, tick)
             self.overdue_since = now
-            is_silent = any(read.silent_at <= now for read in self.reads.values())
-            detail = f"nothing moved for {self.timeout_s:g} s"
-            if is_silent:
-                detail = "prefill fell silent during the read"
-            elif self.told == "queued" and self.start is None and not self.is_ready:
-                waited = f"{now - self.prepared_at:g} s"
-                detail = f"prefill has not begun to compute the request within {waited}"
-            self.fail(Failure(FailureKind.LATE, detail))
         actions: Actions = []
         for read in self.reads.values() if now >= self.overdue_since + DRAIN_S else ():
-            if read.state in POSTED and not read.abandoned:
-                read.abandoned = True
+            if read.state is ReadState.DRAINING:
+                self._move_read(read, ReadState.ABANDONED, tick, now)
                 actions.append(events.AbandonRead(self.request, read.rank))
         return actions
+
+    def _why_late(self, now: float) -> str:
+        if any(read.silent_at <= now for read in self.reads.values()):
+            return "prefill fell silent during the read"
+        if self.state is LoadState.ASKED and self.told == "queued" and self.start is None:
+            waited = f"{now - self.prepared_at:g} s"
+            return f"prefill has not begun to compute the request within {waited}"
+        return f"nothing moved for {self.timeout_s:g} s"
 
     # --- from arrival to the grant
 
     def open(
-        self, description: messages.Description, routes: Iterable[Route], cause: str
+        self, description: messages.Description, routes: Iterable[Route], event: object
     ) -> Actions:
         """The peer is known: read some ranks, and release those that no rank here reads."""
-        self.is_open = True
+        cause = type(event).__name__
         actions: Actions = []
+        match self.state:
+            case LoadState.CONNECTING:
+                self._move(LoadState.ASKED, event)
+            case LoadState.UNREACHED:
+                self._move(LoadState.FAILING, event)
+            case LoadState.RELEASING:
+                self.fail(DROPPED)
         for route in routes:
             remote = description.ranks[route.remote_rank]
             read = RankRead(route, remote.endpoint, remote.incarnation, remote.layout)
@@ -367,19 +470,33 @@ class Load:
 
     def ask(self, read: RankRead, now: float) -> Actions:
         match read.state:
-            case State.ASKING | State.GRANTED:
+            case ReadState.ASKING | ReadState.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
                 context, number = self.ticket.hashes, self.numbers.next()
                 fields = {"context": context, "number": number, "readers": read.route.readers}
                 return [self._send(read, messages.Ask, **fields, is_early=self.is_early)]
-            case State.READING:
+            case ReadState.READING:
                 return self._ask_chunks(read, read.chunks.values(), now)
         return self.ask_digest(read, now)
 
     def on_blocks(self, start: events.StartLoad, now: float) -> None:
         """The request has local blocks, so its time begins again."""
         self.start, self.since = start, now
-        self._record("PREPARED", "STARTED", f"StartLoad: tokens {start.begin} to {start.end - 1}")
+        after = LoadState.FAILING if self.state is LoadState.UNREACHED else self.state
+        self._move(after, start, f"tokens {start.begin} to {start.end - 1}")
+
+    def drop(self, command: events.CancelLoad, now: float) -> Actions:
+        """The caller does not need the load any longer; it hears of the end if it gave blocks."""
+        if self.start is not None:
+            self.fail(DROPPED)
+        elif self.state is LoadState.CONNECTING:
+            self._move(LoadState.RELEASING, command)
+        elif self.state is not LoadState.RELEASING:
+            self.failure = self.failure or DROPPED
+            actions = self.cancel(self.failure, now)  # ends all reads: none has local blocks
+            self._move(LoadState.FAILED, command, str(self.failure), self.failure.kind.value)
+            return actions
+        return []
 
     def next_part(self, read: RankRead) -> events.StartLoad | None:
         """The tokens to read now; None until the load has blocks and prefill has written more."""
@@ -398,7 +515,7 @@ class Load:
         if self.start is None or read.grant is None or part is None:
             return []
         read.part, read.fence_token = part, read.grant.fence_token
-        self._move(read, State.READING, self.start, now)
+        self._move_read(read, ReadState.READING, self.start, now)
         actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, part)]
         if read.slices and part.end == self.start.end:
             digest = (read.rank, read.slices, self.start, self.claim)
@@ -408,19 +525,20 @@ class Load:
     # --- the handlers of HANDLERS: a late or repeated message changes nothing
 
     def on_grant(self, read: RankRead, grant: messages.Grant, now: float) -> Actions:
-        if read.state is State.FAILED:
+        if read.state is ReadState.FAILED:
             return [self.release(read)]
-        former = read.grant if read.state is State.GRANTED else None
+        former = read.grant if read.state is ReadState.GRANTED else None
         if former is not None and former.fence_token != grant.fence_token:
             self._lose_grant(read, grant, now)
-        self.has_begun, self.num_cached = True, grant.num_cached
-        if read.state is State.ASKING:
+        self.num_cached = grant.num_cached
+        self._note_begun(grant)
+        if read.state is ReadState.ASKING:
             if read.num_lost:
                 read.digest = None  # of bytes that prefill has computed again
             read.grant, read.granted_at = grant, self.numbers.last
             read.fence_token = grant.fence_token
-            self._move(read, State.GRANTED, grant, now)
-        elif read.is_partial and read.state in (State.GRANTED, State.READING):
+            self._move_read(read, ReadState.GRANTED, grant, now)
+        elif read.is_partial and read.state in (ReadState.GRANTED, ReadState.READING):
             # Prefill has written more, or has repeated its answer: it is alive.
             read.grant, read.granted_at, read.moved_at = grant, self.numbers.last, now
             read.ask_again_at = now + ASK_AGAIN_S
@@ -428,23 +546,29 @@ class Load:
 
     def on_pending(self, read: RankRead, pending: messages.Pending, now: float) -> Actions:
         """The rank grants when it can. Prefill's queue has no deadline while it answers."""
-        if read.state is State.GRANTED:
+        if read.state is ReadState.GRANTED:
             self._lose_grant(read, pending, now)
-        if read.state is not State.ASKING:
+        if read.state is not ReadState.ASKING:
             return []
         if pending.state != self.told:
             state, cause = read.state.name, f"Pending: {pending.state}"
             self.record(events.Transition(self.request, read.name, state, state, cause))
         self.told = pending.state
-        self.has_begun |= pending.state == "computing"
-        # Local blocks before that are due to a failure on another rank: then the load must end.
-        if pending.state != "unknown" and (self.start is None or self.has_begun):
+        if pending.state == "computing":
+            self._note_begun(pending)
+        # Blocks while ASKED are due to a failure on another rank: then the load must end.
+        is_ended_elsewhere = self.state is LoadState.ASKED and self.start is not None
+        if pending.state != "unknown" and not is_ended_elsewhere:
             self.told_at = read.moved_at = now
         return []
 
+    def _note_begun(self, event: messages.Grant | messages.Pending) -> None:
+        if self.state is LoadState.ASKED:
+            self._move(LoadState.READY, event)
+
     def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
         """The rank does not grant, or no longer does, or cannot be reached."""
-        is_lost = isinstance(event, messages.HeartbeatReply) and read.state is State.GRANTED
+        is_lost = isinstance(event, messages.HeartbeatReply) and read.state is ReadState.GRANTED
         if is_lost and self.is_early:
             self._lose_grant(read, event, now)
             return self.ask(read, now)
@@ -456,11 +580,11 @@ class Load:
         failure = Failure(kind, f"prefill rank {read.rank} {what}{reason}")
         # The fence slot decides about a posted read. A comparison goes on once both digests are
         # here, because the fence has proven those bytes.
-        is_undecided = read.state is State.VERIFYING and read.digest is None
-        if is_undecided or read.state in (State.ASKING, State.GRANTED):
+        is_undecided = read.state is ReadState.VERIFYING and read.digest is None
+        if is_undecided or read.state in (ReadState.ASKING, ReadState.GRANTED):
             self.fail(failure)
-            self._move(read, State.FAILED, event, now)
-        elif read.state is State.READING and read.chunks:  # prefill will not pack them
+            self._move_read(read, ReadState.FAILED, event, now)
+        elif read.state is ReadState.READING and read.chunks:  # prefill will not pack them
             self.fail(failure)
         return [self.release(read)] if isinstance(event, messages.Recall) else []
 
@@ -469,13 +593,13 @@ class Load:
         self._note_progress(read, now)
         if not event.chunks:
             return []
-        if read.state is not State.READING:
+        if read.state is not ReadState.READING:
             return [events.StopRead(self.request, read.rank)]
         read.chunks |= {each.number: each for each in event.chunks if each.number in event.holds}
         return self._ask_chunks(read, event.chunks, now)
 
     def on_packed(self, read: RankRead, reply: messages.PackReply, now: float) -> Actions:
-        if read.state is not State.READING or read.chunks.pop(reply.chunk, None) is None:
+        if read.state is not ReadState.READING or read.chunks.pop(reply.chunk, None) is None:
             return []
         self._note_progress(read, now)
         return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
@@ -483,7 +607,7 @@ class Load:
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.fence_token == read.fence_token
-        start, part, is_reading = self.start, read.part, read.state is State.READING
+        start, part, is_reading = self.start, read.part, read.state is ReadState.READING
         # Prefill may have granted another computation meanwhile, which it digests.
         is_renewed = read.grant is not None and read.grant.fence_token != read.fence_token
         if is_reading and self.is_early and (not slot_valid or (is_renewed and self.is_verified)):
@@ -492,20 +616,20 @@ class Load:
         if is_reading and start is not None and part is not None and part.end < start.end:
             self.queue.remove((self.claim, read.rank), now, has_landed=True)
             self._add_part(read, event)
-            self._move(read, State.GRANTED, event, now)
+            self._move_read(read, ReadState.GRANTED, event, now)
             return []
         if not slot_valid:
             detail = f"prefill rank {read.rank} took its blocks back during the read"
             self.fail(Failure(FailureKind.FENCED, detail))
-        if read.state is State.DRAINING or not slot_valid:
-            return self._end_read(read, State.FAILED, event, now)
+        if read.state in (ReadState.DRAINING, ReadState.ABANDONED) or not slot_valid:
+            return self._end_read(read, ReadState.FAILED, event, now)
         self._add_part(read, event)
         # Bytes without a named slice cannot be compared: the load must then be late, not good.
         has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.is_verified and has_bytes:
-            self._move(read, State.VERIFYING, event, now)
+            self._move_read(read, ReadState.VERIFYING, event, now)
             return self._compare(read)
-        return self._end_read(read, State.DONE, event, now)
+        return self._end_read(read, ReadState.DONE, event, now)
 
     def _lose_grant(self, read: RankRead, event: object, now: float) -> None:
         """Prefill has preempted the request, or has ended the offer and will deny the next ask."""
@@ -515,7 +639,7 @@ class Load:
             read.proven, read.done = 0, None
         read.grant = None
         read.num_lost += 1
-        self._move(read, State.ASKING, event, now)
+        self._move_read(read, ReadState.ASKING, event, now)
         if read.num_lost > MAX_LOST:
             detail = f"prefill rank {read.rank} took its blocks back {read.num_lost} times"
             self.fail(Failure(FailureKind.FENCED, detail))
@@ -533,7 +657,7 @@ class Load:
     def on_read_failed(self, read: RankRead, event: events.ReadFailed, now: float) -> Actions:
         detail = f"reading prefill rank {read.rank} failed: {event.reason}"
         self.fail(Failure(FailureKind.BROKEN, detail))
-        return self._end_read(read, State.FAILED, event, now)
+        return self._end_read(read, ReadState.FAILED, event, now)
 
     def on_digest(self, read: RankRead, reply: messages.DigestReply, _now: float) -> Actions:
         if not read.slices or read.digest is not None:
@@ -543,16 +667,16 @@ class Load:
 
     def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
         # The comparison of an earlier attempt may end when the same request is loaded again.
-        if read.state is not State.VERIFYING or event.claim != self.claim:
+        if read.state is not ReadState.VERIFYING or event.claim != self.claim:
             return []
-        source, after = f"the bytes from prefill rank {read.rank}", State.FAILED
+        source, after = f"the bytes from prefill rank {read.rank}", ReadState.FAILED
         if event.refusal is not None:
             detail = f"{source} cannot be verified: {event.refusal}"
             self.fail(Failure(FailureKind.INTERNAL, detail))
         elif event.difference is not None:
             self.fail(Failure(FailureKind.CORRUPT, f"{source} are wrong: {event.difference}"))
         else:
-            after = State.DONE
+            after = ReadState.DONE
         return self._end_read(read, after, event, now)
 
     # --- packed chunks and digests
@@ -575,7 +699,7 @@ class Load:
 
     def _compare(self, read: RankRead) -> Actions:
         """Digest the bytes that the fence has proven, and compare once prefill's digest is here."""
-        if not read.slices or read.state is not State.VERIFYING or self.start is None:
+        if not read.slices or read.state is not ReadState.VERIFYING or self.start is None:
             return []
         sums = () if read.digest is None else (read.digest.rows, read.digest.columns)
         return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
@@ -586,39 +710,42 @@ class Load:
         """End every read: release asks and grants now, and posted reads once they have drained."""
         actions: Actions = []
         for read in self.reads.values():
-            if read.state is State.READING:
+            if read.state is ReadState.READING:
                 actions.append(events.StopRead(self.request, read.rank))
-                self._move(read, State.DRAINING, Cancelled(failure), now)
-            elif read.state is not State.DRAINING and read.state not in ENDED:
-                actions += self._end_read(read, State.FAILED, Cancelled(failure), now)
+                self._move_read(read, ReadState.DRAINING, Cancelled(failure), now)
+            elif read.state not in POSTED and read.state not in ENDED:
+                actions += self._end_read(read, ReadState.FAILED, Cancelled(failure), now)
         return actions
 
     def end(self, now: float) -> Actions:
+        """All reads have ended. The caller hears of a load to which it gave blocks."""
         start, failure, is_good = self.start, self.failure, self.failure is None
-        cause = "" if failure is None else str(failure)
-        before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"
-        self._record(before, after, cause, "" if failure is None else failure.kind.value)
+        if failure is None:
+            self._move(LoadState.LOADED, Settled())
+        else:
+            self._move(LoadState.FAILED, Settled(), str(failure), failure.kind.value)
         if start is None:
             return []
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
         is_verified, num_tokens = is_good and start.verify, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
         num_cached = self.num_cached if is_good else None
-        return [events.LoadEnded(*ended, self._waits(now), now, num_cached)]
+        hint = self.tell(self.landed()) if is_good else []
+        return [events.LoadEnded(*ended, self._waits(now), now, num_cached), *hint]
 
     def _waits(self, now: float) -> tuple[float, ...]:
         """The seconds in each of PHASES. The slowest read decides; a failed load stops early."""
-        if self.is_open and not self.reads:  # this rank has none of the prompt's KV
+        if self.failure is None and not self.reads:  # this rank has none of the prompt's KV
             return ()
         reads = self.reads.values()
 
-        def last(*states: State) -> float:
+        def last(*states: ReadState) -> float:
             entered = [[read.entered_at.get(state, now) for state in states] for read in reads]
             return max(map(min, entered), default=now)
 
-        granted_at = last(State.GRANTED)
-        landed_at = last(State.VERIFYING, State.DONE)
-        times = (granted_at, max(granted_at, self.since), last(State.READING), landed_at, now)
+        granted_at = last(ReadState.GRANTED)
+        landed_at = last(ReadState.VERIFYING, ReadState.DONE)
+        times = (granted_at, max(granted_at, self.since), last(ReadState.READING), landed_at, now)
         begins = (self.prepared_at, *times[:-1])
         return tuple(end - begin for begin, end in zip(begins, times, strict=True))
 
@@ -626,22 +753,58 @@ class Load:
         read.moved_at = now
         self.queue.note_progress((self.claim, read.rank), now)
 
-    def _record(self, before: str, after: str, cause: str, reason: str = "") -> None:
-        about = (self.request, self.peer_name)
-        self.record(events.Transition(*about, before, after, cause, reason=reason))
+    def _move(self, after: LoadState, event: object, detail: str = "", reason: str = "") -> None:
+        """Change the load's state. The caller learns when blocks become of use, at most once."""
+        before, about = self.state, (self.request, self.peer_name)
+        self.state = LOAD.move(self.record, (before, after), event, about, detail, reason=reason)
+        was_waiting = before in (LoadState.CONNECTING, LoadState.ASKED)
+        of_use = (LoadState.READY, LoadState.UNREACHED, LoadState.FAILING)
+        if self.is_early and was_waiting and after in of_use:
+            self.outbox += [events.LoadReady(self.request), *self.tell(self.ready())]
 
-    def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
+    def _move_read(self, read: RankRead, after: ReadState, event: object, now: float) -> None:
         detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
         num_bytes = event.num_bytes if isinstance(event, events.ReadDone) else 0
         states, about = (read.state, after), (self.request, read.name)
-        read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
-        if after not in (State.DRAINING, State.FAILED):
+        read.state = READ.move(self.record, states, event, about, detail, num_bytes)
+        if after not in (ReadState.DRAINING, ReadState.ABANDONED, ReadState.FAILED):
             read.moved_at = now
             read.entered_at.setdefault(after, now)
 
-    def _end_read(self, read: RankRead, after: State, event: object, now: float) -> Actions:
-        self._move(read, after, event, now)
-        return [self.release(read, complete=after is State.DONE)]
+    def pop_outbox(self) -> Actions:
+        actions, self.outbox = self.outbox, []
+        return actions
+
+    def check(self) -> None:
+        """Check what the states promise.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        name, states = self.state.name, {read.state for read in self.reads.values()}
+        has_failed = self.state in FAILED
+        rules = {
+            "reads before the peer is known": self.state in PEER_UNKNOWN and states,
+            "no failure": has_failed and self.failure is None,
+            f"failure {self.failure}": not has_failed and self.failure is not None,
+            "local blocks": self.state is LoadState.RELEASING and self.start is not None,
+            "no time": (self.state is LoadState.OVERDUE) and self.overdue_since == math.inf,
+            "reads that go on": (has_failed or self.state is LoadState.LOADED)
+            and states - POSTED - ENDED,
+            "a failed read": not has_failed and ReadState.FAILED in states,
+            "unproven reads": self.state is LoadState.LOADED and states - {ReadState.DONE},
+        }
+        for read in self.reads.values():
+            is_posted = read.state in POSTED
+            lacks = self.start is None or read.grant is None
+            rules[f"{read.state.name} without blocks or grant"] = is_posted and lacks
+        for rule, is_broken in rules.items():
+            if is_broken:
+                raise LocalProtocolError(f"load {self.request!r} is {name}: {rule}")
+
+    def _end_read(self, read: RankRead, after: ReadState, event: object, now: float) -> Actions:
+        self._move_read(read, after, event, now)
+        return [self.release(read, complete=after is ReadState.DONE)]
 
     def release(self, read: RankRead, *, complete: bool = False) -> events.Send:
         """Tell prefill that this reader has ended. If the message is lost, the lease expires."""

@@ -40,10 +40,13 @@ class Machine(Generic[_State]):
         about: tuple[str, str],
         detail: str = "",
         num_bytes: int = 0,
+        *,
+        reason: str = "",
     ) -> _State:
         """Check and record the transition by `event` between two `states`; return the new state.
 
-        `about` names the request and the peer. At the end of a subject its last state stays.
+        `about` names the request and the peer; `detail` and the rest see `Transition`. At the end
+        of a subject its last state stays.
         """
         (before, after), (request, peer) = states, about
         kind, name = type(event).__name__, events.OVER if after is None else after.name
@@ -53,7 +56,8 @@ class Machine(Generic[_State]):
                 f"{before.name} to {name}; allowed: the transitions in docs/protocol.md"
             )
         cause = f"{kind}: {detail}" if detail else kind
-        record(events.Transition(request, peer, before.name, name, cause, num_bytes))
+        moved = events.Transition(request, peer, before.name, name, cause, num_bytes, reason)
+        record(moved)
         return before if after is None else after
 
 

@@ -234,6 +234,25 @@ class Offer:
         states, about = (self.state, after), (self.request, peer)
         self.state = MACHINE.move(self.record, states, event, about, detail)
 
+    def check(self) -> None:
+        """Check that the state fits the binding and the end.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        is_unbound = self.state in (State.PREPARED, State.OFFERED)
+        since = math.inf if self.binding is None else self.binding.reading_since
+        is_read = self.state is State.READING and self.is_pinned
+        rules = {
+            f"binding {self.binding}": is_unbound != (self.binding is None),
+            f"an end at {self.ends_at}": (self.state is State.OFFERED) != (self.ends_at < math.inf),
+            "all readers have ended": self.binding is not None and not self.binding.readers,
+            f"pinned: {self.is_pinned}, read since {since}": is_read != (since < math.inf),
+        }
+        for rule, is_broken in rules.items():
+            if is_broken:
+                raise LocalProtocolError(f"offer {short(self.nonce)} is {self.state.name}: {rule}")
+
 
 @dataclass
 class _Slot:
@@ -267,6 +286,17 @@ class RingBook:
     def __init__(self, num_slots: int) -> None:
         self.slots: list[_Slot | None] = [None] * num_slots  # None: free
         self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
+
+    def check(self) -> None:
+        """Check that no chunk waits for a slot that its reader may take.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        free = self.slots.count(None)
+        for holder, _ in self.waiting:
+            if may_take(len(self._held(holder)), free):
+                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
 
     def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
         """The slot that a reader has for a chunk, and whether the chunk is in it."""
@@ -390,6 +420,20 @@ class PrefillMachine:
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         return self._granted_to(request) is not None
+
+    def check(self) -> None:
+        """Check the fence slots, each offer and the ring, between two events.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        offers = [o for o in self.offers.values() if o.prepared.slot is None]  # not of `PairSlots`
+        bound = [o.binding.slot for o in offers if o.binding is not None]
+        if sorted(bound + self.free_slots) != list(range(self.num_slots)):
+            raise LocalProtocolError(f"slots {bound} granted, {self.free_slots} free")
+        for offer in self.offers.values():
+            offer.check()
+        self.ring.check()
 
     def clear(self, writing: Collection[int] = ()) -> None:
         """Forget all but the ring slots that are still written. Clear all fence slots before."""

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Rank
 from nixl_kv.protocol.machine import Deadlines
 
@@ -43,6 +44,24 @@ class ReadQueue:
         self._num_bytes = 0  # under way, but for stalled lanes
         self._num_reads = 0
         self._moved_at = 0.0
+
+    def check(self) -> None:
+        """Check the sums of all lanes, and the turns of those that wait.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        lanes = self._lanes
+        moving = [lane for lane in lanes.values() if not lane.is_stalled]
+        waiting = sorted(endpoint for endpoint, lane in lanes.items() if lane.waiting)
+        if any(lane.num_bytes != sum(lane.under_way.values()) for lane in lanes.values()):
+            raise LocalProtocolError("the bytes of a lane are not those under way in it")
+        if self._num_bytes != sum(lane.num_bytes for lane in moving):
+            raise LocalProtocolError(f"{self._num_bytes} bytes are not those of the lanes")
+        if self._num_reads != sum(len(lane.under_way) for lane in lanes.values()):
+            raise LocalProtocolError(f"{self._num_reads} reads are not those of the lanes")
+        if sorted(self._turns) != waiting:
+            raise LocalProtocolError(f"lanes {waiting} wait, the turns are {self._turns}")
 
     def add(self, key: Key, endpoint: Endpoint, num_bytes: int) -> None:
         lane = self._lanes.setdefault(endpoint, _Lane())

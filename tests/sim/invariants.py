@@ -22,7 +22,6 @@ blocks stay as they are on prefill until nothing reads them.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from harness.local.machines import check_decode, check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import ABSENT
 from nixl_kv.ids import Endpoint, FenceToken, Incarnation, Nonce, Rank, RequestId
@@ -273,7 +272,7 @@ def _validate(rank: RankLife) -> None:
     if rank.has_died:
         return
     try:
-        check_prefill(rank.parts.prefill)
-        check_decode(rank.parts.decode)
+        rank.parts.prefill.check()
+        rank.parts.decode.check()
     except LocalProtocolError as error:
         raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

@@ -19,7 +19,7 @@ from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.early import EarlyAsks, _Pair
-from nixl_kv.protocol.load import Load, State
+from nixl_kv.protocol.load import Load, ReadState
 from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine, RingBook
 from nixl_kv.reading import replace
 from nixl_kv.reading.replace import Agents
@@ -132,15 +132,15 @@ def released_before_drained(patch: pytest.MonkeyPatch) -> None:
     def cancel_at_once(load: Load, *given: Any) -> list[events.Action]:
         actions = cancel(load, *given)
         for read in load.reads.values():
-            if read.state is State.DRAINING:
-                read.state = State.FAILED
+            if read.state is ReadState.DRAINING:
+                read.state = ReadState.FAILED
                 actions.append(load.release(read))
         return actions
 
     def ignore_ended(machine: DecodeMachine, event: Any, now: float) -> list[events.Action]:
         load = machine._by_request.get(event.request) if hasattr(event, "rank") else None
         read = None if load is None else load.reads.get(event.rank)
-        has_ended = read is not None and read.state is State.FAILED
+        has_ended = read is not None and read.state is ReadState.FAILED
         return [] if has_ended else handle(machine, event, now)
 
     patch.setattr(Load, "cancel", cancel_at_once)

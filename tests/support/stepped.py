@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import MODEL, features_with
-from harness.local.machines import check_decode, check_prefill
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
@@ -256,8 +255,8 @@ class World:
     def close(self) -> None:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
-            check_decode(rank.parts.decode)
-            check_prefill(rank.parts.prefill)
+            rank.parts.decode.check()
+            rank.parts.prefill.check()
             rank.loop.close()
             rank.directory.stop()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from harness.local.machines import by_name, check_decode, check_prefill
+from harness.local.machines import by_name
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
@@ -259,8 +259,8 @@ class LocalEngine:
             rank.engine.stop()
         self.directory.stop()
         for rank in self.ranks:
-            check_decode(rank.parts.decode)
-            check_prefill(rank.parts.prefill)
+            rank.parts.decode.check()
+            rank.parts.prefill.check()
 
 
 def tables_from(layout: CacheLayout, tables: Tables, begin: int) -> tuple[Table, ...]:

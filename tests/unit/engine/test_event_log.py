@@ -25,14 +25,14 @@ GONE = Transition("", ENGINE, "READY", "GONE", "EndpointLost")
 
 
 def prepared(request: str) -> Transition:
-    return Transition(request, ENGINE, "", "PREPARED", "PrepareLoad")
+    return Transition(request, ENGINE, "", "CONNECTING", "PrepareLoad")
 
 
 def moved(request: str, before: str, after: str) -> Transition:
     return Transition(request, RANK, before, after, "")
 
 
-def ended(request: str, after: str = "LOADED", before: str = "STARTED") -> Transition:
+def ended(request: str, after: str = "LOADED", before: str = "READY") -> Transition:
     return Transition(request, ENGINE, before, after, "")
 
 
@@ -119,7 +119,7 @@ def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
 
 
 def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
-    end = ended("d-2", "FAILED", before="PREPARED")
+    end = ended("d-2", "FAILED", before="ASKED")
     log = log_of(prepared("d-1"), prepared("d-2"), end, GONE)
     assert transitions_of(log.story("d-"))[-1] == GONE
     assert transitions_of(log.story("d-2"))[-1] == end
@@ -142,7 +142,7 @@ def test_a_long_story_is_cut_at_its_begin(limit: int) -> None:
 @pytest.mark.parametrize(
     ("transition", "words"),
     [
-        (prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)"),
+        (prepared("d1"), f"d1 {ENGINE}: CONNECTING (PrepareLoad)"),
         (READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)"),
         (
             Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
@@ -172,7 +172,7 @@ def test_long_ids_are_cut_and_still_found() -> None:
     assert all(len(event.request) == MAX_ID for _, event in log.story(EVERY_REQUEST))
     for name, end in ((first, "0123abcd"), (second, "4567abcd")):
         story = transitions_of(log.story(name, exact=True))
-        assert [event.after for event in story] == ["PREPARED", "LOADED"]
+        assert [event.after for event in story] == ["CONNECTING", "LOADED"]
         assert all(event.request.endswith(end) for event in story)
         assert len(log.story_lines(name, 10)) == 2
     for part in ("x" * 300, "x" * MAX_ID, first[:200], "cmpl-x", "0123abcd"):

@@ -174,14 +174,15 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     reason = "reading prefill rank 0 failed: block table has 1 entries; needed: 3"
     assert first == f"request d1: KV not loaded: {reason} (broken; {engine})"
     told = [line.split(" s  ", 1)[1] for line in lines]
-    assert told[0] == f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)"
+    assert told[0] == f"d1 {engine}: CONNECTING (PrepareLoad: offer 00000000)"
     assert told[2] == f"{engine}: CONNECTING -> HANDSHAKING (PeerFits: 1 of 1 ranks)"
     rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
-    assert told[-2:] == [
+    assert told[-3:] == [
+        f"d1 {engine}: READY -> FAILING (Failure: broken)",
         f"d1 {rank}: READING -> FAILED (ReadFailed)",
-        f"d1 {engine}: STARTED -> FAILED ({reason} (broken))",
+        f"d1 {engine}: FAILING -> FAILED (Settled: {reason} (broken))",
     ]
-    assert len(told) == 10
+    assert len(told) == 13
 
 
 def test_a_load_that_nobody_wants_any_more_is_no_warning(
@@ -229,7 +230,9 @@ def test_long_ids_cost_short_lines_and_a_short_status(
     world.run()
     assert len(world.decode.ends()) == len(names)
     assert sum("KV not loaded" in message for message in caplog.messages) == len(names)
-    assert sum("PREPARED" in message for message in caplog.messages) >= 2, "the story of the first"
+    assert sum(": CONNECTING" in message for message in caplog.messages) >= 2, (
+        "the story of the first"
+    )
     assert max(map(len, caplog.messages)) < 600
     assert all(message.isprintable() for message in caplog.messages)
 

@@ -4,12 +4,17 @@ from typing import Any
 
 import pytest
 
-from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.breaker import PAUSE_S
-from nixl_kv.protocol.decode import MAX_CONNECTING, MAX_PROBED, TOO_MANY, TOO_MANY_PEERS
+from nixl_kv.protocol.decode import (
+    MAX_CONNECTING,
+    MAX_PROBED,
+    SAME_ID,
+    TOO_MANY,
+    TOO_MANY_PEERS,
+)
 from nixl_kv.protocol.events import (
     OVER,
     Answered,
@@ -35,7 +40,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.load import ASK_AGAIN_S
+from nixl_kv.protocol.load import ASK_AGAIN_S, LOAD_TRANSITIONS
 from nixl_kv.protocol.messages import Describe, VersionRefusal
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
@@ -74,6 +79,7 @@ from support.records import (
     grant,
     hex32,
     lost,
+    pending,
     prepare_load,
     read_done,
     reader,
@@ -539,7 +545,7 @@ PEERS: dict[str, Script] = {
         SEARCHING,
         (cancel_load(),),
         (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
-        (fits(), GIVEN_UP, LoadReady(D1)),
+        (fits(), GIVEN_UP),
     ),
     # Another version listens where the one did that was described.
     "a rank of another version is not waited for": after(
@@ -550,9 +556,38 @@ PEERS: dict[str, Script] = {
 }
 
 
-@each_of(LOADS | ANSWERS | PEERS)
+# The states of a load: each combination of its peer, its blocks, and its end
+
+IS_LATE = 100.0 + TIMEOUT_S
+STATES: dict[str, Script] = {
+    "dropped while prefill computes it": after(ASKING, (cancel_load(), GIVEN_UP)),
+    "dropped after its ranks have denied it": after(ASKING, (answered(deny()),), (cancel_load(),)),
+    "dropped after its peer has refused": after(PAUSED, (cancel_load(),)),
+    "dropped, and its peer refuses": after(PREPARED, (cancel_load(),), (REFUSED, CLOSE_HOME)),
+    "late without blocks, then dropped": after(
+        ASKING, (IS_LATE, Tick(), GIVEN_UP), (cancel_load(),)
+    ),
+    "overdue until its read has drained": after(
+        READING,
+        (cancel_load(), STOP),
+        (110.0 + TIMEOUT_S, Tick()),
+        (read_done(), GIVEN_UP, failed(Failure(FailureKind.DROPPED, "dropped"))),
+    ),
+    "prefill has begun to compute it": after(
+        ASKING, (answered(pending("computing")),), (answered(GRANT),), *READ_WELL
+    ),
+    "failed before it is known who its peer is": after(
+        [*ASKING, (SECOND_BY_ID, WHO)],
+        (SECOND_BY_ID, LoadReady(D2), LoadReady(D2)),  # another request with its id
+        (answered(description(), HOME), GIVEN_UP_2),
+        (START_2, failed(SAME_ID, D2)),
+    ),
+}
+
+
+@each_of(LOADS | ANSWERS | PEERS | STATES)
 def test_the_machine(script: Script) -> None:
-    check_decode(loading(script))
+    loading(script).check()
 
 
 def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
@@ -560,6 +595,15 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     for script in PEERS.values():
         play(decode_machine(recorded.append), script)
     assert moves_of(move for move in recorded if not move.request) == rows_of(TRANSITIONS, OVER)
+
+
+def test_the_scripts_make_each_transition_of_a_load() -> None:
+    recorded: list[Transition] = []
+    for script in (LOADS | ANSWERS | PEERS | STATES).values():
+        play(decode_machine(recorded.append), script)
+    of_loads = [move for move in recorded if move.request and not move.peer.startswith("rank")]
+    changes = {row for row in rows_of(LOAD_TRANSITIONS) if row[0] != row[2]}
+    assert moves_of(of_loads) == changes
 
 
 @pytest.mark.parametrize("before", State, ids=lambda state: state.name)
@@ -610,7 +654,7 @@ def test_a_second_request_with_an_id_costs_both_their_loads(
     """Which of them is meant from then on cannot be told; each is reported once."""
     before, end = case
     machine = loading(before)
-    check_decode(machine)
+    machine.check()
     play(machine, [end])
     assert len(machine.loads) == 0
 
@@ -623,7 +667,7 @@ def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
         Send(RANK_0, ask(claim=RIVAL, nonce=NONCE2)),
         GIVEN_UP,
     ]
-    check_decode(machine)
+    machine.check()
     again = machine._by_request.get(D1)
     assert again is not None
     assert again.claim == RIVAL

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.local.machines import check_decode
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Endpoint, Rank, RequestId
@@ -42,10 +41,10 @@ from nixl_kv.protocol.load import (
     DRAIN_S,
     MAX_LOST,
     MAX_TIMEOUTS,
+    READ_TRANSITIONS,
     SILENCE_S,
-    TRANSITIONS,
     Cancelled,
-    State,
+    ReadState,
 )
 from nixl_kv.protocol.messages import Landed, PrefillState, Ready
 from nixl_kv.protocol.read_queue import MAX_BYTES
@@ -365,7 +364,7 @@ SEVERAL_VERIFIED: dict[str, Script] = {
 @each_of(READS | VERIFICATION | SEVERAL_VERIFIED)
 def test_how_a_load_ends(script: Script) -> None:
     machine = loading(script)
-    check_decode(machine)
+    machine.check()
     is_reported = any(isinstance(action, LoadEnded) for step in script for action in step)
     is_cancelled = script[-1] == (cancel_load(), GIVEN_UP)
     assert (machine._by_request.get(D1) is None) == (is_reported or is_cancelled)
@@ -439,15 +438,15 @@ def test_the_end_of_a_read_that_was_never_started_is_our_own_mistake() -> None:
 # The table
 
 
-def test_the_scripts_above_make_each_transition_of_the_table() -> None:
+def test_the_scripts_above_make_each_transition_of_a_read() -> None:
     recorded: list[Transition] = []
-    for script in (READS | VERIFICATION | SEVERAL_VERIFIED | PARTS).values():
+    for script in (READS | VERIFICATION | SEVERAL_VERIFIED | PARTS | TIMES).values():
         play(decode_machine(recorded.append), script)
     of_reads = [move for move in recorded if move.peer.startswith("rank")]
-    assert moves_of(of_reads) == rows_of(TRANSITIONS)
+    assert moves_of(of_reads) == rows_of(READ_TRANSITIONS)
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("state", ReadState, ids=lambda state: state.name)
 @pytest.mark.parametrize(
     "event",
     [
@@ -457,7 +456,7 @@ def test_the_scripts_above_make_each_transition_of_the_table() -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -> None:
+def test_nothing_else_changes_the_state_of_a_read(state: ReadState, event: object) -> None:
     recorded: list[Transition] = []
     machine = decode_machine(recorded.append)
     play(machine, ASKING)
@@ -465,9 +464,9 @@ def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -
     (read,) = load.reads.values()
     read.state = state
     recorded.clear()
-    for other, words in impossible(TRANSITIONS, state, event):
+    for other, words in impossible(READ_TRANSITIONS, state, event):
         with pytest.raises(LocalProtocolError, match=f"'d1', peer 'rank 0 .*: {words}"):
-            load._move(read, other, event, 100.0)
+            load._move_read(read, other, event, 100.0)
     assert (read.state, recorded) == (state, [])
 
 
@@ -481,19 +480,24 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
     for event, *moves in (
         (
             prepare_load(),
-            (*load, "", "PREPARED", "PrepareLoad: offer 00000000"),
+            (*load, "", "CONNECTING", "PrepareLoad: offer 00000000"),
             (*peer, "", "CONNECTING", "PrepareLoad"),
         ),
         (
             fits(),
             (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
+            (*load, "CONNECTING", "ASKED", "PeerFits"),
             (*rank, "", "ASKING", "PeerFits"),
         ),
-        (answered(grant()), (*rank, "ASKING", "GRANTED", "Grant")),
+        (
+            answered(grant()),
+            (*load, "ASKED", "READY", "Grant"),
+            (*rank, "ASKING", "GRANTED", "Grant"),
+        ),
         (answered(grant()),),
         (
             START_VERIFIED,
-            (*load, "PREPARED", "STARTED", "StartLoad: tokens 0 to 6"),
+            (*load, "READY", "READY", "StartLoad: tokens 0 to 6"),
             (*rank, "GRANTED", "READING", "StartLoad"),
         ),
         (answered(deny()),),
@@ -504,7 +508,7 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
         (
             digest_compared(),
             (*rank, "VERIFYING", "DONE", "DigestCompared"),
-            (*load, "STARTED", "LOADED", ""),
+            (*load, "READY", "LOADED", "Settled"),
         ),
     ):
         recorded.clear()
@@ -599,7 +603,7 @@ CHUNKS: dict[str, Script] = {
 
 @each_of(CHUNKS)
 def test_a_read_by_chunks(script: Script) -> None:
-    check_decode(loading(script))
+    loading(script).check()
 
 
 def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
@@ -678,6 +682,12 @@ TIMES: dict[str, Script] = {
         (END + DRAIN_S, Tick(), ABANDON),
         (END + DRAIN_S + 1, Tick()),
         (read_failed("stopped"), GIVEN_UP, LATE),
+    ),
+    "an abandoned read that ends after all is not used": after(
+        READING,
+        (END, Tick(), STOP),
+        (END + DRAIN_S, Tick(), ABANDON),
+        (read_done(), GIVEN_UP, LATE),
     ),
     "what moves after its deadline does not save it": after(
         READING,
@@ -780,7 +790,7 @@ EARLY_LOADS: dict[str, Script] = {
         (125.0 + TIMEOUT_S - 0.1, PENDING["queued"]),
         (125.0 + TIMEOUT_S, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
     ),
-    "cancelled before it is granted": after(EARLY, (cancel_load(), GIVEN_UP, READY)),
+    "cancelled before it is granted": after(EARLY, (cancel_load(), GIVEN_UP)),
     "an answer after its end": after(
         EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
     ),
@@ -1093,17 +1103,17 @@ def test_the_wait_for_prefill_has_an_end() -> None:
 
 @each_of(EARLY_LOADS)
 def test_a_load_by_a_pair_ticket(script: Script) -> None:
-    check_decode(loading(script))
+    loading(script).check()
 
 
 @each_of(PARTS)
 def test_a_load_in_parts(script: Script) -> None:
-    check_decode(loading(script))
+    loading(script).check()
 
 
 @each_of(TIMES)
 def test_time(script: Script) -> None:
-    check_decode(loading(script))
+    loading(script).check()
 
 
 @each_of(HEARTBEATS)
@@ -1149,7 +1159,7 @@ TURNS: dict[str, Script] = {
 def test_turns(script: Script) -> None:
     machine = decode_machine(bytes_per_token=LARGE)
     play(machine, script)
-    check_decode(machine)
+    machine.check()
 
 
 @pytest.mark.parametrize(
@@ -1189,21 +1199,21 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
 
 def test_the_machine_checks_its_loads() -> None:
     machine = loading(ASKING)
-    check_decode(machine)
+    machine.check()
     (kept,) = machine._unfinished.values()
     found = dict(kept)
     kept.clear()
     with pytest.raises(LocalProtocolError, match="found by endpoint"):
-        check_decode(machine)
+        machine.check()
     kept |= found
     by_peer = dict(machine._by_peer)
     machine._by_peer.clear()
     with pytest.raises(LocalProtocolError, match="by peer"):
-        check_decode(machine)
+        machine.check()
     machine._by_peer |= by_peer
-    machine.loads[0].reads[Rank(0)].state = State.READING
+    machine.loads[0].reads[Rank(0)].state = ReadState.READING
     with pytest.raises(LocalProtocolError, match="READING without blocks or grant"):
-        check_decode(machine)
+        machine.check()
 
 
 def test_an_early_load_with_the_id_of_another_is_ready_to_fail() -> None:

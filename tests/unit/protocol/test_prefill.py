@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from harness.local.machines import check_prefill
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId
@@ -468,7 +467,7 @@ ONE_SLOT: Script = after(
 
 
 def test_the_only_slot_of_a_ring_goes_to_the_next_reader_with_the_end_of_its_offer() -> None:
-    check_prefill(new_machine(ONE_SLOT, num_ring_slots=1))
+    new_machine(ONE_SLOT, num_ring_slots=1).check()
 
 
 def test_a_rank_without_a_ring_packs_nothing() -> None:
@@ -481,9 +480,9 @@ def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
     machine.clear(writing=[1])
     play(machine, GRANTED_ANEW)
     play(machine, [(asked(CHUNK_0), pack(CHUNK_0, 0)), (asked(CHUNK_1), pack(CHUNK_1, 2))])
-    check_prefill(machine)
+    machine.check()
     play(machine, [(packed(CHUNK_1, 1),)])
-    check_prefill(machine)
+    machine.check()
 
 
 GRANTED_ANEW: Script = after(
@@ -1073,7 +1072,7 @@ ALL: dict[str, Script] = {
 
 @each_of(ALL)
 def test_an_offer(script: Script) -> None:
-    check_prefill(new_machine(script))
+    new_machine(script).check()
 
 
 def test_the_scripts_above_make_each_transition_of_the_table(
@@ -1142,7 +1141,7 @@ def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
     assert (machine.early.num_asks, machine.next_due) == (0, 90.0 + UNKNOWN_S)
     machine.handle(Tick(), 90.0 + UNKNOWN_S)  # the released pair is forgotten last
     assert machine.next_due is None
-    check_prefill(machine)
+    machine.check()
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3600.0])
@@ -1166,7 +1165,7 @@ def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
         ],
     )
     assert machine.handle(second, 100.2)[0] == WriteSlot(0, fence_token(2))
-    check_prefill(machine)
+    machine.check()
 
 
 def test_a_pair_that_is_not_pinned_yet_waits_for_a_slot() -> None:
@@ -1223,7 +1222,7 @@ def test_a_command_that_comes_out_of_order_changes_nothing(
 def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
     machine = new_machine(SHARED)
     machine.clear()
-    check_prefill(machine)
+    machine.check()
     assert len(list(machine.offers.values())) == 0
     play(machine, [DENIED_UNKNOWN])
 

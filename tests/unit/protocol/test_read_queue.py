@@ -5,7 +5,6 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.local.machines import check_queue
 from nixl_kv.ids import Claim, Endpoint, Rank
 from nixl_kv.protocol import read_queue
 from nixl_kv.protocol.read_queue import MAX_BYTES, STALL_S, Key, ReadQueue
@@ -28,7 +27,7 @@ def queue_of(*reads: tuple[int, Endpoint, int]) -> ReadQueue:
 
 def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
     queue_numbers = [int(claim, 16) for claim, _ in queue.pop_startable(now)]
-    check_queue(queue)
+    queue.check()
     return queue_numbers
 
 
@@ -122,7 +121,7 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
             if all(known[other][0] != endpoint for other in under_way):
                 progressed[endpoint] = now
             under_way[begun] = now
-        check_queue(queue)
+        queue.check()
         in_lanes: Counter[Endpoint] = Counter()
         num_reads: Counter[Endpoint] = Counter()
         for other in under_way:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.machines import by_name, check_prefill
+from harness.local.machines import by_name
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
@@ -83,7 +83,7 @@ def pack_queue(world: World) -> PackQueue:
 
 def nothing_is_left(world: World) -> bool:
     """Neither a slot of either ring, nor a copy."""
-    check_prefill(world.prefill.parts.prefill)
+    world.prefill.parts.prefill.check()
     ring = world.prefill.parts.prefill.ring
     return free_slots(world) == RING_SLOTS and not any(ring.slots) and not world.prefill.parts.packs
 
