@@ -32,7 +32,7 @@ class Machine(Generic[_State]):
     name: str  # of a subject, in errors
     table: Table[_State]
 
-    def move(
+    def move(  # noqa: PLR0913 - what a transition says
         self,
         record: events.Record,
         states: tuple[_State, _State | None],
