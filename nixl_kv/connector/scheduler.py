@@ -492,7 +492,7 @@ class Scheduler:
         fields: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
-                self._counts.count_recomputed(NO_TICKET, request.num_prompt_tokens)
+                self._counts.count_recomputed(NO_TICKET)
                 self._note("no_ticket", WITHOUT_TICKET)
                 message = "request %s is computed here: %s"
                 self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
@@ -556,7 +556,7 @@ class Scheduler:
                 self._decode.must_load.add(request_id, why)
                 self._decode.must_load.fail(request_id, reason, detail)
                 return ""
-        self._counts.count_refused(request_id, reason, request.num_prompt_tokens)
+        self._counts.count_refused(request_id, reason)
         if self._recomputes or not self._is_decode:
             return OUTCOMES["recompute"]
         self._decode.refuse(request_id, request.num_prompt_tokens)

@@ -109,21 +109,12 @@ COUNTERS: Final[Mapping[str, Metric]] = {
         "Requests whose prompt decode computed because it did not get its KV, by reason.",
         reason=(*FAILURES, *TICKET_REASONS, NO_TICKET),
     ),
-    "recomputed_tokens": _decode(
-        "Prompt tokens that decode computed because it did not get their KV, by reason.",
-        reason=(*FAILURES, *TICKET_REASONS, NO_TICKET),
-    ),
     "read_bytes": _decode(
         "Bytes of KV read, by the path that they took, summed over ranks.", path=PATHS
     ),
-    "read_descriptors": _decode("Contiguous runs of KV read, summed over ranks."),
     "lost_peers": _decode("Connections to prefill ranks in use that broke twice, per rank."),
     "unreadable_peers": _decode(
         "Prefill engines to which two data connections in a row broke, per rank."
-    ),
-    "replaced_agents": _decode(
-        "NIXL agents that were replaced, by reason, per rank.",
-        reason=("stuck_read", "departed_peers"),
     ),
     "offers": _prefill("Requests whose finished prefill was offered to decode with a ticket."),
     "ended_offers": _prefill(
@@ -133,13 +124,10 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "denied_asks": _prefill(
         "Asks for an unknown offer, or by a reader without the claim, per rank."
     ),
-    "packed_bytes": _prefill(
-        "Bytes of KV that prefill packed for staged reads, summed over ranks."
+    "replaced_agents": _both(
+        "NIXL agents that were replaced, by reason, per rank.",
+        reason=("stuck_read", "departed_peers", "closed_listener"),
     ),
-    "serving_restarts": _prefill(
-        "New incarnations of a rank because peers could not connect to its memory, per rank."
-    ),
-    "digest_bytes": _both("Bytes of KV covered by digests (verify), summed over ranks."),
     "dropped_messages": _both("Control messages that violate the protocol, per rank."),
     "thread_restarts": _both("Restarts of the transfer thread after an exception, per rank."),
 }
@@ -172,14 +160,10 @@ HISTOGRAMS: Final[Mapping[str, Metric]] = {
     "read_seconds": _decode(
         "Seconds that the read of one prefill rank by one decode rank took, by path.", path=PATHS
     ),
-    "handshake_seconds": _decode(
-        "Seconds until a prefill engine's memory was readable at first contact, per rank."
-    ),
-    "warm_up_seconds": _decode(
-        "Seconds that the first read from a prefill rank took, which opens connections, per rank."
-    ),
-    "pack_seconds": _prefill(
-        "Seconds that packing a chunk of KV for a staged read took, per rank."
+    "first_contact_seconds": _decode(
+        "Seconds until a prefill engine's memory was readable (handshake), and that the first read "
+        "from a prefill rank took, which opens connections (warm_up), per rank.",
+        step=("handshake", "warm_up"),
     ),
     "digest_seconds": _both("Seconds that computing a digest (verify) took, per rank."),
 }
@@ -492,7 +476,7 @@ class RequestCounts:
         if reason:
             stats.count("load_failures", 1, reason, peer)
             if is_recomputed:
-                self.count_recomputed(reason, load.num_tokens)
+                self.count_recomputed(reason)
             return
         stats.count("loaded_tokens", load.num_tokens)
         if load.verified:
@@ -507,19 +491,18 @@ class RequestCounts:
                 counted[request] = offer
         return counted
 
-    def count_refused(self, request: RequestId, reason: str, num_tokens: int) -> None:
+    def count_refused(self, request: RequestId, reason: str) -> None:
         self._stats.count("refused_tickets", 1, reason)
-        self.count_recomputed(reason, num_tokens)
+        self.count_recomputed(reason)
         if not self._recomputes:
             self._refused.add(request)
 
     def forget(self, request: RequestId) -> None:
         self._refused.discard(request)
 
-    def count_recomputed(self, reason: str, num_tokens: int) -> None:
+    def count_recomputed(self, reason: str) -> None:
         if self._recomputes or reason == NO_TICKET:
             self._stats.count("recomputed_requests", 1, reason)
-            self._stats.count("recomputed_tokens", num_tokens, reason)
 
 
 # --- Prometheus
@@ -602,11 +585,10 @@ class PromMetrics(KVConnectorPromMetrics):
     def _flatten(self, data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, values) for name, values in data.items() if name in METRICS)
         for path, reads in data.get(READS, {}).items():
-            times, _, sizes, runs, directly = zip(*reads, strict=True)
+            times, _, sizes, _, directly = zip(*reads, strict=True)
             yield "read_seconds", {path: times}
             yield "read_bytes", {path: sum(sizes) - sum(directly)}
             yield "read_bytes", {"direct": sum(directly)}
-            yield "read_descriptors", {"": sum(runs)}
 
     def _observe_in_tree(self, data: dict[str, Any], labels: Any) -> None:
         for reads in data.get(READS, {}).values():

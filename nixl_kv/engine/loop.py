@@ -441,7 +441,7 @@ class Loop:
         parts.slots.clear_all()
         parts.prefill.begin_life(incarnation, parts.writing)
         self.outstanding.lose_offers()
-        parts.counts.count("serving_restarts")
+        parts.counts.count("replaced_agents", label="closed_listener")
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
         )

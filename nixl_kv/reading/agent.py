@@ -367,7 +367,7 @@ class ReadAgent:
         if not request:
             self.warm_ups.remove(read)
             if op.failure is None:
-                self._counts.observe("warm_up_seconds", seconds)
+                self._counts.observe("first_contact_seconds", seconds, "warm_up")
             return []
         if op.failure is None and read.landed is None:
             is_direct = op.num_direct_bytes == read.num_bytes

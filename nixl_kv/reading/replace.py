@@ -263,7 +263,7 @@ class Agents:
         if ended.error is None:
             if since is None:
                 return []
-            self._counts.observe("handshake_seconds", self._clock() - since)
+            self._counts.observe("first_contact_seconds", self._clock() - since, "handshake")
             return [events.HandshakeDone(ended.peer)]
         failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
         if since is not None:

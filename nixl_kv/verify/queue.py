@@ -23,7 +23,7 @@ from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify.digest import Digest, Digester, Steps, describe_difference
-from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
+from nixl_kv.verify.slices import LocalSlice, find_slices, name_slices
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,6 @@ class _Job:
     actions: dict[_Requester, events.DigestAction]  # that wait for the digest
     subject: _Subject
     slices: Sequence[LocalSlice]
-    num_bytes: int
     steps: Steps
     started_at: float | None = None
     digest: Digest | None = None
@@ -57,7 +56,7 @@ class DigestQueue:
         counts: events.Counts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Counts digests and their bytes in `counts`. No digester: refuses all."""
+        """Counts the seconds of digests in `counts`. No digester: refuses all."""
         self.name_slices = partial(name_slices, layout)
         self._layout = layout
         self._digester = digester
@@ -96,8 +95,8 @@ class DigestQueue:
             local_slices = find_slices(self._layout, wanted, tables, end=end)
         except ValueError as error:
             return _refused(action, str(error))
-        num_bytes, steps = count_bytes(local_slices), self._digester(secret, local_slices)
-        job = _Job({requester: action}, subject, local_slices, num_bytes, steps)
+        steps = self._digester(secret, local_slices)
+        job = _Job({requester: action}, subject, local_slices, steps)
         if not is_early:
             self.jobs.append(job)
             return None
@@ -151,7 +150,6 @@ class DigestQueue:
     def _finish_job(self, digest: Digest, seconds: float) -> list[events.DigestEvent]:
         job = self.jobs.popleft()
         job.digest = digest
-        self._counts.count("digest_bytes", job.num_bytes)
         self._counts.observe("digest_seconds", seconds)
         self.waiting |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
         ended = [one for one in job.actions.values() if not _awaits_reply(one)]

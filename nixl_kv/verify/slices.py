@@ -183,19 +183,6 @@ def alike(local_slices: Sequence[LocalSlice]) -> list[list[tuple[int, LocalSlice
     return list(found.values())
 
 
-def count_bytes(local_slices: Sequence[LocalSlice]) -> int:
-    num_bytes = 0
-    for batch in alike(local_slices):
-        first = batch[0][1]
-        num_tokens = len(first.positions)
-        if first.other.count > 1:
-            positions = np.arange(first.positions.start, first.positions.stop)
-            _, is_kept = first.tokens(positions)
-            num_tokens = int(np.count_nonzero(is_kept))
-        num_bytes += num_tokens * sum(one.num_heads for _, one in batch) * first.part.content
-    return num_bytes
-
-
 def _end_of_block(group: Group, end: int) -> int:
     """The first token after the block that has this rank's last token before `end`."""
     positions = -(-group.stripe.num_before(end) // group.block_size) * group.block_size

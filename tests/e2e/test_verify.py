@@ -17,7 +17,7 @@ from support.planting import FAULTS, expect_named, planted_spec
 
 pytestmark = pytest.mark.e2e
 
-DIGESTS, DIGEST_BYTES = f"{PREFIX}digest_seconds_count", f"{PREFIX}digest_bytes_total"
+DIGESTS = f"{PREFIX}digest_seconds_count"
 LENGTHS = (5, 129, 300, 500)
 LONG = (300, 500)  # several blocks
 SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before
@@ -66,5 +66,4 @@ def test_loads_without_a_fault_are_verified(planted: Pair, plan: Path, single: C
     prompt = random_prompt(300, seed=next(SEEDS))
     since = CountersSince(planted.to_decode)
     assert planted.complete(prompt).tokens == single.complete(prompt).tokens
-    nbytes = 299 * 4 * 4 * 64 * 2 * 4  # tokens, layers, heads, head size, K and V, float32
-    expect(since, {VERIFIED: 1, FAILURES: 0, DIGESTS: 1, DIGEST_BYTES: nbytes})
+    expect(since, {VERIFIED: 1, FAILURES: 0, DIGESTS: 1})

@@ -60,8 +60,8 @@ def starve(prefill: SideProcess, tls: str) -> None:
 def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: str) -> None:
     with running("prefill", tls) as prefill:
         starve(prefill, tls)
-        totals = wait_for(prefill.totals, lambda counts: counts.get("serving_restarts", 0) > 0)
-        assert totals.get("serving_restarts") == 1
+        totals = wait_for(prefill.totals, lambda counts: counts.get("replaced_agents", 0) > 0)
+        assert totals.get("replaced_agents") == 1
         with running("decode", tls) as decode:
             assert decode.load(prefill.offer()) is None
 

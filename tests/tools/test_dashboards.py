@@ -63,7 +63,7 @@ def a_step() -> dict[str, Any]:
     """Something for every metric, in the form in which a scheduler sends it."""
     data: dict[str, Any] = {READS: {"direct": [[0.01, 0.001, 1 << 20, 8, 0]]}}
     for name, metric in METRICS.items():
-        if name in ("read_seconds", "read_bytes", "read_descriptors"):
+        if name in ("read_seconds", "read_bytes"):
             continue  # READS makes them
         values = [
             list(known) or ["0" if label == "rank" else ""]

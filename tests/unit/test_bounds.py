@@ -287,7 +287,7 @@ def warm_up_reads() -> Growth:
 def shares_that_are_packed() -> Growth:
     path = pytest.importorskip("nixl_kv.reading.staged.path", reason="without that folder")
     layout = Cache(Sizes()).layout()
-    queue = path.PackQueue(layout, None, Background(is_held=True), events.Counts(), Clock())
+    queue = path.PackQueue(layout, None, Background(is_held=True))
     for number in range(MANY):
         layers = (messages.LayerHeads(layer=f"layer.{number}", first=0, end=1),)
         queue.add(events.PackChunk(b"", pack_request(layers=layers), TABLES, 0))

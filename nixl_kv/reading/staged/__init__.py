@@ -57,7 +57,7 @@ def build(
     if setup.is_decode:
         path = StagedPath(layout, stagings[-1], is_forced=config.path == "staged")
     if setup.is_prefill:
-        packer = PackQueue(layout, stagings[0], setup.background, setup.counts, setup.clock)
+        packer = PackQueue(layout, stagings[0], setup.background)
         span, count = rings[0].span, rings[0].num_slots
         ring = messages.StagingRing(address=span.address, length=span.length, num_slots=count)
     return Feature(

@@ -20,7 +20,7 @@ thread plans each crop once.
 import enum
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -507,27 +507,16 @@ class _PackCrop:
 @dataclass(eq=False)
 class _Pack:
     action: events.PackChunk
-    started_at: float
     copy: Copy = None  # set when its crop is planned
-    num_bytes: int = 0
 
 
 class PackQueue:
-    """Chunks in progress. `counts` receives their bytes and their seconds."""
+    """Chunks in progress."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        staging: Staging,
-        background: Executor,
-        counts: events.Counts,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, layout: CacheLayout, staging: Staging, background: Executor) -> None:
         self._layout = layout
         self._staging = staging
         self._background = background
-        self._counts = counts
-        self._clock = clock
         self._crops: OrderedDict[_Layers, Future[_PackCrop]] = (
             OrderedDict()
         )  # also those that failed
@@ -541,7 +530,7 @@ class PackQueue:
         return [pack.action.slot for pack in self._packs]
 
     def add(self, action: events.PackChunk) -> None:
-        self._packs.append(_Pack(action, self._clock()))
+        self._packs.append(_Pack(action))
 
     def poll(self) -> list[events.ChunkPacked]:
         ended: list[events.ChunkPacked] = []
@@ -550,8 +539,6 @@ class PackQueue:
             try:
                 if not self._has_ended(pack):
                     continue
-                self._counts.count("packed_bytes", pack.num_bytes)
-                self._counts.observe("pack_seconds", self._clock() - pack.started_at)
             except (NixlKVError, ValueError) as error:
                 refusal = str(error)
             self._packs.remove(pack)
@@ -590,7 +577,6 @@ class PackQueue:
             action.tables,
             range(entries.start * size, entries.stop * size),
         )
-        pack.num_bytes = crop.plan.num_bytes(pieces)
         pack.copy = self._staging.copier.start(crop.prepared, pieces)
 
     def _crop(self, layers: _Layers) -> "Future[_PackCrop]":

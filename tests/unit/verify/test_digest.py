@@ -25,7 +25,7 @@ from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
 from nixl_kv.verify.digest import Digest, Digester, describe_difference
-from nixl_kv.verify.slices import LocalSlice, count_bytes, find_slices, name_slices
+from nixl_kv.verify.slices import LocalSlice, find_slices, name_slices
 from support import any_shape
 from support.cases import Case, cases, typical
 from support.digest_caches import SECRET, is_equal, reference, window
@@ -221,7 +221,8 @@ def test_the_digest_does_not_depend_on_the_size_of_a_step(
 def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt of many layers must not need a turn of the thread for each layer."""
     slices = Pair(typical(tokens=range(8, 150))).first_read()
-    monkeypatch.setattr(digest, "STEP_BYTES", count_bytes(slices) // 3)
+    num_bytes = sum(len(kv.positions) * kv.num_heads * kv.part.content for kv in slices)
+    monkeypatch.setattr(digest, "STEP_BYTES", num_bytes // 3)
     assert 2 <= num_steps(slices) <= 4 < len(slices)
 
 

@@ -3,7 +3,6 @@
 A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two blocks fit into any.
 """
 
-from collections import Counter
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span, Table
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
+from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.reading import staged
 from nixl_kv.reading.paths import ExtraMemory, Feature
@@ -121,10 +120,6 @@ def test_a_prompt_arrives_by_chunks(
     chunks = [call.args[0].pack_request.chunk for call in packs.call_args_list]
     assert chunks == list(range(CHUNKS))
     world.run()
-    total = Counter(by_name(world.prefill.parts.counts))
-    for result in world.prefill.results:
-        total.update(by_name(result) if isinstance(result, Counts) else {})
-    assert (total["pack_seconds"], total["packed_bytes"]) == (CHUNKS, 6 * 288)
     assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
     assert nothing_is_left(world)
 
