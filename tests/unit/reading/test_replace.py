@@ -323,7 +323,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
     reading.fabric.reads_hang = False
     assert reading.poll() == []
     assert agent.warm_ups == []
-    assert by_name(reading.counts)["warm_up_seconds"] == 4
+    assert by_name(reading.counts)["first_contact_seconds warm_up"] == 4
 
 
 def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: Reading) -> None:
