@@ -374,7 +374,9 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         )
         undo.callback(serving.close)
     port = control.listen(spec.host, spec.port)
-    described = {name: value for each in features for name, value in each.description.items()}
+    described: messages.PathFields = {}
+    for feature in features:
+        described.update(feature.description)
     ring = described.get("ring")
     prefill = PrefillMachine(
         incarnation,

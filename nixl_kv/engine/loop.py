@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -243,6 +243,13 @@ _Event: TypeAlias = events.DecodeEvent | events.PrefillEvent
 _Decoded: TypeAlias = tuple[Endpoint, "Future[messages.Answer]"]
 
 
+class _Admitting(NamedTuple):
+    route: bytes
+    asked: messages.Admit
+    sources: tuple[str, ...]  # the addresses that this rank connects from
+    refused: tuple[str, ...]
+
+
 class Loop:
     """Runs one turn after another. If a turn raises, only `restart` may follow.
 
@@ -271,8 +278,8 @@ class Loop:
         self._decoding: deque[_Decoded] = deque()
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
-        # Answers that wait until this turn has let their readers in.
-        self._admitting: list[tuple[bytes, messages.Admit, messages.Admitted]] = []
+        # Answered once this turn has let the readers in.
+        self._admitting: list[_Admitting] = []
         self._log = LimitedLog(logger, clock)
         self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
@@ -569,13 +576,8 @@ class Loop:
         refused = self.parts.admission.admit(
             Incarnation(message.reader.incarnation), message.sources
         )
-        answer = messages.Admitted(
-            incarnation=self.parts.description.incarnation,
-            reader=message.reader,
-            sources=self.parts.admission.sources(message.listens),
-            refused=refused,
-        )
-        self._admitting.append((route, message, answer))
+        sources = self.parts.admission.sources(message.listens)
+        self._admitting.append(_Admitting(route, message, sources, refused))
 
     def _answer_admitted(self) -> None:
         """Let all readers of this turn in at once, and only then tell them."""
@@ -583,10 +585,15 @@ class Loop:
             return
         waiting, self._admitting = self._admitting, []
         has_room = self.parts.admission.apply()
-        for route, asked, answer in waiting:
+        for route, asked, sources, refused in waiting:
             if not has_room:
                 self.parts.admission.drop(Incarnation(asked.reader.incarnation))
-                answer = msgspec.structs.replace(answer, refused=asked.sources)  # noqa: PLW2901
+            answer = messages.Admitted(
+                incarnation=self.parts.description.incarnation,
+                reader=asked.reader,
+                sources=sources,
+                refused=refused if has_room else asked.sources,
+            )
             self.parts.control.reply(route, messages.encode(answer))
 
     def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:

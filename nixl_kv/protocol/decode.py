@@ -364,7 +364,13 @@ class DecodeMachine:
             # This rank forgot the claim. Without a release, prefill waits for its lease to expire.
             if not isinstance(message, messages.Grant | messages.Recall):
                 return []
-            release = messages.about_claim(messages.Release, message, complete=False)
+            release = messages.Release(
+                incarnation=message.incarnation,
+                nonce=message.nonce,
+                claim=message.claim,
+                reader=message.reader,
+                complete=False,
+            )
             return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read

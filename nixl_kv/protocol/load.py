@@ -369,9 +369,14 @@ class Load:
         match read.state:
             case State.ASKING | State.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
-                context, number = self.ticket.hashes, self.numbers.next()
-                fields = {"context": context, "number": number, "readers": read.route.readers}
-                return [self._send(read, messages.Ask, **fields, is_early=self.is_early)]
+                ask = messages.Ask(
+                    **self._fields(read),
+                    context=self.ticket.hashes,
+                    number=self.numbers.next(),
+                    readers=read.route.readers,
+                    is_early=self.is_early,
+                )
+                return [events.Send(read.endpoint, ask)]
             case State.READING:
                 return self._ask_chunks(read, read.chunks.values(), now)
         return self.ask_digest(read, now)
@@ -559,19 +564,29 @@ class Load:
 
     def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
         read.ask_again_at = now + ASK_AGAIN_S
-        shared = {"number": self.numbers.next(), "holds": read.holds}
-        parts = [
-            {"chunk": chunk.number, "begin": chunk.begin, "end": chunk.end, "layers": chunk.layers}
+        number = self.numbers.next()
+        requests = [
+            messages.PackRequest(
+                **self._fields(read),
+                number=number,
+                chunk=chunk.number,
+                begin=chunk.begin,
+                end=chunk.end,
+                layers=chunk.layers,
+                holds=read.holds,
+            )
             for chunk in chunks
         ]
-        return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
+        return [events.Send(read.endpoint, request) for request in requests]
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
         if self.start is None or not read.slices:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
-        fields = {"end": self.start.end, "slices": read.slices}
-        return [self._send(read, messages.DigestRequest, **fields)]
+        request = messages.DigestRequest(
+            **self._fields(read), end=self.start.end, slices=read.slices
+        )
+        return [events.Send(read.endpoint, request)]
 
     def _compare(self, read: RankRead) -> Actions:
         """Digest the bytes that the fence has proven, and compare once prefill's digest is here."""
@@ -644,14 +659,16 @@ class Load:
 
     def release(self, read: RankRead, *, complete: bool = False) -> events.Send:
         """Tell prefill that this reader has ended. If the message is lost, the lease expires."""
-        return self._send(read, messages.Release, complete=complete)
+        release = messages.Release(**self._fields(read), complete=complete)
+        return events.Send(read.endpoint, release)
 
-    def _send(
-        self, read: RankRead, message: Callable[..., messages.Message], **fields: object
-    ) -> events.Send:
-        names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
-        sent = message(incarnation=read.incarnation, **names, **fields)
-        return events.Send(read.endpoint, sent)
+    def _fields(self, read: RankRead) -> messages.ClaimFields:
+        return {
+            "incarnation": read.incarnation,
+            "nonce": self.ticket.nonce,
+            "claim": self.claim,
+            "reader": self.reader,
+        }
 
     def ready(self) -> messages.Ready:
         return messages.Ready(
