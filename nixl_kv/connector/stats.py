@@ -118,8 +118,8 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     ),
     "read_descriptors": _decode("Contiguous runs of KV read, summed over ranks."),
     "lost_peers": _decode("Connections to prefill ranks in use that broke twice, per rank."),
-    "unreadable_peers": _decode(
-        "Prefill engines to which two data connections in a row broke, per rank."
+    "unusable_peers": _decode(
+        "Prefill engines that could not be reached or read twice in a row, per rank."
     ),
     "replaced_agents": _decode(
         "NIXL agents that were replaced, by reason, per rank.",

@@ -7,7 +7,7 @@ is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -62,20 +62,10 @@ MAX_DECODING: Final = 8
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
 STORY_LINES: Final = 10  # transitions that the log shows below the line about a failed load
-UNUSABLE: Final[Mapping[type, str]] = {
-    events.PeerUnreadable: (
-        "%s answers, but its memory cannot be read: %s; loads from it fail at once, and it is "
-        "tried again after 1, 2, 4, ... up to 64 s"
-    ),
-    events.PeerUnreachable: (
-        "%s is unreachable: %s; loads from it fail at once, and it is probed after 1, 2, 4, ... up "
-        "to 64 s"
-    ),
-}
-USABLE: Final[Mapping[type, str]] = {
-    events.PeerReadable: "%s can be read again",
-    events.PeerReachable: "%s can be reached again",
-}
+UNUSABLE: Final = (
+    "%s cannot be used: %s; loads from it fail at once, and it is tried again after 1, 2, 4, ... "
+    "up to 64 s"
+)
 # Ends of offers whose KV no engine read, although it was computed and held for one.
 OFFER_FAULTS: Final = frozenset(events.OfferEnd) - {
     events.OfferEnd.READ,
@@ -641,13 +631,7 @@ class Loop:
                 self._pack(action)
             case events.MakeDigest() | events.CompareDigest():
                 event = parts.digests.add(action)
-            case (
-                events.PeerUnreadable()
-                | events.PeerReadable()
-                | events.PeerUnreachable()
-                | events.PeerReachable()
-                | events.AskDenied()
-            ):
+            case events.PeerUnusable() | events.PeerUsable() | events.AskDenied():
                 self._warn(action)
             case _:
                 parts.admission.precede(action)
@@ -670,12 +654,11 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.PeerUnreadable() | events.PeerUnreachable():
-                if isinstance(action, events.PeerUnreadable):
-                    self.parts.counts.count("unreadable_peers")
-                logger.warning(UNUSABLE[type(action)], action.peer, action.reason)
-            case events.PeerReadable() | events.PeerReachable():
-                logger.warning(USABLE[type(action)], action.peer)
+            case events.PeerUnusable():
+                self.parts.counts.count("unusable_peers")
+                logger.warning(UNUSABLE, action.peer, action.reason)
+            case events.PeerUsable():
+                logger.warning("%s can be used again", action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
                 self.parts.history.count("ask_denied", detail=action.reason)

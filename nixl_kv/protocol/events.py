@@ -447,28 +447,15 @@ class ClearSlot(msgspec.Struct, frozen=True):
     slot: int
 
 
-class PeerUnreadable(msgspec.Struct, frozen=True):
-    """A peer answers, but connections to its memory break. Comes once until a read succeeds."""
+class PeerUnusable(msgspec.Struct, frozen=True):
+    """A peer failed several times in a row: loads from it fail at once from now on."""
 
     peer: PeerKey
     reason: str
 
 
-class PeerReadable(msgspec.Struct, frozen=True):
-    """A read of an unreadable peer succeeded."""
-
-    peer: PeerKey
-
-
-class PeerUnreachable(msgspec.Struct, frozen=True):
-    """A peer did not answer several times in a row: loads from it fail at once from now on."""
-
-    peer: PeerKey
-    reason: str
-
-
-class PeerReachable(msgspec.Struct, frozen=True):
-    """A peer that was unreachable answers again, or a read of it succeeded."""
+class PeerUsable(msgspec.Struct, frozen=True):
+    """A read of an unusable peer succeeded."""
 
     peer: PeerKey
 
@@ -632,7 +619,7 @@ PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Ti
 DataAction: TypeAlias = (
     StartHandshake | Connect | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
 )
-Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
+Notice: TypeAlias = PeerUnusable | PeerUsable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
 PairReport: TypeAlias = PairSlotFree | PairReleased

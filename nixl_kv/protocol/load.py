@@ -267,6 +267,12 @@ class Load:
         """Whether it is to be verified; known once there are local blocks."""
         return self.start is not None and self.start.verify
 
+    @property
+    def is_unheard(self) -> bool:
+        """Whether a rank of the peer has not answered this load's ask yet."""
+        reads = self.reads.values()
+        return any(r.state is State.ASKING and r.moved_at == -math.inf for r in reads)
+
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
         is_queued = read.state is State.GRANTED and self.start is not None

@@ -12,7 +12,7 @@ from nixl_kv.protocol.events import OVER, Transition
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
 CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
 READY = Transition("", ENGINE, "CONNECTING", "READY", "HandshakeDone")
-GONE = Transition("", ENGINE, "READY", "GONE", "EndpointLost")
+LOST = Transition("", ENGINE, "READY", "UNUSABLE", "EndpointLost")
 
 
 def prepared(request: str) -> Transition:
@@ -86,7 +86,7 @@ def test_requests_are_found_by_a_part_of_their_id() -> None:
 def test_the_peers_events_are_told_while_the_request_lives() -> None:
     other = Transition("", "engine 'other' at tcp://10.0.0.2:5600", "", "CONNECTING", "")
     own = [prepared("d1"), READY, moved("d1", "", "ASKING"), ended("d1")]
-    log = log_of(CONNECTING, own[0], other, *own[1:], GONE)
+    log = log_of(CONNECTING, own[0], other, *own[1:], LOST)
     assert transitions_of(log.story("d1")) == own
 
 
@@ -98,21 +98,21 @@ def test_the_peers_events_are_told_while_the_request_lives() -> None:
 def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
     last: Transition,
 ) -> None:
-    story = [prepared("d1"), last, GONE]
+    story = [prepared("d1"), last, LOST]
     assert transitions_of(log_of(*story).story("d1")) == story
 
 
 def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
     end = ended("d-2", "FAILED", before="PREPARED")
-    log = log_of(prepared("d-1"), prepared("d-2"), end, GONE)
-    assert transitions_of(log.story("d-"))[-1] == GONE
+    log = log_of(prepared("d-1"), prepared("d-2"), end, LOST)
+    assert transitions_of(log.story("d-"))[-1] == LOST
     assert transitions_of(log.story("d-2"))[-1] == end
 
 
 def test_an_offer_is_over_with_its_last_event() -> None:
     asked = Transition("p1", ENGINE, "OFFERED", "GRANTED", "Ask")
     over = Transition("p1", ENGINE, "GRANTED", OVER, "Release: read")
-    assert transitions_of(log_of(asked, over, GONE).story("p1")) == [asked, over]
+    assert transitions_of(log_of(asked, over, LOST).story("p1")) == [asked, over]
 
 
 @pytest.mark.parametrize("limit", [3, 10, 11, 12])
