@@ -28,14 +28,17 @@ from nixl_kv.protocol.ticket import Ticket
 
 
 class Transition(NamedTuple):
-    """An offer, a load, a read from one rank, or a peer changed its state."""
+    """The subject of a state machine changed its state."""
 
-    request: str
+    machine: str  # offer, load, read or peer
+    subject: str  # a nonce or a claim, for a read with the rank; for a peer its name
+    request: str  # empty if the transition is a peer's
     peer: str  # empty if the transition concerns no peer
     before: str
     after: str
     cause: str  # the event's type and details
     num_bytes: int = 0
+    is_last: bool = False  # no other transition of the subject follows
 
 
 Record: TypeAlias = Callable[[Transition], None]

@@ -109,7 +109,7 @@ TRANSITIONS: Final[Table[State]] = {
     State.FAILED: {},
 }
 
-MACHINE: Final = Machine("load", TRANSITIONS)
+MACHINE: Final = Machine("read", TRANSITIONS)
 
 # In these states a read may write into local memory.
 POSTED: Final = frozenset({State.READING, State.DRAINING})
@@ -237,6 +237,7 @@ class Load:
 
     def __post_init__(self) -> None:
         self.peer_name, self.prepared_at = str(self.peer), self.since
+        self.subject = short(self.claim)  # in transitions
         self._record("", "PREPARED", f"PrepareLoad: offer {short(self.ticket.nonce)}")
 
     @property
@@ -366,7 +367,7 @@ class Load:
             read = RankRead(route, remote.endpoint, remote.incarnation, remote.layout)
             if route.readers:
                 self.reads[read.rank] = read
-                self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
+                self._note(read, "", cause)
             else:
                 actions.append(self.release(read, complete=True))
         return actions
@@ -444,8 +445,7 @@ class Load:
         if read.state is not State.ASKING:
             return []
         if pending.state != self.told:
-            state, cause = read.state.name, f"Pending: {pending.state}"
-            self.record(events.Transition(self.request, read.name, state, state, cause))
+            self._note(read, read.state.name, f"Pending: {pending.state}")
         self.told = pending.state
         self.has_begun |= pending.state == "computing"
         # Local blocks before that are due to a failure on another rank: then the load must end.
@@ -648,12 +648,21 @@ class Load:
         self.queue.note_progress((self.claim, read.rank), now)
 
     def _record(self, before: str, after: str, cause: str) -> None:
-        self.record(events.Transition(self.request, self.peer_name, before, after, cause))
+        about = ("load", self.subject, self.request, self.peer_name)
+        is_last = after in ("LOADED", "FAILED")
+        self.record(events.Transition(*about, before, after, cause, is_last=is_last))
+
+    def _about(self, read: RankRead) -> tuple[str, str, str]:
+        return f"{self.subject}/{read.rank}", self.request, read.name
+
+    def _note(self, read: RankRead, before: str, cause: str) -> None:
+        about = self._about(read)
+        self.record(events.Transition(MACHINE.name, *about, before, read.state.name, cause))
 
     def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
         detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
         num_bytes = event.num_bytes if isinstance(event, events.ReadDone) else 0
-        states, about = (read.state, after), (self.request, read.name)
+        states, about = (read.state, after), self._about(read)
         read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
         if after not in (State.DRAINING, State.FAILED):
             read.moved_at = now

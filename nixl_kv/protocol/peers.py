@@ -188,7 +188,8 @@ class PeerBook:
             self._count(peer.state, 1)
             self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
             cause = type(event).__name__
-            self._record(events.Transition("", str(key), "", State.CONNECTING.name, cause))
+            begin = ("", State.CONNECTING.name, cause)
+            self._record(events.Transition(MACHINE.name, str(key), "", str(key), *begin))
             return peer, [ask_who(key)]
         peer.used_at = now
         if peer.state is State.UNUSABLE:
@@ -488,7 +489,8 @@ class PeerBook:
         self._count(peer.state, -1)
         if after is not None:
             self._count(after, 1)
-        peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
+        name = str(peer.key)
+        peer.state = MACHINE.move(self._record, states, event, (name, "", name), detail)
         if after is not State.CONNECTING:
             self._searched.discard(peer.key)
         elif is_unnamed(peer.key):

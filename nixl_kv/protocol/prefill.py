@@ -174,8 +174,9 @@ class Offer:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.written = self.prepared.num_tokens if self.prepared.is_written else 0
         self.is_pinned = not self.prepared.is_pair
-        cause = f"PrepareOffer: offer {short(self.nonce)}"
-        self.record(events.Transition(self.request, "", "", self.state.name, cause))
+        self.subject = short(self.nonce)
+        cause = f"PrepareOffer: offer {self.subject}"
+        self._record("", "", self.state.name, cause)
 
     @property
     def waits_for(self) -> str:
@@ -226,11 +227,14 @@ class Offer:
         return [RoutedAsk(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked]
 
     def note(self, peer: str, cause: str) -> None:
-        state = self.state.name
-        self.record(events.Transition(self.request, peer, state, state, cause))
+        self._record(peer, self.state.name, self.state.name, cause)
+
+    def _record(self, peer: str, before: str, after: str, cause: str) -> None:
+        about = (MACHINE.name, self.subject, self.request, peer)
+        self.record(events.Transition(*about, before, after, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        states, about = (self.state, after), (self.request, peer)
+        states, about = (self.state, after), (self.subject, self.request, peer)
         self.state = MACHINE.move(self.record, states, event, about, detail)
 
 

@@ -30,7 +30,7 @@ def story(*transitions: tuple[str, str, str, str]) -> list[Event]:
     return [
         {
             "time": 100.0 + second,
-            **Transition(*transition, cause=f"cause {second}", num_bytes=0)._asdict(),
+            **Transition("", "", *transition, cause=f"cause {second}")._asdict(),
         }
         for second, transition in enumerate(transitions)
     ]
@@ -141,7 +141,7 @@ def test_a_load_of_the_machine_is_three_subjects() -> None:
 def test_every_request_means_the_last_events_of_all_subjects() -> None:
     log = EventLog()
     transitions = [
-        Transition(request, peer, "", "A", "")
+        Transition("", "", request, peer, "", "A", "")
         for request, peer in (("", ENGINE), ("d1", RANK), ("d2", RANK))
     ]
     for transition in transitions:
