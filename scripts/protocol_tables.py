@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.protocol import breaker, load, peers, prefill
+from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
 
@@ -23,7 +23,6 @@ TABLES: Final[Mapping[str, Table]] = {
     "read": load.READ_TRANSITIONS,
     "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
-    "circuit": breaker.TRANSITIONS,
     "rank": ranks.TRANSITIONS,
 }
 

@@ -113,8 +113,8 @@ COUNTERS: Final[Mapping[str, Metric]] = {
         "Bytes of KV read, by the path that they took, summed over ranks.", path=PATHS
     ),
     "lost_peers": _decode("Connections to prefill ranks in use that broke twice, per rank."),
-    "unreadable_peers": _decode(
-        "Prefill engines to which two data connections in a row broke, per rank."
+    "unusable_peers": _decode(
+        "Prefill engines that could not be reached or read twice in a row, per rank."
     ),
     "offers": _prefill("Requests whose finished prefill was offered to decode with a ticket."),
     "ended_offers": _prefill(

@@ -29,7 +29,7 @@ from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.ids import EngineId, Rank, endpoint_at, endpoint_host, new_incarnation
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
@@ -336,7 +336,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
-        may_connect=lambda endpoint: config.allowed_hosts.allows(endpoint_host(endpoint)),
     )
     num_slots = spec.num_slots or slots_for(layout)
     slots = spec.make_slots(num_slots + spec.num_pair_slots * spec.is_prefill)
@@ -351,7 +350,9 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         )
         undo.callback(serving.close)
     port = control.listen(spec.host, spec.port)
-    described = {name: value for each in features for name, value in each.description.items()}
+    described: messages.PathFields = {}
+    for feature in features:
+        described.update(feature.description)
     ring = described.get("ring")
     prefill = PrefillMachine(
         incarnation,

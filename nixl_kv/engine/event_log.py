@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from nixl_kv.errors import MAX_ID, get_logger, printable, shown_id
 from nixl_kv.protocol import events
-from nixl_kv.protocol.load import LoadState
 from nixl_kv.protocol.messages import MAX_LISTED
 
 logger = get_logger(__name__)
@@ -74,13 +73,19 @@ class EventLog:
         ]
         if not request or not own:
             return []
-        last = {kept[place][1].request: kept[place][1] for place in own}
+        requests = {kept[place][1].request for place in own}
         peers = {kept[place][1].peer for place in own}
-        end = own[-1] if all(map(_is_end, last.values())) else len(kept)
+        # Whether the latest load or offer of each request has ended.
+        ended = {
+            event.request: event.is_last
+            for event in (kept[place][1] for place in own)
+            if event.machine in ("load", "offer")
+        }
+        is_over = all(ended.get(request) for request in requests)
         found = [
             (when, event)
-            for when, event in kept[own[0] : end + 1]
-            if event.request in last or (not event.request and event.peer in peers)
+            for when, event in kept[own[0] : own[-1] + 1 if is_over else len(kept)]
+            if event.request in requests or (event.machine == "peer" and event.peer in peers)
         ]
         return found[-limit:]
 
@@ -130,12 +135,6 @@ class EventLog:
 def _is_part(part: str, request: str) -> bool:
     # A cut id lacks its middle.
     return part in request or (len(request) == MAX_ID and part[:ID_START] in request)
-
-
-def _is_end(transition: events.Transition) -> bool:
-    """Whether an offer or a load ended. A read from one rank also FAILS, but ends no load."""
-    is_load = transition.before in LoadState.__members__
-    return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 
 def describe(event: events.Transition) -> str:

@@ -8,10 +8,10 @@ is in flight or a peer may read this rank, and otherwise uses no CPU.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -62,20 +62,10 @@ MAX_DECODING: Final = 8
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
 STORY_LINES: Final = 10  # transitions that the log shows below the line about a failed load
-UNUSABLE: Final[Mapping[type, str]] = {
-    events.PeerUnreadable: (
-        "%s answers, but its memory cannot be read: %s; loads from it fail at once, and it is "
-        "tried again after 1, 2, 4, ... up to 64 s"
-    ),
-    events.PeerUnreachable: (
-        "%s is unreachable: %s; loads from it fail at once, and it is probed after 1, 2, 4, ... up "
-        "to 64 s"
-    ),
-}
-USABLE: Final[Mapping[type, str]] = {
-    events.PeerReadable: "%s can be read again",
-    events.PeerReachable: "%s can be reached again",
-}
+UNUSABLE: Final = (
+    "%s cannot be used: %s; loads from it fail at once, and it is tried again after 1, 2, 4, ... "
+    "up to 64 s"
+)
 OVERDUE: Final = (
     "engine %r has read the KV of request %s for so long that it must hang or lie: its blocks are "
     "taken back, and the engine will find its read void; restart it"
@@ -237,6 +227,13 @@ _Event: TypeAlias = events.DecodeEvent | events.PrefillEvent
 _Decoded: TypeAlias = tuple[Endpoint, "Future[messages.Answer]"]
 
 
+class _Admitting(NamedTuple):
+    route: bytes
+    asked: messages.Admit
+    sources: tuple[str, ...]  # the addresses that this rank connects from
+    refused: tuple[str, ...]
+
+
 class Loop:
     """Runs one turn after another. If a turn raises, only `restart` may follow.
 
@@ -265,8 +262,8 @@ class Loop:
         self._decoding: deque[_Decoded] = deque()
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
-        # Answers that wait until this turn has let their readers in.
-        self._admitting: list[tuple[bytes, messages.Admit, messages.Admitted]] = []
+        # Answered once this turn has let the readers in.
+        self._admitting: list[_Admitting] = []
         self._log = LimitedLog(logger, clock)
         self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
@@ -565,13 +562,8 @@ class Loop:
         refused = self.parts.admission.admit(
             Incarnation(message.reader.incarnation), message.sources
         )
-        answer = messages.Admitted(
-            incarnation=self.parts.description.incarnation,
-            reader=message.reader,
-            sources=self.parts.admission.sources(message.listens),
-            refused=refused,
-        )
-        self._admitting.append((route, message, answer))
+        sources = self.parts.admission.sources(message.listens)
+        self._admitting.append(_Admitting(route, message, sources, refused))
 
     def _answer_admitted(self) -> None:
         """Let all readers of this turn in at once, and only then tell them."""
@@ -579,10 +571,15 @@ class Loop:
             return
         waiting, self._admitting = self._admitting, []
         has_room = self.parts.admission.apply()
-        for route, asked, answer in waiting:
+        for route, asked, sources, refused in waiting:
             if not has_room:
                 self.parts.admission.drop(Incarnation(asked.reader.incarnation))
-                answer = msgspec.structs.replace(answer, refused=asked.sources)  # noqa: PLW2901
+            answer = messages.Admitted(
+                incarnation=self.parts.description.incarnation,
+                reader=asked.reader,
+                sources=sources,
+                refused=refused if has_room else asked.sources,
+            )
             self.parts.control.reply(route, messages.encode(answer))
 
     def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:
@@ -630,13 +627,7 @@ class Loop:
                 self._pack(action)
             case events.MakeDigest() | events.CompareDigest():
                 event = parts.digests.add(action)
-            case (
-                events.PeerUnreadable()
-                | events.PeerReadable()
-                | events.PeerUnreachable()
-                | events.PeerReachable()
-                | events.AskDenied()
-            ):
+            case events.PeerUnusable() | events.PeerUsable() | events.AskDenied():
                 self._warn(action)
             case _:
                 parts.admission.precede(action)
@@ -659,12 +650,11 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.PeerUnreadable() | events.PeerUnreachable():
-                if isinstance(action, events.PeerUnreadable):
-                    self.parts.counts.count("unreadable_peers")
-                logger.warning(UNUSABLE[type(action)], action.peer, action.reason)
-            case events.PeerReadable() | events.PeerReachable():
-                logger.warning(USABLE[type(action)], action.peer)
+            case events.PeerUnusable():
+                self.parts.counts.count("unusable_peers")
+                logger.warning(UNUSABLE, action.peer, action.reason)
+            case events.PeerUsable():
+                logger.warning("%s can be used again", action.peer)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
                 message = "denied an ask for offer %s: %s"

@@ -12,7 +12,7 @@ from nixl_kv.engine.loop import Parts
 from nixl_kv.errors import shown_id
 from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.breaker import State as CircuitState
+from nixl_kv.protocol.peers import State as PeerState
 
 
 def build_status(
@@ -27,7 +27,6 @@ def build_status(
     now = clock()
     peers, links = [*parts.decode.peers.known.values()], parts.control.links()
     offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
-    breaker = parts.decode.breaker
     return messages.Status(
         incarnation=parts.description.incarnation,
         facts={
@@ -40,7 +39,6 @@ def build_status(
         },
         totals={
             "peers": len(peers),
-            "circuits": len(breaker.circuits),
             "links": len(links),
             "offers": len(offers),
             "loads": len(loads),
@@ -51,28 +49,19 @@ def build_status(
         },
         lists={
             "failures": parts.event_log.failures(),
-            "circuits": [
-                {
-                    "engine": circuit.key.engine,
-                    "endpoint": circuit.key.endpoint,
-                    "state": circuit.state.name,
-                    "num_failures": circuit.failures,
-                    # None: no probe is due, because loads are tried or a probe is under way
-                    "next_probe_in_s": (
-                        _finite(breaker.deadlines.get(circuit.key) - now)
-                        if circuit.state is CircuitState.OPEN
-                        else None
-                    ),
-                    "detail": circuit.failure.detail,
-                }
-                for circuit in [*breaker.circuits.values()][: messages.MAX_LISTED]
-            ],
             "peers": [
                 {
                     "engine": peer.key.engine,
                     "incarnation": short(peer.key.incarnation),
                     "endpoint": peer.key.endpoint,
                     "state": peer.state.name,
+                    "num_failures": peer.failures,  # in a row
+                    # None: loads may use it, or an attempt is under way
+                    "paused_for_s": (
+                        max(0.0, peer.pause_ends_at - now)
+                        if peer.state is PeerState.UNUSABLE
+                        else None
+                    ),
                     "detail": "" if peer.failure is None else peer.failure.detail,
                 }
                 for peer in peers[: messages.MAX_LISTED]

@@ -19,7 +19,6 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.load import (
     ENDED,
@@ -34,7 +33,14 @@ from nixl_kv.protocol.load import (
     ReadState,
 )
 from nixl_kv.protocol.machine import Deadlines
-from nixl_kv.protocol.peers import PeerBook, is_unnamed, unnamed
+from nixl_kv.protocol.peers import (
+    MAX_CONNECTING,
+    MAX_FAILURES,
+    Peer,
+    PeerBook,
+    is_unnamed,
+    unnamed,
+)
 from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
@@ -43,9 +49,6 @@ MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very sho
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
 CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
-# Peers of which only the endpoint is known: a client may have invented it, and each takes a socket.
-MAX_CONNECTING: Final = 64
-MAX_PROBED: Final = MAX_CONNECTING // 2  # of these: probes leave room for loads
 TOO_MANY_PEERS: Final = Failure(
     FailureKind.UNREACHABLE,
     f"decode connects to {MAX_CONNECTING} addresses already; if prefill engines run there, a "
@@ -78,11 +81,9 @@ class DecodeMachine:
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
         entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
-        may_connect: Callable[[Endpoint], bool],  # by `peers`
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record, lambda: self.reader)
-        self.breaker = Breaker(record, self._greet)
         self.numbers = Numbers()
         self._record = record
         self._name_slices = name_slices
@@ -91,7 +92,6 @@ class DecodeMachine:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._bytes_per_token = bytes_per_token
         self._entry_size = entry_size
-        self._may_connect = may_connect
         self._queue = ReadQueue()
         self._loads: dict[Claim, Load] = {}
         self._touched: dict[Claim, Load] = {}  # by the event that is being handled
@@ -114,7 +114,7 @@ class DecodeMachine:
     @property
     def next_due(self) -> float | None:
         own, stalls = min(self._due.next, self._heartbeats.next), self._queue.stalls.next
-        due = min(own, stalls, self.peers.deadlines.next, self.breaker.deadlines.next)
+        due = min(own, stalls, self.peers.deadlines.next)
         return None if due == math.inf else due
 
     def is_using(self, endpoint: Endpoint) -> bool:
@@ -135,7 +135,6 @@ class DecodeMachine:
             table.clear()
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
-        self.breaker.clear()
 
     def check(self) -> None:
         """Check the loads, the tables that find them, and the read queue, between two events.
@@ -219,29 +218,38 @@ class DecodeMachine:
     def _peer_at(self, endpoint: Endpoint) -> events.PeerKey:
         found = self._found.get(endpoint, unnamed(endpoint))
         peer = self.peers.known.get(found)
-        is_here = peer is not None and peer.state is not PeerState.GONE
+        # If the link to one of its ranks ended, the engine may have restarted.
+        is_here = peer is not None and peer.lost is None
         return found if is_here else unnamed(endpoint)
 
-    def _meet(self, load: Load, event: object, now: float) -> Actions:
+    def _meet(
+        self, load: Load, event: events.PrepareLoad | messages.Description, now: float
+    ) -> Actions:
         """Open the load if its peer is known; else ask for the peer's description."""
         key = load.peer
         self._by_peer.setdefault(key, {})[load.claim] = load
         if load.state not in PEER_UNKNOWN:  # it has failed
             return []
-        failure = self.breaker.check(key, now)
-        is_new = key not in self.peers.known and is_unnamed(key)
-        if is_new and self.peers.num_searched + self.breaker.num_searched >= MAX_CONNECTING:
-            failure = failure or TOO_MANY_PEERS
-        if failure is not None:
-            load.fail(failure)
-            return []
-        peer, actions = self.peers.get_or_connect(key, now)
-        if peer.failure is not None:
+        is_sealed = isinstance(event, events.PrepareLoad) and not load.is_early
+        peer, actions = self.peers.want(key, event, now, is_sealed=is_sealed)
+        if peer is None:
+            load.fail(TOO_MANY_PEERS)
+        elif peer.failure is not None and self._is_hopeless(peer):
             load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:
             fits = events.PeerFits(key, peer.description, peer.routes)
             actions += self._open(load, fits, event, now)
         return actions
+
+    def _is_hopeless(self, peer: Peer) -> bool:
+        """Whether another load fails at once, because the peer has failed before."""
+        if peer.state is PeerState.UNUSABLE:
+            return True
+        if peer.failures < MAX_FAILURES:
+            return False
+        # One load at a time finds out whether the ranks answer; none waits for the description.
+        loads = self._by_peer[peer.key].values()
+        return peer.description is None or any(load.is_unheard for load in loads)
 
     def _start(self, command: events.StartLoad, now: float) -> Actions:
         load = self._of_request(command.request)
@@ -283,7 +291,8 @@ class DecodeMachine:
         found = self._found[endpoint] = events.PeerKey(engine, life, endpoint)
         loads, actions = self._of_peer(unnamed(endpoint)), []
         if loads:
-            self.peers.get_or_connect(found, now)  # asks nothing: the description is here
+            # This asks nothing: the description is here.
+            self.peers.want(found, description, now, is_sealed=False)
         for load in loads:
             load.meet(found)
             actions += self._meet(load, description, now)
@@ -330,7 +339,7 @@ class DecodeMachine:
         return [
             self._heartbeat(rank.endpoint, rank.incarnation)
             for rank in ranks
-            if rank.endpoint not in self._unfinished and self._may_connect(rank.endpoint)
+            if rank.endpoint not in self._unfinished
         ]
 
     # --- links
@@ -346,17 +355,13 @@ class DecodeMachine:
         return actions + (self._send_heartbeat(event.endpoint, now) if reads else [])
 
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
-        self.breaker.on_endpoint_lost(event, now)
-        failed: dict[events.PeerKey, Failure] = {}
+        failed = set[events.PeerKey]()
         for load, read in self._at(event.endpoint):
             read.unreachable_since = min(now, read.unreachable_since)
             load.on_refusal(read, event, now)
             if load.failure is not None and load.failure.kind is FailureKind.UNREACHABLE:
-                failed[load.peer] = load.failure
-        actions = self.peers.on_endpoint_lost(event, now)
-        for peer, failure in failed.items():
-            actions += self.breaker.on_failure(peer, failure, now)
-        return actions
+                failed.add(load.peer)
+        return self.peers.on_endpoint_lost(event, failed, now)
 
     # --- messages
 
@@ -364,11 +369,9 @@ class DecodeMachine:
         match event.message:
             case messages.Description() as description:
                 actions = self._on_found(description, event.endpoint, now)
-                actions += self.peers.on_description(description, event.endpoint)
-                return actions + self.breaker.on_description(description, event.endpoint)
+                return actions + self.peers.on_description(description, event.endpoint)
             case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
                 peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
-                self.breaker.on_refusal(refusal, peer)
                 return self.peers.on_refused(peer, refusal, now)
             case messages.VersionRefusal() as refusal:
                 lost = events.EndpointLost(event.endpoint, str(refusal))
@@ -392,7 +395,13 @@ class DecodeMachine:
             # This rank forgot the claim. Without a release, prefill waits for its lease to expire.
             if not isinstance(message, messages.Grant | messages.Recall):
                 return []
-            release = messages.about_claim(messages.Release, message, complete=False)
+            release = messages.Release(
+                incarnation=message.incarnation,
+                nonce=message.nonce,
+                claim=message.claim,
+                reader=message.reader,
+                complete=False,
+            )
             return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
@@ -417,7 +426,7 @@ class DecodeMachine:
             # A heartbeat may overtake an ask, so prefill may have granted the claim since.
             if one and held and held.grant is not None and held.granted_at < message.number:
                 actions += one.on_refusal(held, message, now)
-        return actions + self.breaker.on_reply(message, endpoint)
+        return actions
 
     # --- reads
 
@@ -428,16 +437,14 @@ class DecodeMachine:
             return []
         actions: Actions = []
         if isinstance(event, events.ReadDone):
-            actions = self.peers.on_read(load.peer) + self.breaker.on_read(load.peer, event)
+            actions = self.peers.on_read(load.peer)
         return actions + HANDLERS[type(event)](load, read, event, now)
 
     # --- time
 
     def _on_tick(self, tick: events.Tick, now: float) -> Actions:
         actions = self.peers.on_tick(tick, self._is_in_use, now)
-        room = min(MAX_PROBED, MAX_CONNECTING - self.peers.num_searched)
-        actions += self.breaker.on_tick(tick, now, room)
-        actions += self._fail_loads(now)
+        self._fail_loads()
         for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
             self._touched[load.claim] = load
             actions += load.on_tick(tick, now)
@@ -495,25 +502,17 @@ class DecodeMachine:
 
     # --- the end of an event
 
-    def _fail_loads(self, now: float) -> Actions:
-        actions: Actions = []
+    def _fail_loads(self) -> None:
         failed, self.peers.failed = self.peers.failed, []
         for peer in failed:
-            failure = peer.failure
-            if failure is None:
-                continue
             for load in self._of_peer(peer.key):
-                if not load.has_settled:
-                    load.fail(failure)
-            # An UNREADABLE peer answers, and has pauses of its own.
-            is_silent = failure.kind is FailureKind.UNREACHABLE
-            if is_silent and peer.state is not PeerState.UNREADABLE:
-                actions += self.breaker.on_failure(peer.key, failure, now)
-        return actions
+                if not load.has_settled and peer.failure is not None:
+                    load.fail(peer.failure)
 
     def _settle(self, now: float) -> Actions:
         """Settle the loads that the event touched, then start the reads that have room."""
-        actions = self._fail_loads(now)
+        self._fail_loads()
+        actions: Actions = []
         for load in self._touched.values():
             if load.failure is not None:
                 actions += load.cancel(load.failure, now)

@@ -28,15 +28,18 @@ from nixl_kv.protocol.ticket import Ticket
 
 
 class Transition(NamedTuple):
-    """An offer, a load, a read from one rank, or a peer changed its state."""
+    """The subject of a state machine changed its state."""
 
-    request: str
+    machine: str  # offer, load, read or peer
+    subject: str  # a nonce or a claim, for a read with the rank; for a peer its name
+    request: str  # empty if the transition is a peer's
     peer: str  # empty if the transition concerns no peer
     before: str
     after: str
     cause: str  # the event's type and details
     num_bytes: int = 0
     reason: str = ""  # why a load ended as FAILED: the value of a FailureKind
+    is_last: bool = False  # no other transition of the subject follows
 
 
 Record: TypeAlias = Callable[[Transition], None]
@@ -448,28 +451,15 @@ class ClearSlot(msgspec.Struct, frozen=True):
     slot: int
 
 
-class PeerUnreadable(msgspec.Struct, frozen=True):
-    """A peer answers, but connections to its memory break. Comes once until a read succeeds."""
+class PeerUnusable(msgspec.Struct, frozen=True):
+    """A peer failed several times in a row: loads from it fail at once from now on."""
 
     peer: PeerKey
     reason: str
 
 
-class PeerReadable(msgspec.Struct, frozen=True):
-    """A read of an unreadable peer succeeded."""
-
-    peer: PeerKey
-
-
-class PeerUnreachable(msgspec.Struct, frozen=True):
-    """A peer did not answer several times in a row: loads from it fail at once from now on."""
-
-    peer: PeerKey
-    reason: str
-
-
-class PeerReachable(msgspec.Struct, frozen=True):
-    """A peer that was unreachable answers again, or a read of it succeeded."""
+class PeerUsable(msgspec.Struct, frozen=True):
+    """A read of an unusable peer succeeded."""
 
     peer: PeerKey
 
@@ -633,7 +623,7 @@ PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Ti
 DataAction: TypeAlias = (
     StartHandshake | Connect | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
 )
-Notice: TypeAlias = PeerUnreadable | PeerReadable | PeerUnreachable | PeerReachable | AskDenied
+Notice: TypeAlias = PeerUnusable | PeerUsable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
 PairReport: TypeAlias = PairSlotFree | PairReleased

@@ -325,9 +325,10 @@ class Load:
 
     def __post_init__(self) -> None:
         self.peer_name, self.prepared_at = str(self.peer), self.since
+        self.subject = short(self.claim)  # in transitions
         cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
-        name = self.state.name
-        self.record(events.Transition(self.request, self.peer_name, "", name, cause))
+        about = (LOAD.name, self.subject, self.request, self.peer_name)
+        self.record(events.Transition(*about, "", self.state.name, cause))
 
     @property
     def has_settled(self) -> bool:
@@ -351,6 +352,12 @@ class Load:
     def is_verified(self) -> bool:
         """Whether it is to be verified; known once there are local blocks."""
         return self.start is not None and self.start.verify
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether a rank of the peer has not answered this load's ask yet."""
+        reads = self.reads.values()
+        return any(r.state is ReadState.ASKING and r.moved_at == -math.inf for r in reads)
 
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
@@ -463,7 +470,7 @@ class Load:
             read = RankRead(route, remote.endpoint, remote.incarnation, remote.layout)
             if route.readers:
                 self.reads[read.rank] = read
-                self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
+                self._note(read, "", cause)
             else:
                 actions.append(self.release(read, complete=True))
         return actions
@@ -472,9 +479,14 @@ class Load:
         match read.state:
             case ReadState.ASKING | ReadState.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
-                context, number = self.ticket.hashes, self.numbers.next()
-                fields = {"context": context, "number": number, "readers": read.route.readers}
-                return [self._send(read, messages.Ask, **fields, is_early=self.is_early)]
+                ask = messages.Ask(
+                    **self._fields(read),
+                    context=self.ticket.hashes,
+                    number=self.numbers.next(),
+                    readers=read.route.readers,
+                    is_early=self.is_early,
+                )
+                return [events.Send(read.endpoint, ask)]
             case ReadState.READING:
                 return self._ask_chunks(read, read.chunks.values(), now)
         return self.ask_digest(read, now)
@@ -551,8 +563,7 @@ class Load:
         if read.state is not ReadState.ASKING:
             return []
         if pending.state != self.told:
-            state, cause = read.state.name, f"Pending: {pending.state}"
-            self.record(events.Transition(self.request, read.name, state, state, cause))
+            self._note(read, read.state.name, f"Pending: {pending.state}")
         self.told = pending.state
         if pending.state == "computing":
             self._note_begun(pending)
@@ -683,19 +694,29 @@ class Load:
 
     def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
         read.ask_again_at = now + ASK_AGAIN_S
-        shared = {"number": self.numbers.next(), "holds": read.holds}
-        parts = [
-            {"chunk": chunk.number, "begin": chunk.begin, "end": chunk.end, "layers": chunk.layers}
+        number = self.numbers.next()
+        requests = [
+            messages.PackRequest(
+                **self._fields(read),
+                number=number,
+                chunk=chunk.number,
+                begin=chunk.begin,
+                end=chunk.end,
+                layers=chunk.layers,
+                holds=read.holds,
+            )
             for chunk in chunks
         ]
-        return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
+        return [events.Send(read.endpoint, request) for request in requests]
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
         if self.start is None or not read.slices:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
-        fields = {"end": self.start.end, "slices": read.slices}
-        return [self._send(read, messages.DigestRequest, **fields)]
+        request = messages.DigestRequest(
+            **self._fields(read), end=self.start.end, slices=read.slices
+        )
+        return [events.Send(read.endpoint, request)]
 
     def _compare(self, read: RankRead) -> Actions:
         """Digest the bytes that the fence has proven, and compare once prefill's digest is here."""
@@ -755,17 +776,24 @@ class Load:
 
     def _move(self, after: LoadState, event: object, detail: str = "", reason: str = "") -> None:
         """Change the load's state. The caller learns when blocks become of use, at most once."""
-        before, about = self.state, (self.request, self.peer_name)
+        before, about = self.state, (self.subject, self.request, self.peer_name)
         self.state = LOAD.move(self.record, (before, after), event, about, detail, reason=reason)
         was_waiting = before in (LoadState.CONNECTING, LoadState.ASKED)
         of_use = (LoadState.READY, LoadState.UNREACHED, LoadState.FAILING)
         if self.is_early and was_waiting and after in of_use:
             self.outbox += [events.LoadReady(self.request), *self.tell(self.ready())]
 
+    def _about(self, read: RankRead) -> tuple[str, str, str]:
+        return f"{self.subject}/{read.rank}", self.request, read.name
+
+    def _note(self, read: RankRead, before: str, cause: str) -> None:
+        about = self._about(read)
+        self.record(events.Transition(READ.name, *about, before, read.state.name, cause))
+
     def _move_read(self, read: RankRead, after: ReadState, event: object, now: float) -> None:
         detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
         num_bytes = event.num_bytes if isinstance(event, events.ReadDone) else 0
-        states, about = (read.state, after), (self.request, read.name)
+        states, about = (read.state, after), self._about(read)
         read.state = READ.move(self.record, states, event, about, detail, num_bytes)
         if after not in (ReadState.DRAINING, ReadState.ABANDONED, ReadState.FAILED):
             read.moved_at = now
@@ -808,14 +836,16 @@ class Load:
 
     def release(self, read: RankRead, *, complete: bool = False) -> events.Send:
         """Tell prefill that this reader has ended. If the message is lost, the lease expires."""
-        return self._send(read, messages.Release, complete=complete)
+        release = messages.Release(**self._fields(read), complete=complete)
+        return events.Send(read.endpoint, release)
 
-    def _send(
-        self, read: RankRead, message: Callable[..., messages.Message], **fields: object
-    ) -> events.Send:
-        names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
-        sent = message(incarnation=read.incarnation, **names, **fields)
-        return events.Send(read.endpoint, sent)
+    def _fields(self, read: RankRead) -> messages.ClaimFields:
+        return {
+            "incarnation": read.incarnation,
+            "nonce": self.ticket.nonce,
+            "claim": self.claim,
+            "reader": self.reader,
+        }
 
     def ready(self) -> messages.Ready:
         return messages.Ready(

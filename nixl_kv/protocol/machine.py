@@ -29,7 +29,7 @@ Table: TypeAlias = Mapping[_State, Mapping[type, tuple[_State | None, ...]]]
 
 @dataclass(frozen=True)
 class Machine(Generic[_State]):
-    name: str  # of a subject, in errors
+    name: str  # of a subject, in errors and transitions
     table: Table[_State]
 
     def move(  # noqa: PLR0913 - what a transition says
@@ -37,7 +37,7 @@ class Machine(Generic[_State]):
         record: events.Record,
         states: tuple[_State, _State | None],
         event: object,
-        about: tuple[str, str],
+        about: tuple[str, str, str],
         detail: str = "",
         num_bytes: int = 0,
         *,
@@ -45,10 +45,10 @@ class Machine(Generic[_State]):
     ) -> _State:
         """Check and record the transition by `event` between two `states`; return the new state.
 
-        `about` names the request and the peer; `detail` and the rest see `Transition`. At the end
-        of a subject its last state stays.
+        `about` names the subject, the request and the peer; `detail` and the rest see
+        `Transition`. At its end, a subject's last state stays.
         """
-        (before, after), (request, peer) = states, about
+        (before, after), (subject, request, peer) = states, about
         kind, name = type(event).__name__, events.OVER if after is None else after.name
         if after not in self.table[before].get(type(event), ()):
             raise LocalProtocolError(
@@ -56,8 +56,9 @@ class Machine(Generic[_State]):
                 f"{before.name} to {name}; allowed: the transitions in docs/protocol.md"
             )
         cause = f"{kind}: {detail}" if detail else kind
-        moved = events.Transition(request, peer, before.name, name, cause, num_bytes, reason)
-        record(moved)
+        is_last = after is None or not self.table[after]
+        change = (before.name, name, cause, num_bytes, reason, is_last)
+        record(events.Transition(self.name, subject, request, peer, *change))
         return before if after is None else after
 
 

@@ -24,7 +24,7 @@ fields that a later version appends to a message. Every length is bounded, excep
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -205,6 +205,13 @@ class StagingRing(_Record, frozen=True, kw_only=True):
     num_slots: Annotated[int, Meta(ge=1, le=MAX_RING_SLOTS)]
 
 
+class PathFields(TypedDict, total=False):
+    """The fields of `RankDescription` that optional read paths fill in."""
+
+    export: Export
+    ring: StagingRing
+
+
 class RankDescription(_Record, frozen=True, kw_only=True):
     incarnation: _Incarnation
     endpoint: _Endpoint
@@ -234,6 +241,15 @@ class Refusal(_Message, frozen=True, kw_only=True):
 
     engine: _Engine
     reason: _Text
+
+
+class ClaimFields(TypedDict):
+    """The fields that all messages about a claim have. Constructors take them as keywords."""
+
+    incarnation: Incarnation
+    nonce: Nonce
+    claim: Claim
+    reader: Reader
 
 
 class _OfClaim(_Message, frozen=True, kw_only=True):
@@ -455,7 +471,6 @@ class _AnyMessage(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-_Kind = TypeVar("_Kind")
 _head_decoder = msgspec.msgpack.Decoder(_AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -464,24 +479,26 @@ def encode(message: Message | RankDescription) -> bytes:
     return _encoder.encode(message)
 
 
-def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: object) -> _Kind:
-    names = {"incarnation": other.incarnation, "nonce": other.nonce, "claim": other.claim}
-    return kind(**{**names, "reader": other.reader, **fields})
-
-
 def without_memory(description: Description) -> Description:
     """For tools: no address of memory, and nothing that lets another process reach it."""
-    hidden: dict[str, Any] = {"agent": b"", "export": None, "ring": None, "listens": ()}
     ranks = tuple(
-        msgspec.structs.replace(
-            rank,
+        RankDescription(
+            incarnation=rank.incarnation,
+            endpoint=rank.endpoint,
+            agent=b"",
             slots=Slots(address=1, count=rank.slots.count),
             layout=without_addresses(rank.layout),
-            **hidden,
         )
         for rank in description.ranks
     )
-    return msgspec.structs.replace(description, ranks=ranks)
+    return Description(
+        incarnation=description.incarnation,
+        engine=description.engine,
+        model=description.model,
+        shape=description.shape,
+        ranks=ranks,
+        extras=description.extras,
+    )
 
 
 def is_description(payload: bytes) -> bool:

@@ -3,14 +3,19 @@
 A peer is one incarnation of a remote engine. Decode fetches its description once, checks whether
 it fits, and makes its memory readable; later loads find it READY.
 
-A restarted engine is another peer, so nothing of the old incarnation applies to the new one. Only a
-GONE peer's connections are dead, and only it can be met again without a pause.
+A restarted engine is another peer, so nothing of the old incarnation applies to the new one.
+
+Each failure to reach a peer or to read its memory may cost the loads that need it a timeout. The
+record counts them until a read succeeds. After one, the next load tries the peer again. After
+MAX_FAILURES in a row, no load waits for the peer's description any longer: loads fail at once, and
+decode asks for the description in the background. It asks when a pause ends in which a load wanted
+the peer, and when a ticket comes that shows that a silent engine is back.
 """
 
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,14 +26,17 @@ from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
-BACKOFF_S: Final = 1.0
-INCOMPATIBLE_S: Final = 10.0  # the pause of a peer that does not fit, which lasts
-MAX_BREAKS: Final = 2  # broken connections in a row make a peer UNREADABLE; one happens by itself
-UNREADABLE_S: Final = 1.0  # the first pause of an UNREADABLE peer
-# Each attempt costs a load, and file descriptors until the agent ends.
-MAX_UNREADABLE_S: Final = 64.0
-LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer can be forgotten
+MAX_FAILURES: Final = 2  # in a row until loads fail at once; one happens by itself
+PAUSE_S: Final = 1.0  # after the first failure; doubles with each further one
+# Each attempt to read broken memory costs a load, and file descriptors until the agent ends.
+MAX_PAUSE_S: Final = 64.0
+INCOMPATIBLE_S: Final = 10.0  # the pause of a peer that does not fit: only a restart changes that
+LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer's memory can be dropped
 KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
+# Peers of which only the endpoint is known: a client may have invented it, and each takes a socket
+# while it is CONNECTING, and a record while it is UNUSABLE.
+MAX_CONNECTING: Final = 64
+MAX_UNUSABLE: Final = 1 << 12
 
 NO_DESCRIPTION: Final = Failure(
     FailureKind.UNREACHABLE,
@@ -44,44 +52,44 @@ class State(MachineState):
     ADMITTING = enum.auto()
     HANDSHAKING = enum.auto()  # loads ask its ranks, and its memory is made readable
     READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
-    # Its ranks answer, but connections to their memory break. Loads fail at once until the pause
-    # ends, which doubles each time.
-    UNREADABLE = enum.auto()
-    BACKOFF = enum.auto()  # decode could not reach or use it; loads fail at once for a pause
-    GONE = enum.auto()  # the link to a rank broke; forgotten once no read of it is in flight
+    # Decode could not reach it, read its memory or use it. Loads fail at once for a pause. Its
+    # memory is dropped once no read of it is in flight.
+    UNUSABLE = enum.auto()
 
 
 TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
         events.PeerFits: (State.ADMITTING, State.HANDSHAKING),
-        events.PeerRefused: (State.BACKOFF,),
-        messages.Refusal: (State.BACKOFF,),
-        events.EndpointLost: (State.BACKOFF,),
-        events.Tick: (State.BACKOFF,),
+        events.PeerRefused: (State.UNUSABLE,),
+        messages.Refusal: (State.UNUSABLE,),
+        events.EndpointLost: (State.UNUSABLE,),
+        events.Tick: (State.UNUSABLE,),
         messages.Description: (None,),  # of a peer of which only the endpoint was known
     },
     State.ADMITTING: {
-        messages.Admitted: (State.HANDSHAKING, State.BACKOFF),
-        events.EndpointLost: (State.GONE,),
-        events.Tick: (State.BACKOFF,),
+        messages.Admitted: (State.HANDSHAKING, State.UNUSABLE),
+        events.EndpointLost: (State.UNUSABLE,),
+        events.Tick: (State.UNUSABLE,),
     },
     State.HANDSHAKING: {
         events.HandshakeDone: (State.READY,),
-        events.PeerRefused: (State.BACKOFF,),
-        events.EndpointLost: (State.GONE,),
+        events.PeerRefused: (State.UNUSABLE,),
+        events.EndpointLost: (State.UNUSABLE,),
     },
     State.READY: {
-        events.PeerBroken: (State.UNREADABLE,),
-        events.EndpointLost: (State.GONE,),
+        events.PeerBroken: (State.UNUSABLE,),
+        events.EndpointLost: (State.UNUSABLE,),
         events.Tick: (None,),
     },
-    State.UNREADABLE: {events.Tick: (State.READY,), events.EndpointLost: (State.GONE,)},
-    State.BACKOFF: {events.Tick: (None,)},
-    State.GONE: {events.Tick: (None,)},
+    State.UNUSABLE: {
+        # A load wants it, after its pause or with a ticket that shows that it is back.
+        events.PrepareLoad: (State.CONNECTING,),
+        # The same, of a load that knew only the endpoint. It has just been described there.
+        messages.Description: (State.CONNECTING,),
+        events.Tick: (State.CONNECTING, None),
+    },
 }
 MACHINE: Final = Machine("peer", TRANSITIONS)
-MET: Final = (State.ADMITTING, State.HANDSHAKING, State.READY, State.UNREADABLE)
-"""States in which the end of a link to one of its ranks makes it GONE."""
 
 
 @dataclass
@@ -89,16 +97,31 @@ class Peer:
     key: events.PeerKey
     used_at: float  # monotonic seconds
     state: State = State.CONNECTING
-    is_described: bool = False  # its description came and is being checked
-    failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
-    breaks: int = 0  # connections to its memory that broke since the last successful read
-    is_reported: bool = False  # the log says that it is unreadable
-    description: messages.Description | None = None  # from ADMITTING or HANDSHAKING on
+    is_described: bool = False  # CONNECTING: its description came and is being checked
+    failures: int = 0  # to reach it or to read its memory, since the last successful read
+    failure: Failure | None = None  # the latest one; always in UNUSABLE
+    is_reported: bool = False  # the log says that it cannot be used
+    # UNUSABLE: when a load may begin an attempt, whether one wanted it since it failed, and whether
+    # its directory was silent. A new ticket shows that a silent engine is back.
+    pause_ends_at: float = -math.inf
+    is_wanted: bool = False
+    is_silent: bool = False
+    is_dead: bool = False  # UNUSABLE: its connections broke or are of no use
+    lost: Endpoint | None = None  # UNUSABLE: of the rank whose link ended
+    # From ADMITTING or HANDSHAKING on, until its memory is dropped.
+    description: messages.Description | None = None
     routes: tuple[Route, ...] = ()
     # Its ranks that have to let this one in, and those of which the answer is missing (ADMITTING).
     introductions: tuple[events.Introduction, ...] = ()
     awaited: dict[Endpoint, events.Introduction] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # the addresses that its ranks connect from
+
+    @property
+    def kept_until(self) -> float:
+        """When it is forgotten unless it is in use, or wanted by the end of its pause."""
+        # Without failures, another attempt costs no load more than the first one.
+        is_harmless = self.state is State.UNUSABLE and not self.failures
+        return self.pause_ends_at if is_harmless else self.used_at + KEPT_S
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -127,11 +150,7 @@ class PeerBook:
         self.num_in = Counter[State]()  # how many peers are in each state
         self._changed: set[State] = set()  # whose number has changed
         self._searched: set[events.PeerKey] = set()  # CONNECTING, known by their endpoint alone
-
-    @property
-    def num_searched(self) -> int:
-        """How many endpoints are asked for an engine of which nothing else is known."""
-        return len(self._searched)
+        self._unusable: dict[events.PeerKey, Peer] = {}  # in the order of their failures
 
     def pop_changed(self) -> set[State]:
         changed, self._changed = self._changed, set()
@@ -140,22 +159,57 @@ class PeerBook:
     def clear(self) -> None:
         self._changed |= self.num_in.keys()
         self.num_in.clear()
-        for table in (self.known, self._at, self.failed, self.deadlines, self._searched):
+        for table in (self.known, self._at, self._searched, self._unusable):
             table.clear()
+        self.failed.clear()
+        self.deadlines.clear()
 
-    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
+    def want(
+        self,
+        key: events.PeerKey,
+        event: events.PrepareLoad | messages.Description,
+        now: float,
+        *,
+        is_sealed: bool,
+    ) -> tuple[Peer | None, Actions]:
+        """Note that a load needs the peer, and ask for its description if it is time for that.
+
+        `is_sealed`: the peer itself made the load's ticket. Returns no peer if a client may have
+        invented it, and too many such ones are CONNECTING.
+        """
         peer = self.known.get(key)
-        if peer is not None:
-            peer.used_at = now
-            return peer, []
-        peer = self.known[key] = Peer(key, now)
-        self._index(peer)
-        if is_unnamed(key):
-            self._searched.add(key)
-        self._count(peer.state, 1)
-        self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
-        self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
-        return peer, [ask_who(key)]
+        if peer is None:
+            if not self._has_room(key):
+                return None, []
+            peer = self.known[key] = Peer(key, now)
+            self._index(peer)
+            if is_unnamed(key):
+                self._searched.add(key)
+            self._count(peer.state, 1)
+            self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
+            cause = type(event).__name__
+            begin = ("", State.CONNECTING.name, cause)
+            self._record(events.Transition(MACHINE.name, str(key), "", str(key), *begin))
+            return peer, [ask_who(key)]
+        peer.used_at = now
+        if peer.state is State.UNUSABLE:
+            peer.is_wanted = True
+            is_back = is_sealed and (peer.is_silent or peer.failures < MAX_FAILURES)
+            does_fit = peer.failure is None or peer.failure.kind is not FailureKind.INCOMPATIBLE
+            is_due = peer.pause_ends_at <= now or (is_back and does_fit)
+            if is_due and peer.description is None and self._has_room(key):
+                return peer, self._attempt(peer, event, now)
+        return peer, []
+
+    def _has_room(self, key: events.PeerKey) -> bool:
+        return not is_unnamed(key) or len(self._searched) < MAX_CONNECTING
+
+    def _attempt(self, peer: Peer, event: object, now: float) -> Actions:
+        self._move(peer, State.CONNECTING, event)
+        peer.is_described = peer.is_wanted = peer.is_silent = peer.is_dead = False
+        peer.lost = None
+        self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S)
+        return [ask_who(peer.key)]
 
     def on_found(self, message: messages.Description, endpoint: Endpoint) -> bool:
         """End the search for the engine at an endpoint. Returns whether there was one."""
@@ -163,7 +217,6 @@ class PeerBook:
         if peer is None or peer.state is not State.CONNECTING:
             return False
         self._forget(peer, message)
-        self.deadlines.set(peer.key, math.inf)
         return True
 
     def ask_again(self, endpoint: Endpoint) -> Actions:
@@ -244,21 +297,23 @@ class PeerBook:
                     self.deadlines.set(peer.key, math.inf)
                     actions.append(events.Connect(peer.key, tuple(sorted(peer.sources))))
                 continue
-            actions += self._pause(peer, answer, failure, now)
+            actions += self._fail(peer, answer, failure, now)
         return actions
 
     def leave(self, peer: Peer) -> list[events.Send]:
-        """Tell the ranks that let this one in that it is gone. A dead one would not hear it."""
-        if peer.description is None or peer.state in (State.GONE, State.BACKOFF):
+        """Tell the ranks that this one asked to let it in that it is gone."""
+        if peer.description is None:
             return []
+        endpoints = [(one, peer.description.ranks[one.rank].endpoint) for one in peer.introductions]
         return [
             events.Send(
-                peer.description.ranks[one.rank].endpoint,
+                endpoint,
                 messages.Leave(incarnation=peer.life_of(one.rank), reader=self.get_reader()),
             )
-            for one in peer.introductions
-            # Another peer may have the same rank: an incarnation of its engine before or after.
-            if not self._is_needed_by_others(peer.description.ranks[one.rank].endpoint, peer)
+            for one, endpoint in endpoints
+            # A dead rank would not hear it. Another peer may have the same rank: an incarnation of
+            # its engine before or after.
+            if endpoint != peer.lost and not self._is_needed_by_others(endpoint, peer)
         ]
 
     def on_handshake_done(self, event: events.HandshakeDone, now: float) -> Actions:
@@ -275,90 +330,148 @@ class PeerBook:
         if peer is None or type(event) not in TRANSITIONS[peer.state]:
             return []
         kind = FailureKind.INCOMPATIBLE if is_ours else FailureKind.UNREACHABLE
-        return self._pause(peer, event, Failure(kind, event.reason), now)
+        return self._fail(peer, event, Failure(kind, event.reason), now)
 
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
+        """A broken connection costs the loads that are read over it, and two in a row the peer."""
         peer = self.known.get(event.peer)
         if peer is None or peer.state not in (State.HANDSHAKING, State.READY):
             return []
-        peer.breaks += 1
-        if peer.breaks < MAX_BREAKS or peer.state is State.HANDSHAKING:
+        if peer.state is State.HANDSHAKING or peer.failures + 1 < MAX_FAILURES:
+            peer.failures += 1
             return []
-        pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
-        self._move(peer, State.UNREADABLE, event, event.reason)
-        self._fail(peer, Failure(FailureKind.UNREACHABLE, detail), now + pause_s)
-        was_reported, peer.is_reported = peer.is_reported, True
-        return [] if was_reported else [events.PeerUnreadable(peer.key, event.reason)]
+        return self._fail(peer, event, Failure(FailureKind.UNREACHABLE, detail), now)
 
     def on_read(self, key: events.PeerKey) -> Actions:
-        peer = self.known.get(key)
-        if peer is None or not peer.breaks:
-            return []
-        was_reported, peer.is_reported, peer.breaks = peer.is_reported, False, 0
-        return [events.PeerReadable(key)] if was_reported else []
+        """A read has succeeded: failures count from the beginning."""
+        actions: Actions = []
+        for peer in filter(None, map(self.known.get, (key, unnamed(key.endpoint)))):
+            if peer.is_reported:
+                actions.append(events.PeerUsable(peer.key))
+            peer.failures, peer.is_reported = 0, False
+            if peer.state is State.UNUSABLE:
+                peer.pause_ends_at = -math.inf
+            else:
+                peer.failure = None
+        return actions
 
-    def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
-        """Peers whose description this rank awaits are unusable; other peers are GONE."""
+    def on_endpoint_lost(
+        self, event: events.EndpointLost, failed: Collection[events.PeerKey], now: float
+    ) -> Actions:
+        """Peers whose description this rank awaits, or one of whose ranks it knew, are unusable.
+
+        `failed`: the peers with loads that this has ended. For others it does not count.
+        """
         actions: Actions = []
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         for peer in list(self._at.get(event.endpoint, {}).values()):
-            if peer.state is State.CONNECTING:
-                actions += self._pause(peer, event, failure, now)
-            elif peer.state in MET:
-                # Its loads do not fail here: each of their reads knows whether it needs prefill.
-                self._move(peer, State.GONE, event, event.reason)
-                self.deadlines.set(peer.key, now)
-                peer.failure = failure
+            if peer.state is not State.UNUSABLE:
+                is_cheap = peer.state is not State.CONNECTING and peer.key not in failed
+                actions += self._fail(peer, event, failure, now, is_cheap=is_cheap)
         return actions
 
     def on_tick(
         self, tick: events.Tick, is_in_use: Callable[[events.PeerKey], bool], now: float
     ) -> Actions:
-        """End pauses that are over, and forget peers that are gone or long unused."""
+        """End pauses that are over, drop the memory of peers, and forget unused ones."""
         actions: Actions = []
         for key in self.deadlines.pop_due(now):
             peer = self.known[key]
-            kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
             if peer.state in (State.CONNECTING, State.ADMITTING):
-                actions += self._pause(peer, tick, NO_DESCRIPTION, now)
-            elif peer.state is State.UNREADABLE:
-                self._move(peer, State.READY, tick)
-                peer.failure = None
-                self.deadlines.set(key, now + KEPT_S)
-            elif is_in_use(key) or now < kept_until:
+                actions += self._fail(peer, tick, NO_DESCRIPTION, now)
+            elif is_in_use(key):
+                kept_until = now if peer.state is State.UNUSABLE else peer.kept_until
                 self.deadlines.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
-                actions += self._forget(peer, tick)
+                actions += self._on_unused(peer, tick, now)
         return actions
 
-    def _pause(self, peer: Peer, event: object, failure: Failure, now: float) -> Actions:
-        self._move(peer, State.BACKOFF, event, failure.detail)
-        does_fit = failure.kind is not FailureKind.INCOMPATIBLE
-        self._fail(peer, failure, now + (BACKOFF_S if does_fit else INCOMPATIBLE_S))
-        if isinstance(event, messages.Admitted) or peer.awaited:
-            peer.awaited.clear()
-            return [events.DropPeer(peer.key)]
-        if peer.description is not None:
-            return []
-        is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
-        return [*([events.DropPeer(peer.key)] if is_checked else []), *self._disconnect(peer)]
+    def _on_unused(self, peer: Peer, tick: events.Tick, now: float) -> Actions:
+        """The deadline of a READY or UNUSABLE peer has passed, and no load reads it."""
+        dropped = self._drop(peer) if peer.state is State.UNUSABLE else []
+        if peer.state is State.UNUSABLE and now < peer.pause_ends_at:
+            self.deadlines.set(peer.key, peer.pause_ends_at)
+        elif peer.state is State.UNUSABLE and peer.is_wanted:
+            if self._has_room(peer.key):
+                return dropped + self._attempt(peer, tick, now)
+            self.deadlines.set(peer.key, now + PAUSE_S)
+        elif now < peer.kept_until:
+            self.deadlines.set(peer.key, peer.kept_until)
+        else:
+            return dropped + self._forget(peer, tick)
+        return dropped
 
-    def _fail(self, peer: Peer, failure: Failure, until: float) -> None:
-        peer.failure = failure
-        self.failed.append(peer)
-        self.deadlines.set(peer.key, until)
+    def _fail(
+        self,
+        peer: Peer,
+        event: object,
+        failure: Failure,
+        now: float,
+        *,
+        is_cheap: bool = False,
+    ) -> Actions:
+        """The peer is unusable: the caller fails its loads, unless one of its ranks was lost.
+
+        Then each of their reads knows whether it needs prefill. `is_cheap`: no load has paid for
+        this, so it does not count.
+        """
+        before, does_fit = peer.state, failure.kind is not FailureKind.INCOMPATIBLE
+        self._move(peer, State.UNUSABLE, event, failure.detail)
+        peer.failure, peer.is_wanted = failure, False
+        if not does_fit:
+            pause_s = INCOMPATIBLE_S
+        elif is_cheap:
+            pause_s = 0.0
+        else:
+            pause_s = min(PAUSE_S * 2.0**peer.failures, MAX_PAUSE_S)
+            peer.failures += 1
+        peer.pause_ends_at = now + pause_s
+        peer.is_silent = before is State.CONNECTING
+        is_lost = isinstance(event, events.EndpointLost)
+        peer.is_dead = isinstance(event, events.PeerBroken) or (is_lost and not peer.is_silent)
+        peer.awaited.clear()
+        if peer.is_silent or not is_lost:
+            self.failed.append(peer)
+        actions: Actions = []
+        if peer.is_silent:
+            # The answer to StartHandshake must find no peer.
+            if peer.is_described and not isinstance(event, events.PeerRefused):
+                actions.append(events.DropPeer(peer.key))
+            actions += self._disconnect(peer)
+            self.deadlines.set(peer.key, peer.pause_ends_at)
+        else:
+            peer.lost = event.endpoint if isinstance(event, events.EndpointLost) else None
+            self.deadlines.set(peer.key, now)
+        if does_fit and peer.failures >= MAX_FAILURES and not peer.is_reported:
+            peer.is_reported = True
+            actions.append(events.PeerUnusable(peer.key, failure.detail))
+        if len(self._unusable) > MAX_UNUSABLE:  # the next tick forgets the oldest one
+            oldest = self._unusable.pop(next(iter(self._unusable)))
+            oldest.used_at, oldest.is_wanted = -math.inf, False
+            oldest.pause_ends_at = now
+            self.deadlines.set(oldest.key, now)
+        return actions
 
     def _forget(self, peer: Peer, event: object) -> Actions:
-        is_dead, farewell = peer.state is State.GONE, self.leave(peer)
+        actions = self._drop(peer)
         self._move(peer, None, event)
         self._unindex(peer)
         del self.known[peer.key]
+        self.deadlines.set(peer.key, math.inf)
+        return actions
+
+    def _drop(self, peer: Peer) -> Actions:
+        """Forget the memory of a peer that is not being read, and what its ranks know of this."""
         if peer.description is None:
             return []
+        farewell = self.leave(peer)
         # After a farewell the peer ends the connections, and the idle link closes by itself.
         closing = [] if farewell else self._disconnect(peer)
-        dropped = events.DropPeer(peer.key, is_dead=is_dead or bool(farewell))
+        self._unindex(peer)
+        peer.description, peer.introductions = None, ()
+        self._index(peer)
+        dropped = events.DropPeer(peer.key, is_dead=peer.is_dead or bool(farewell))
         return [dropped, *farewell, *closing]
 
     def _index(self, peer: Peer) -> None:
@@ -376,11 +489,15 @@ class PeerBook:
         self._count(peer.state, -1)
         if after is not None:
             self._count(after, 1)
-        peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
+        name = str(peer.key)
+        peer.state = MACHINE.move(self._record, states, event, (name, "", name), detail)
         if after is not State.CONNECTING:
             self._searched.discard(peer.key)
         elif is_unnamed(peer.key):
             self._searched.add(peer.key)
+        self._unusable.pop(peer.key, None)
+        if after is State.UNUSABLE:
+            self._unusable[peer.key] = peer
 
     def _count(self, state: State, amount: int) -> None:
         self.num_in[state] += amount

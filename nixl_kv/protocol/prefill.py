@@ -116,7 +116,6 @@ WITHDRAWN: Final = "its request ended without an offer"
 
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
-_Kind: TypeAlias = Callable[..., messages.ClaimAnswer]
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
 Holder: TypeAlias = tuple[Nonce, Rank]  # one reader of one offer
 WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]  # with the route to its reader
@@ -175,8 +174,9 @@ class Offer:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.written = self.prepared.num_tokens if self.prepared.is_written else 0
         self.is_pinned = not self.prepared.is_pair
-        cause = f"PrepareOffer: offer {short(self.nonce)}"
-        self.record(events.Transition(self.request, "", "", self.state.name, cause))
+        self.subject = short(self.nonce)
+        cause = f"PrepareOffer: offer {self.subject}"
+        self._record("", "", self.state.name, cause)
 
     @property
     def waits_for(self) -> str:
@@ -227,11 +227,14 @@ class Offer:
         return [RoutedAsk(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked]
 
     def note(self, peer: str, cause: str) -> None:
-        state = self.state.name
-        self.record(events.Transition(self.request, peer, state, state, cause))
+        self._record(peer, self.state.name, self.state.name, cause)
+
+    def _record(self, peer: str, before: str, after: str, cause: str) -> None:
+        about = (MACHINE.name, self.subject, self.request, peer)
+        self.record(events.Transition(*about, before, after, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        states, about = (self.state, after), (self.request, peer)
+        states, about = (self.state, after), (self.subject, self.request, peer)
         self.state = MACHINE.move(self.record, states, event, about, detail)
 
     def check(self) -> None:
@@ -563,7 +566,7 @@ class PrefillMachine:
             state = self.early.add(ask, route, now)
             if state is None:
                 return self._deny(ask, route, "too many early asks wait")
-            return [self._reply(route, messages.Pending, ask, state=state)]
+            return [events.Reply(route, messages.Pending(**self._fields(ask), state=state))]
         actions: Actions = []
         binding = offer.binding
         if binding is None:
@@ -583,10 +586,8 @@ class PrefillMachine:
     ) -> events.Reply:
         written = None if offer.is_written else offer.written
         prepared = offer.prepared
-        return self._reply(
-            route,
-            messages.Grant,
-            ask,
+        grant = messages.Grant(
+            **self._fields(ask),
             lease_s=self._lease_s,
             tables=prepared.tables,
             num_tokens=written,
@@ -594,6 +595,7 @@ class PrefillMachine:
             slot=binding.slot,
             fence_token=binding.fence_token,
         )
+        return events.Reply(route, grant)
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
         rank = ask.reader.rank
@@ -627,8 +629,10 @@ class PrefillMachine:
         return [action for each in asks for action in self._on_ask(each.ask, each.route, now)]
 
     def _tell(self, nonce: Nonce, state: messages.PrefillState) -> Actions:
-        asks = self.early.set_state(nonce, state)
-        return [self._reply(each.route, messages.Pending, each.ask, state=state) for each in asks]
+        return [
+            events.Reply(each.route, messages.Pending(**self._fields(each.ask), state=state))
+            for each in self.early.set_state(nonce, state)
+        ]
 
     def _deny_all(self, asks: Iterable[RoutedAsk], reason: str) -> Actions:
         return [action for each in asks for action in self._deny(each.ask, each.route, reason)]
@@ -662,14 +666,17 @@ class PrefillMachine:
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        denial = self._reply(route, messages.Deny, message, cause=CAUSES.get(reason, ""))
-        return [events.AskDenied(message.nonce, reason), denial]
+        denial = messages.Deny(**self._fields(message), cause=CAUSES.get(reason, ""))
+        return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
 
-    def _reply(
-        self, route: bytes, kind: _Kind, message: _ForClaim, **fields: object
-    ) -> events.Reply:
-        fields["incarnation"] = self._incarnation
-        return events.Reply(route, messages.about_claim(kind, message, **fields))
+    def _fields(self, message: _ForClaim) -> messages.ClaimFields:
+        """Those of an answer to a message about a claim."""
+        return {
+            "incarnation": self._incarnation,
+            "nonce": message.nonce,
+            "claim": message.claim,
+            "reader": message.reader,
+        }
 
     # --- digests
 
@@ -686,7 +693,7 @@ class PrefillMachine:
         if offer is None and request.nonce in self.early:  # the reader repeats it
             return []
         if offer is None:  # its ask was denied, and the log says so
-            return [self._reply(route, messages.Deny, request)]
+            return [events.Reply(route, messages.Deny(**self._fields(request)))]
         binding = offer.binding
         is_expected = binding is None or binding.expects(request.claim, request.reader)
         if request.incarnation != self._incarnation or not is_expected:
@@ -707,11 +714,13 @@ class PrefillMachine:
         request = event.digest_request
         # The blocks may have changed under the digest unless the grant still holds.
         if not self.is_digest_wanted(request):
-            return [self._reply(event.route, messages.Deny, request)]
+            return [events.Reply(event.route, messages.Deny(**self._fields(request)))]
         if event.refusal is not None:
             return self._deny(request, event.route, event.refusal)
-        sums = {"rows": event.rows, "columns": event.columns}
-        return [self._reply(event.route, messages.DigestReply, request, **sums)]
+        digest = messages.DigestReply(
+            **self._fields(request), rows=event.rows, columns=event.columns
+        )
+        return [events.Reply(event.route, digest)]
 
     # --- packed chunks
 
@@ -749,7 +758,8 @@ class PrefillMachine:
         return self._packed(request, event.route, event.slot)
 
     def _packed(self, request: messages.PackRequest, route: bytes, slot: int | None) -> Actions:
-        return [self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)]
+        packed = messages.PackReply(**self._fields(request), chunk=request.chunk, slot=slot)
+        return [events.Reply(route, packed)]
 
     # --- leases
 
@@ -840,7 +850,10 @@ class PrefillMachine:
         return self._tell_recalled(offer)
 
     def _tell_recalled(self, offer: Offer) -> Actions:
-        return [self._reply(each.route, messages.Recall, each.ask) for each in offer.asks]
+        return [
+            events.Reply(each.route, messages.Recall(**self._fields(each.ask)))
+            for each in offer.asks
+        ]
 
     def _revoke_all(self, command: events.RevokeAll) -> Actions:
         """End each offer whose ticket is out. A fence ends the loads that read one."""

@@ -13,7 +13,7 @@ otherwise. The setting `path` leaves out the paths that it excludes.
 
 import abc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -359,8 +359,7 @@ class Feature:
 
     path: ReadPath | None = None
     packer: Packer | None = None
-    # Fields of this rank's `RankDescription`.
-    description: Mapping[str, Any] = field(default_factory=dict)
+    description: messages.PathFields = field(default_factory=messages.PathFields)
     read_into: tuple[ExtraMemory, ...] = ()  # each reading agent of this rank registers it
     served: tuple[ExtraMemory, ...] = ()  # the serving agent of this rank registers it
     # Withdraws prefill's exports; called after everything else has ended.

@@ -96,7 +96,7 @@ def test_decode_leaves_a_peer_alone_that_answers_and_cannot_be_read(tls: str) ->
         assert len(tried) <= 8
         assert len(failures) > 2 * len(tried)
         assert "answers but cannot be read" in failures[-1]
-        assert decode.totals()["unreadable_peers"] == 1
+        assert decode.totals()["unusable_peers"] == 1
         after = wait_for(decode.usage, lambda now: now.descriptors <= before.descriptors + 8)
         assert after.descriptors <= before.descriptors + 8, f"{before}, {after}; {len(tried)} tries"
 

@@ -171,9 +171,9 @@ def _check_idle(world: World, invariants: Invariants) -> None:
         if count >= IDLE_ROUNDS and not is_changing:
             break
     for rank in world.ranks():
-        # To close connections of the dead, or to probe them.
-        is_probing = rank.parts.decode.breaker.deadlines.next < math.inf
-        if rank.loop.parts.agents.next_due is not None or is_probing:
+        # To close connections of the dead, or to try peers again.
+        is_paused = rank.parts.decode.peers.num_in[State.UNUSABLE] > 0
+        if rank.loop.parts.agents.next_due is not None or is_paused:
             continue
         if rank.control.wait_s is not None and rank.control.wait_s < KEPT_S / 2:
             raise Violation("not idle", f"{rank.seat.name} wakes after {rank.control.wait_s} s")
@@ -200,7 +200,8 @@ def _left_on(rank: RankLife) -> Iterator[str]:
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
     for peer in parts.decode.peers.known.values():
-        if peer.state is not State.READY:
+        # The failures of an unusable peer are remembered for ten minutes; its memory is not.
+        if peer.state is not State.READY and (peer.state is not State.UNUSABLE or peer.description):
             yield f"{peer.key}, {peer.state.name}"
     if len(rank.loop.outstanding):
         yield repr(rank.loop.outstanding)

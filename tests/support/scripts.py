@@ -161,7 +161,6 @@ def decode_machine(
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
         entry_size=entry_size,
-        may_connect=lambda _: True,
     )
 
 

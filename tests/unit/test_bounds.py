@@ -33,9 +33,9 @@ from nixl_kv.ids import (
     endpoint_at,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.breaker import Breaker
 from nixl_kv.protocol.early import EarlyAsks
-from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.peers import PeerBook
+from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import SealedTicket
@@ -59,6 +59,7 @@ from support.records import (
     prepare_load,
     prepare_offer,
     reader,
+    refusal,
     release,
     ticket,
     ticket_for,
@@ -134,15 +135,14 @@ def early_asks_of_a_reader() -> Growth:
 # --- machines
 
 
-def circuits() -> Growth:
-    breaker = Breaker(no_record, lambda _: [])
-    silent = Failure(FailureKind.UNREACHABLE, "no answer")
+def unusable_peers() -> Growth:
+    book = PeerBook(no_record, reader)
     for number in range(MANY):
-        for _ in range(2):
-            breaker.on_failure(
-                events.PeerKey(PREFILL, Incarnation(hex32(number)), at(0)), silent, 0.0
-            )
-        yield len(breaker.circuits)
+        key = events.PeerKey(PREFILL, Incarnation(hex32(number)), at(0))
+        book.want(key, prepare_load(), 0.0, is_sealed=True)
+        book.on_refused(key, refusal("restarted"), 0.0)
+        book.on_tick(events.Tick(), lambda _: False, 0.0)
+        yield len(book.known)
 
 
 def ended_offers() -> Growth:
@@ -166,7 +166,7 @@ def endpoints_that_are_searched() -> Growth:
             **anyone,
         )
         machine.handle(load, 0.0)
-        yield machine.peers.num_searched
+        yield machine.peers.num_in[PeerState.CONNECTING]
 
 
 def reads_from_a_rank() -> Growth:
@@ -309,9 +309,9 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
         early_asks_that_are_released,
     ),
     "protocol.early.MAX_ASKS_OF_READER": (early_asks_of_a_reader,),
-    "protocol.breaker.MAX_CIRCUITS": (circuits,),
+    "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
     "protocol.prefill.MAX_ENDED": (ended_offers,),
-    "protocol.decode.MAX_CONNECTING": (endpoints_that_are_searched,),
+    "protocol.peers.MAX_CONNECTING": (endpoints_that_are_searched,),
     "protocol.read_queue.MAX_READS": (reads_under_way,),
     "connector.prefill.MAX_PAIRS": (pair_tickets,),
     "connector.decode.MAX_ENGINES": (
@@ -326,7 +326,6 @@ ELSEWHERE: Final = {
     "connector.early_answer.MAX_OPEN": "connector/test_early_answer.py",  # needs vLLM
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",
     "engine.loop.MAX_DECODING": "engine/test_loop.py",
-    "protocol.decode.MAX_PROBED": "protocol/test_decode.py",  # with MAX_CONNECTING
     "protocol.messages.MAX_LISTED": "engine/test_status.py",
     "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
     "reading.paths.MAX_SLICES": "reading/test_paths.py",
@@ -336,8 +335,8 @@ ELSEWHERE: Final = {
 }
 NO_TABLES: Final = {
     # seconds, attempts, characters, and numbers that people read
-    *["protocol.breaker.MAX_FAILURES", "protocol.breaker.MAX_PAUSE_S", "protocol.load.MAX_LOST"],
-    *["protocol.load.MAX_TIMEOUTS", "protocol.peers.MAX_BREAKS", "protocol.peers.MAX_UNREADABLE_S"],
+    *["protocol.load.MAX_LOST", "protocol.load.MAX_TIMEOUTS"],
+    *["protocol.peers.MAX_FAILURES", "protocol.peers.MAX_PAUSE_S"],
     *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["engine.event_log.MAX_REQUESTS", "protocol.messages.MAX_REASON"],

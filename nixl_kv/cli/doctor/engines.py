@@ -4,7 +4,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from nixl_kv.cli.status import engine_text, recent_failures
 from nixl_kv.cli.tables import duration_text
 from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.geometry.match import Mismatch
-from nixl_kv.ids import Endpoint, endpoint_host
+from nixl_kv.ids import Endpoint, endpoint_host, short
 from nixl_kv.protocol.messages import Status
 from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 
@@ -156,20 +156,25 @@ def _health(engine: EngineAnswer) -> Iterator[Check]:
     yield _failures(engine)
 
 
-def _lists(engine: EngineAnswer, *names: str) -> list[dict[str, Any]]:
+def _peers(engine: EngineAnswer) -> list[dict[str, Any]]:
     statuses = [status for _, status in engine.ranks if isinstance(status, Status)]
-    lists = (status.lists.get(name, ()) for name in names for status in statuses)
-    return list(itertools.chain.from_iterable(lists))
+    return [peer for status in statuses for peer in status.lists.get("peers", ())]
 
 
 def _unusable(engine: EngineAnswer) -> list[dict[str, Any]]:
     """The peers that the engine cannot use at the moment, each once."""
     found = {
         (record.get("engine"), record.get("endpoint")): record
-        for record in _lists(engine, "peers", "circuits")
-        if record.get("state") in ("UNREADABLE", "BACKOFF", "OPEN", "HALF_OPEN")
+        for record in _peers(engine)
+        if _is_unusable(record)
     }
     return list(found.values())
+
+
+def _is_unusable(record: Mapping[str, Any]) -> bool:
+    # The single failure of an engine that has left is remembered after its pause.
+    is_paused = bool(record.get("paused_for_s")) or record.get("num_failures", 0) > 1
+    return record.get("state") == "UNUSABLE" and is_paused
 
 
 def _failures(engine: EngineAnswer) -> Check:
@@ -226,15 +231,17 @@ def check_together(own: EngineAnswer | None, peers: Sequence[EngineAnswer]) -> I
 def _reverse(own: EngineAnswer, peer: EngineAnswer) -> Check:
     name, mine = f"engine {peer.description.engine!r} to here", own.description.engine
     fix = f"run `nixl-kv doctor --peer {own.where}` on its host"
-    for record in _unusable(peer):
-        if record.get("engine") == mine:
-            about = f"it cannot use engine {mine!r}: {record.get('state')}; {record.get('detail')}"
-            return error(name, about, f"{fix}; {FIREWALL}")
-    for record in _lists(peer, "circuits"):  # a circuit is there until a read succeeds
-        if record.get("engine") == mine:
-            about = f"its last attempt to reach engine {mine!r} failed: {record.get('detail')}"
+    # It may remember earlier incarnations, which cannot be used any longer.
+    who = {"engine": mine, "incarnation": short(own.description.incarnation)}
+    records = [each for each in _peers(peer) if who.items() <= each.items()]
+    for record in filter(_is_unusable, records):
+        about = f"it cannot use engine {mine!r}: {record.get('state')}; {record.get('detail')}"
+        return error(name, about, f"{fix}; {FIREWALL}")
+    for record in records:
+        if record.get("num_failures"):  # since the last good read
+            about = f"its last attempt to use engine {mine!r} failed: {record.get('detail')}"
             return warning(name, about, fix)
-    if any(each.get("engine") == mine for each in _lists(peer, "peers")):
+    if records:
         return ok(name, f"it reads from engine {mine!r}")
     return skipped(name, f"it has not read from engine {mine!r} for ten minutes, if ever; {fix}")
 

@@ -15,7 +15,7 @@ from harness.local.engine import LocalEngine
 from nixl_kv.cli.doctor import engines
 from nixl_kv.config import Config
 from nixl_kv.keys import read_key_file, write_key_file
-from nixl_kv.protocol.breaker import State
+from nixl_kv.protocol.peers import MAX_FAILURES
 from nixl_kv.transport.ucx.detect import HostFacts
 from nixl_kv.transport.zmq import ZmqControl
 from support.integration import MakeEngine, address
@@ -189,8 +189,8 @@ def test_an_unreachable_prefill_is_seen_from_its_side(make_engine: MakeEngine) -
             checks = examined(f"--at {described_at} --peer {address(decode)}")
             reverse = checks["engines together", "engine 'D' to here"]
             assert reverse["verdict"] in ("warning", "error")
-        circuits = decode.ranks[0].parts.decode.breaker.circuits
-        if any(circuit.state is not State.CLOSED for circuit in circuits.values()):
+        peers = decode.ranks[0].parts.decode.peers.known
+        if any(peer.failures >= MAX_FAILURES for peer in peers.values()):
             break
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -102,7 +102,7 @@ PEER: Final = "tcp://10.0.0.2:5600"
 LISTS: Final[dict[str, Any]] = {
     "peers": records(
         "engine incarnation endpoint state detail",
-        ("P", "0123abcd", PEER, "BACKOFF", "cannot connect"),
+        ("P", "0123abcd", PEER, "UNUSABLE", "cannot connect"),
     ),
     "links": records(
         "endpoint sent received idle_s",
@@ -131,7 +131,7 @@ def test_each_list_is_a_table_of_its_keys(capsys: pytest.CaptureFixture[str]) ->
         f"{RANK_0}peers 1, links 1, offers 2, loads 1",
         "peers:",
         "engine incarnation endpoint state",
-        "P 0123abcd 10.0.0.2:5600 BACKOFF",
+        "P 0123abcd 10.0.0.2:5600 UNUSABLE",
         "P: cannot connect",
         "links:",
         "endpoint sent received idle",
@@ -199,7 +199,7 @@ def test_tables_fit_the_terminal(
     assert max(map(len, tables)) <= columns
     assert sum("…" in line for line in tables) >= 2
     shown = "\n".join(lines)
-    for whole in ("16,384", "1,200", "9.5 s", "BACKOFF", "GRANTED -> READING"):
+    for whole in ("16,384", "1,200", "9.5 s", "UNUSABLE", "GRANTED -> READING"):
         assert whole in shown
 
 
@@ -249,7 +249,7 @@ def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -
         ],
     )
     second = rank_status(
-        1, events_since=T0 - 10, story=[event(0.25, "", "GONE", before="READY", peer="x")]
+        1, events_since=T0 - 10, story=[event(0.25, "", "UNUSABLE", before="READY", peer="x")]
     )
     lines = printed(capsys, first, second, request="d")
     assert lines[4:] == [
@@ -261,7 +261,7 @@ def test_story_is_in_time_order_over_ranks(capsys: pytest.CaptureFixture[str]) -
         "on 2023-11-14, in local time:",
         "time after rank states cause peer",
         "22:13:20.000 0.000 s 0 PREPARED PrepareLoad engine 'P' at x",
-        "22:13:20.250 0.250 s 1 READY -> GONE x",
+        "22:13:20.250 0.250 s 1 READY -> UNUSABLE x",
         "22:13:20.500 0.250 s 0 READING -> DONE ReadDone, 3 MiB",
     ]
 

@@ -18,22 +18,23 @@ from nixl_kv.errors import MAX_ID
 from nixl_kv.protocol.events import OVER, Transition
 from nixl_kv.protocol.messages import MAX_LISTED
 
+CLAIM = "00000003"
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
-CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
-READY = Transition("", ENGINE, "CONNECTING", "READY", "HandshakeDone")
-GONE = Transition("", ENGINE, "READY", "GONE", "EndpointLost")
+CONNECTING = Transition("peer", ENGINE, "", ENGINE, "", "CONNECTING", "PrepareLoad")
+READY = Transition("peer", ENGINE, "", ENGINE, "CONNECTING", "READY", "HandshakeDone")
+LOST = Transition("peer", ENGINE, "", ENGINE, "READY", "UNUSABLE", "EndpointLost")
 
 
 def prepared(request: str) -> Transition:
-    return Transition(request, ENGINE, "", "CONNECTING", "PrepareLoad")
+    return Transition("load", CLAIM, request, ENGINE, "", "CONNECTING", "PrepareLoad")
 
 
 def moved(request: str, before: str, after: str) -> Transition:
-    return Transition(request, RANK, before, after, "")
+    return Transition("read", f"{CLAIM}/0", request, RANK, before, after, "")
 
 
 def ended(request: str, after: str = "LOADED", before: str = "READY") -> Transition:
-    return Transition(request, ENGINE, before, after, "")
+    return Transition("load", CLAIM, request, ENGINE, before, after, "", is_last=True)
 
 
 def log_of(*transitions: Transition, kept: int = KEPT) -> EventLog:
@@ -52,7 +53,7 @@ def test_a_story_has_its_events_in_order_with_their_times() -> None:
     transitions = [
         prepared("d1"),
         moved("d1", "", "ASKING"),
-        Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
+        Transition("read", f"{CLAIM}/0", "d1", RANK, "READING", "DONE", "ReadDone", 4096),
         ended("d1"),
     ]
     story = log_of(*transitions).story("d1")
@@ -72,7 +73,7 @@ def test_only_the_last_events_are_kept() -> None:
 
 def test_a_cause_is_short_and_can_be_printed() -> None:
     """A part of it may be a peer's text."""
-    log = log_of(Transition("d1", ENGINE, "", "FAILED", "one\x1b[2J\n" + "x" * 5000))
+    log = log_of(Transition("load", CLAIM, "d1", ENGINE, "", "FAILED", "one\x1b[2J\n" + "x" * 5000))
     ((_, event),) = log.story("d1")
     assert event.cause.startswith(r"one\x1b[2J\nxxx")
     assert event.cause.isprintable()
@@ -100,9 +101,10 @@ def test_every_request_means_the_last_events_of_all_subjects() -> None:
 
 
 def test_the_peers_events_are_told_while_the_request_lives() -> None:
-    other = Transition("", "engine 'other' at tcp://10.0.0.2:5600", "", "CONNECTING", "")
+    name = "engine 'other' at tcp://10.0.0.2:5600"
+    other = Transition("peer", name, "", name, "", "CONNECTING", "")
     own = [prepared("d1"), READY, moved("d1", "", "ASKING"), ended("d1")]
-    log = log_of(CONNECTING, own[0], other, *own[1:], GONE)
+    log = log_of(CONNECTING, own[0], other, *own[1:], LOST)
     assert transitions_of(log.story("d1")) == own
 
 
@@ -114,21 +116,30 @@ def test_the_peers_events_are_told_while_the_request_lives() -> None:
 def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
     last: Transition,
 ) -> None:
-    story = [prepared("d1"), last, GONE]
+    story = [prepared("d1"), last, LOST]
     assert transitions_of(log_of(*story).story("d1")) == story
 
 
 def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
     end = ended("d-2", "FAILED", before="ASKED")
-    log = log_of(prepared("d-1"), prepared("d-2"), end, GONE)
-    assert transitions_of(log.story("d-"))[-1] == GONE
+    log = log_of(prepared("d-1"), prepared("d-2"), end, LOST)
+    assert transitions_of(log.story("d-"))[-1] == LOST
     assert transitions_of(log.story("d-2"))[-1] == end
 
 
 def test_an_offer_is_over_with_its_last_event() -> None:
-    asked = Transition("p1", ENGINE, "OFFERED", "GRANTED", "Ask")
-    over = Transition("p1", ENGINE, "GRANTED", OVER, "Release: read")
-    assert transitions_of(log_of(asked, over, GONE).story("p1")) == [asked, over]
+    asked = Transition("offer", "n", "p1", ENGINE, "OFFERED", "GRANTED", "Ask")
+    over = Transition("offer", "n", "p1", ENGINE, "GRANTED", OVER, "Release: read", is_last=True)
+    assert transitions_of(log_of(asked, over, LOST).story("p1")) == [asked, over]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_end_of_a_story_does_not_depend_on_names_of_states(*, is_last: bool) -> None:
+    """The read's own end is not the load's, even if it has the name of one."""
+    read = moved("d1", "STARTED", "LOADED")._replace(is_last=True)
+    load = ended("d1", "B", before="A")._replace(is_last=is_last)
+    story = [prepared("d1"), load, read, LOST]
+    assert transitions_of(log_of(*story).story("d1")) == (story[:-1] if is_last else story)
 
 
 @pytest.mark.parametrize("limit", [3, 10, 11, 12])
@@ -145,10 +156,10 @@ def test_a_long_story_is_cut_at_its_begin(limit: int) -> None:
         (prepared("d1"), f"d1 {ENGINE}: CONNECTING (PrepareLoad)"),
         (READY, f"{ENGINE}: CONNECTING -> READY (HandshakeDone)"),
         (
-            Transition("d1", RANK, "READING", "DONE", "ReadDone", 4096),
+            Transition("read", f"{CLAIM}/0", "d1", RANK, "READING", "DONE", "ReadDone", 4096),
             f"d1 {RANK}: READING -> DONE (ReadDone), 4096 bytes",
         ),
-        (Transition("p1", "", "A", "B", ""), "p1: A -> B"),
+        (Transition("offer", "n", "p1", "", "A", "B", ""), "p1: A -> B"),
     ],
     ids=["begin", "peer", "bytes", "nothing else"],
 )

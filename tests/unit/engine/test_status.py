@@ -37,7 +37,7 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10}
     assert answer.facts == {**facts, "events_since": None, "failures_span_s": RECENT_S}
     assert set(answer.totals.values()) == {0}
-    names = ("failures", "circuits", "peers", "links", "offers", "loads", "story")
+    names = ("failures", "peers", "links", "offers", "loads", "story")
     assert answer.lists == {name: [] for name in names}
 
 
@@ -80,7 +80,7 @@ def test_a_load_its_peer_and_its_link_say_what_they_wait_for(world: World) -> No
     assert load["waits_for"] == "data"
     assert load["late_in_s"] == world.config.request_timeout_s
     ones = dict.fromkeys(("peers", "links", "loads", "reads"), 1)
-    zeros = dict.fromkeys(("circuits", "offers", "digests", "packs"), 0)
+    zeros = dict.fromkeys(("offers", "digests", "packs"), 0)
     assert answer.totals == {**ones, **zeros, "events": len(world.decode.parts.event_log)}
 
 
@@ -104,21 +104,22 @@ def test_the_story_of_an_offer_names_its_readers(world: World) -> None:
     assert {event["peer"] for event in story} >= {"engine 'decode', rank 0", "engine 'decode'"}
 
 
-def test_failures_and_circuits_outlive_the_peer(world: World) -> None:
+def test_the_failures_of_a_peer_are_listed(world: World) -> None:
     """Loads from an engine whose directory is gone."""
     world.prefill.directory.stop()
     for number in (1, 2):
         world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
         world.decode.start_load(number, OTHER_TABLE, 11)
         world.run()
-        world.clock.now += 2.5  # the peer is forgotten
+        world.clock.now += 2.5  # its pause is over
         world.run()
     answer = status(world.decode)
     endpoint = f"tcp://127.0.0.1:{world.prefill.directory.port}"
-    (circuit,) = answer.lists["circuits"]
-    assert circuit.pop("next_probe_in_s") is None or circuit["state"] == "OPEN"
-    assert (circuit["engine"], circuit["endpoint"]) == ("prefill", endpoint)
-    assert circuit["num_failures"] >= 2
+    (peer,) = answer.lists["peers"]
+    assert (peer["engine"], peer["endpoint"]) == ("prefill", endpoint)
+    assert (peer["state"], peer["num_failures"]) == ("UNUSABLE", 2)
+    assert peer["detail"] == f"{endpoint}: cannot connect"
+    assert peer["paused_for_s"] == 0.0
     (failure,) = answer.lists["failures"]
     assert (failure["peer"], failure["reason"]) == (
         f"engine 'prefill' at {endpoint}",

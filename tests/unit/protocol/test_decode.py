@@ -7,14 +7,7 @@ import pytest
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.breaker import PAUSE_S
-from nixl_kv.protocol.decode import (
-    MAX_CONNECTING,
-    MAX_PROBED,
-    SAME_ID,
-    TOO_MANY,
-    TOO_MANY_PEERS,
-)
+from nixl_kv.protocol.decode import SAME_ID, TOO_MANY, TOO_MANY_PEERS
 from nixl_kv.protocol.events import (
     OVER,
     Answered,
@@ -32,7 +25,8 @@ from nixl_kv.protocol.events import (
     PeerFits,
     PeerKey,
     PeerRefused,
-    PeerUnreadable,
+    PeerUnusable,
+    PeerUsable,
     PrepareLoad,
     ReadFailed,
     Send,
@@ -41,16 +35,17 @@ from nixl_kv.protocol.events import (
     Transition,
 )
 from nixl_kv.protocol.load import ASK_AGAIN_S, LOAD_TRANSITIONS
-from nixl_kv.protocol.messages import Describe, VersionRefusal
+from nixl_kv.protocol.messages import VersionRefusal
 from nixl_kv.protocol.peers import (
-    BACKOFF_S,
     CONNECT_TIMEOUT_S,
     INCOMPATIBLE_S,
     KEPT_S,
     LOOK_AGAIN_S,
+    MAX_CONNECTING,
+    MAX_PAUSE_S,
     NO_DESCRIPTION,
+    PAUSE_S,
     TRANSITIONS,
-    UNREADABLE_S,
     PeerBook,
     State,
     unnamed,
@@ -177,7 +172,8 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
-UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
+CANNOT_BE_READ = "engine 'prefill' answers but cannot be read: refused"
+UNREADABLE = unreachable(CANNOT_BE_READ)
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
 READ_WELL: Script = [(START, READ), (read_done(), RELEASED, GOOD)]
 
@@ -315,19 +311,22 @@ ADMISSIONS: dict[str, Script] = {
     ),
     "one that lets in none of this host's addresses is left alone for a while": after(
         ADMITTING,
-        (admitted(refused=(HERE, "192.0.2.9")), DropPeer(PEER), GIVEN_UP),
+        (admitted(refused=(HERE, "192.0.2.9")), GIVEN_UP),
         (START, failed(NOT_ADMITTED)),
+        (Tick(), DropPeer(PEER, is_dead=True), LEAVE),
     ),
     "one of another life lets nobody in": after(
         ADMITTING,
-        (admitted(OTHER_LIFE), DropPeer(PEER), GIVEN_UP),
+        (admitted(OTHER_LIFE), GIVEN_UP),
         (START, failed(ANOTHER_LIFE)),
+        (Tick(), DropPeer(PEER, is_dead=True), LEAVE),
     ),
     "one that says nothing to that is given up": after(
         ADMITTING,
         (answered(GRANT),),
-        (100.0 + CONNECT_TIMEOUT_S, Tick(), DropPeer(PEER), GIVEN_UP),
-        (START, failed(NO_DESCRIPTION)),
+        (100.0 + CONNECT_TIMEOUT_S, Tick(), GIVEN_UP),
+        (100.0 + CONNECT_TIMEOUT_S, START, failed(NO_DESCRIPTION)),
+        (100.0 + CONNECT_TIMEOUT_S, Tick(), DropPeer(PEER, is_dead=True), LEAVE),
     ),
     "over a new link it is asked again": after(
         ADMITTING,
@@ -336,7 +335,7 @@ ADMISSIONS: dict[str, Script] = {
         (admitted(), Connect(PEER, (THERE,))),
         (LinkBroken(RANK_0), Send(RANK_0, renew(3, CLAIM))),
     ),
-    "one whose link ends meanwhile is gone": after(
+    "one whose link ends meanwhile is dropped": after(
         ADMITTING,
         (lost(),),
         (START, failed(RANK_LOST)),
@@ -388,9 +387,11 @@ PEERS: dict[str, Script] = {
         ),
         (ReadFailed(D1, Rank(0), "another dtype"), GIVEN_UP, failed(NOT_COMPATIBLE)),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (103.0 + INCOMPATIBLE_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (103.0, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (103.0 + INCOMPATIBLE_S, Tick()),
+        (prepare_load(), DESCRIBE),
     ),
-    "one that is lost while it is joined is gone": after(
+    "one that is lost while it is joined is dropped": after(
         HANDSHAKING,
         (START,),
         (103.0, lost(), failed(RANK_LOST)),
@@ -416,14 +417,31 @@ PEERS: dict[str, Script] = {
         (100.1, REFUSED, CLOSE_HOME),
         (prepare_load(D2, RIVAL),),
         (START_2, failed(NOT_COMPATIBLE, D2)),
-        (100.1 + INCOMPATIBLE_S, Tick()),
-        (prepare_load(), DESCRIBE),
+        (100.1 + INCOMPATIBLE_S, Tick(), DESCRIBE),
+    ),
+    "one that no load wanted in its pause is asked by the next load": after(
+        PREPARED,
+        (100.1, lost(HOME, "cannot connect"), CLOSE_HOME),
+        (100.1 + PAUSE_S, Tick()),
+        (prepare_load(D2, RIVAL), DESCRIBE),
+    ),
+    "one that no load wants is forgotten": after(
+        PREPARED,
+        (cancel_load(),),
+        (100.1, lost(HOME, "cannot connect"), CLOSE_HOME),
+        (100.0 + KEPT_S - 0.1, Tick()),
+        (100.0 + KEPT_S, Tick()),
+    ),
+    "a ticket of its own is an attempt, one at a time": after(
+        PREPARED,
+        (100.1, lost(HOME, "cannot connect"), CLOSE_HOME),
+        (100.2, SECOND, DESCRIBE),
+        (100.3, prepare_load(RequestId("d3"), Claim(hex32(3)), nonce=Nonce(hex32(3)))),
     ),
     # It is still to be reported, and reads nothing.
     "a failed load is released when its peer comes back": after(
         PAUSED,
-        (100.0 + INCOMPATIBLE_S, Tick()),
-        (SECOND, DESCRIBE),
+        (100.0 + INCOMPATIBLE_S, SECOND, DESCRIBE),
         (fits(), Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL)), GIVEN_UP),
         (START, failed(NOT_COMPATIBLE)),
     ),
@@ -483,22 +501,28 @@ PEERS: dict[str, Script] = {
         (
             110.2,
             PeerBroken(PEER, "refused"),
-            PeerUnreadable(PEER, "refused"),
+            PeerUnusable(PEER, CANNOT_BE_READ),
             STOP,
             GIVEN_UP_2,
             failed(UNREADABLE, D2),
         ),
         (ReadFailed(D1, Rank(0), "refused"), GIVEN_UP, failed(UNREADABLE)),
+        # A ticket says nothing of its memory.
         (110.3, prepare_load(D2, RIVAL)),
         (START_2, failed(UNREADABLE, D2)),
-        (110.2 + UNREADABLE_S, Tick()),
+        (110.3, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
+        (110.2 + 2 * PAUSE_S, Tick(), DESCRIBE),
+        (prepare_load(D2, RIVAL),),
+        (START_2, failed(UNREADABLE, D2)),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
+        (fits(),),
         (prepare_load(D2, RIVAL), Send(RANK_0, ask(number=3, claim=RIVAL))),
     ),
-    "one that is lost in that pause is gone": after(
+    "a link that ends in its pause changes nothing": after(
         ASKING,
         (cancel_load(), GIVEN_UP),
         (PeerBroken(PEER, "reset"),),
-        (PeerBroken(PEER, "refused"), PeerUnreadable(PEER, "refused")),
+        (PeerBroken(PEER, "refused"), PeerUnusable(PEER, CANNOT_BE_READ)),
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
@@ -519,8 +543,15 @@ PEERS: dict[str, Script] = {
         FOUND, (answered(deny()), LoadReady(D1)), (SECOND_BY_ID, WHO)
     ),
     **ADMISSIONS,
-    "one that is gone is asked again who it is": after(
+    "one that was lost is asked again who it is": after(
         FOUND, (lost(), LoadReady(D1)), (SECOND_BY_ID, WHO)
+    ),
+    "one that is found again in its pause is tried once that is over": after(
+        FOUND,
+        (lost(), LoadReady(D1)),
+        (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
+        (101.5, SECOND_BY_ID, WHO),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
     ),
     "another life that is found is another peer": after(
         FOUND,
@@ -594,14 +625,16 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     recorded: list[Transition] = []
     for script in PEERS.values():
         play(decode_machine(recorded.append), script)
-    assert moves_of(move for move in recorded if not move.request) == rows_of(TRANSITIONS, OVER)
+    assert moves_of(move for move in recorded if move.machine == "peer") == rows_of(
+        TRANSITIONS, OVER
+    )
 
 
 def test_the_scripts_make_each_transition_of_a_load() -> None:
     recorded: list[Transition] = []
     for script in (LOADS | ANSWERS | PEERS | STATES).values():
         play(decode_machine(recorded.append), script)
-    of_loads = [move for move in recorded if move.request and not move.peer.startswith("rank")]
+    of_loads = [move for move in recorded if move.machine == "load"]
     changes = {row for row in rows_of(LOAD_TRANSITIONS) if row[0] != row[2]}
     assert moves_of(of_loads) == changes
 
@@ -615,7 +648,8 @@ def test_the_scripts_make_each_transition_of_a_load() -> None:
 def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
     recorded: list[Transition] = []
     book = PeerBook(recorded.append, reader)
-    peer, _ = book.get_or_connect(PEER, 100.0)
+    peer, _ = book.want(PEER, prepare_load(), 100.0, is_sealed=True)
+    assert peer is not None
     peer.state = before
     recorded.clear()
     for state, words in impossible(TRANSITIONS, before, event, None):
@@ -703,29 +737,25 @@ def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
     assert len(machine.peers.known) == MAX_CONNECTING + 1
 
 
-@pytest.mark.parametrize("searches", [0, MAX_CONNECTING - 10])
-def test_endpoints_that_are_probed_count_too(searches: int) -> None:
+def test_endpoints_that_are_tried_again_count_too() -> None:
     """A client could invent thousands within the time for which decode remembers one."""
     machine, now = decode_machine(), 100.0
-    probes = min(MAX_PROBED, MAX_CONNECTING - searches)
-    for number in range(4 * MAX_CONNECTING):  # each port fails twice, and is probed later
-        load = invented(number, port=1 + number % (2 * MAX_CONNECTING))
-        now += BACKOFF_S * (number == 2 * MAX_CONNECTING)
-        machine.handle(Tick(), now)
+    for number in range(2 * MAX_CONNECTING):
+        load = invented(number, port=1 + number)
         machine.handle(load, now)
         machine.handle(lost(load.ticket.endpoint), now)
-    now += PAUSE_S
-    for number in range(2 * MAX_CONNECTING):
-        if number == searches:
-            machine.handle(Tick(), now)
-            assert machine.breaker.num_searched == probes
-        load = invented(1000 + number, port=1 + 2 * MAX_CONNECTING + number)
-        machine.handle(load, now)
-    assert machine.peers.num_searched == MAX_CONNECTING - probes
-    assert machine._by_request[load.request].failure == TOO_MANY_PEERS
+        machine.handle(invented(1000 + number, port=1 + number), now + 0.1)  # wanted again
+    assert machine.peers.num_in[State.UNUSABLE] == 2 * MAX_CONNECTING
+    tried = set[Endpoint]()
     for tick in range(100):
-        machine.handle(Tick(), now + tick)
-        assert machine.peers.num_searched + machine.breaker.num_searched <= MAX_CONNECTING
+        sent = machine.handle(Tick(), now + PAUSE_S + tick)
+        tried |= {each.endpoint for each in sent if isinstance(each, Send)}
+        assert machine.peers.num_in[State.CONNECTING] <= MAX_CONNECTING
+        if not tick:
+            assert machine.peers.num_in[State.CONNECTING] == MAX_CONNECTING
+            machine.handle(load := invented(5000, port=5000), now + PAUSE_S)
+            assert machine._by_request[load.request].failure == TOO_MANY_PEERS
+    assert len(tried) == 2 * MAX_CONNECTING, "each has its turn"
 
 
 def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
@@ -737,20 +767,7 @@ def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
     machine.handle(load, 110.0)
     actions = machine.handle(Tick(), 110.0 + CONNECT_TIMEOUT_S)
     assert Disconnect(rank) not in actions
-    assert machine.peers.known[unnamed(rank)].state is State.BACKOFF
-
-
-def test_a_probe_ends_no_claim_of_this_rank() -> None:
-    """A heartbeat without a claim would: it greets only ranks that hold nothing for this one."""
-    machine = loading(READING)
-    key = unnamed(HOME)
-    for _ in range(2):
-        machine.breaker.on_failure(key, NO_DESCRIPTION, 110.0)
-    (probe,) = machine.handle(Tick(), 110.0 + PAUSE_S)
-    assert probe == Send(HOME, Describe(**WITHOUT_NAME))
-    machine._may_connect = lambda endpoint: endpoint != at(2)
-    actions = machine.handle(answered(description(3), HOME), 111.5)
-    assert [action.endpoint for action in actions if isinstance(action, Send)] == [at(1)]
+    assert machine.peers.known[unnamed(rank)].state is State.UNUSABLE
 
 
 def test_the_link_of_another_incarnation_stays_open() -> None:
@@ -811,3 +828,138 @@ def test_a_link_is_used_while_something_is_asked_for_or_held_over_it() -> None:
         machine.handle(step, 100.0)
         used.append((machine.is_using(HOME), machine.is_using(RANK_0)))
     assert used == [(True, False), (False, True), (False, False)]
+
+
+class Failing:
+    """Loads of one peer, one after the other."""
+
+    def __init__(self) -> None:
+        self.machine, self.now, self.number = decode_machine(), 100.0, 100
+
+    @property
+    def peer(self) -> Any:
+        return self.machine.peers.known[PEER]
+
+    def load(self, *, is_early: bool = False) -> tuple[list[Any], Failure | None]:
+        """What the next load sends, and why it failed at once."""
+        self.number += 1
+        request, value = RequestId(f"x{self.number}"), hex32(self.number)
+        load = prepare_load(request, Claim(value), nonce=Nonce(value), is_early=is_early)
+        actions = self.machine.handle(load, self.now)
+        sent = [each.message for each in actions if isinstance(each, Send)]
+        return sent, self.machine._by_request[request].failure
+
+    def do(self, event: Any) -> list[Any]:
+        return self.machine.handle(event, self.now)
+
+    def tick_after(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        return self.do(Tick())
+
+    def fail(self) -> list[Any]:
+        return self.do(lost(HOME, "cannot connect"))
+
+
+def test_two_loads_wait_for_a_silent_engine_and_later_ones_fail_at_once() -> None:
+    loads = Failing()
+    assert loads.load() == ([describe()], None)
+    assert PeerUnusable(PEER, f"{HOME}: cannot connect") not in loads.fail()
+    assert loads.load() == ([describe()], None), "its own ticket is an attempt"
+    assert PeerUnusable(PEER, f"{HOME}: cannot connect") in loads.fail(), "it is reported once"
+    for _ in range(5):
+        sent, failure = loads.load()
+        assert sent == [describe()], "the ticket shows that the engine may be back"
+        assert failure is not None
+        assert failure.is_known
+        assert loads.load()[0] == [], "one attempt at a time"
+        assert not any(isinstance(each, PeerUnusable) for each in loads.fail())
+
+
+def test_a_load_of_an_early_ticket_waits_for_the_end_of_the_pause() -> None:
+    """The API server of an engine that hangs still makes such tickets."""
+    loads = Failing()
+    loads.load()
+    loads.fail()
+    pauses = []
+    for _ in range(8):
+        sent, failure = loads.load(is_early=True)
+        assert sent == []
+        assert failure is not None
+        pauses.append(loads.machine.next_due - loads.now)
+        assert DESCRIBE in loads.tick_after(pauses[-1])
+        loads.fail()
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, MAX_PAUSE_S]
+
+
+def test_a_silent_peer_that_answers_again_takes_one_load_until_its_rank_answers() -> None:
+    loads = Failing()
+    for _ in range(2):
+        loads.load()
+        loads.fail()
+    loads.load()
+    loads.do(answered(description(), HOME))
+    loads.do(fits())
+    assert loads.load()[1] is None
+    assert loads.load()[1] is not None, "the rank has not answered the first one"
+    value = hex32(loads.number - 1)
+    loads.do(answered(grant(claim=Claim(value), nonce=Nonce(value))))
+    assert loads.load()[1] is None
+
+
+def test_closed_ports_of_ranks_cost_one_load_per_pause() -> None:
+    """Tickets of such an engine say nothing of these ports."""
+    loads, tried = Failing(), 0
+    for _ in range(1000):
+        _, failure = loads.load()
+        tried += failure is None
+        if loads.peer.state is State.CONNECTING:
+            loads.do(answered(description(), HOME))
+            loads.do(fits())
+        if failure is None:
+            loads.do(lost())
+        loads.tick_after(0.1)
+    assert 5 <= tried <= 10
+    assert loads.peer.failures == tried
+
+
+def test_a_good_read_ends_the_count_of_failures() -> None:
+    machine = loading(READING)
+    peer = machine.peers.known[PEER]
+    machine.handle(PeerBroken(PEER, "reset"), 110.0)
+    assert peer.failures == 1
+    machine.handle(read_done(), 110.1)
+    assert (peer.failures, peer.failure) == (0, None)
+    machine.handle(PeerBroken(PEER, "reset"), 110.2)
+    assert peer.state is State.READY, "it counts from the beginning"
+
+
+def test_a_link_that_ends_without_a_load_is_no_failure() -> None:
+    """As when a drained engine stops: nothing is remembered, and the next load asks at once."""
+    machine = loading([*ASKING, (cancel_load(), GIVEN_UP)])
+    machine.handle(lost(), 110.0)
+    for _ in range(2):
+        machine.handle(Tick(), 110.0)
+    assert (list(machine.peers.known), machine.next_due) == ([], None)
+
+
+def test_a_good_read_of_an_unusable_peer_is_reported_and_ends_its_pause() -> None:
+    """The link to its rank ended while the data was on its way."""
+    machine = loading(READING)
+    machine.handle(PeerBroken(PEER, "reset"), 110.0)
+    machine.handle(SECOND, 110.0)
+    assert PeerUnusable(PEER, f"{RANK_0}: closed") in machine.handle(lost(), 110.1)
+    assert PeerUsable(PEER) in machine.handle(read_done(), 110.2)
+    machine.handle(Tick(), 110.3)
+    value = hex32(3)
+    load = prepare_load(RequestId("d3"), Claim(value), nonce=Nonce(value), is_early=True)
+    assert DESCRIBE in machine.handle(load, 110.4)
+    assert machine.peers.known[PEER].state is State.CONNECTING
+
+
+def test_a_restarted_engine_is_tried_at_once() -> None:
+    loads = Failing()
+    for _ in range(2):
+        loads.load()
+        loads.fail()
+    assert Send(HOME, describe(OTHER_LIFE)) in loads.do(SECOND_OF_NEXT_LIFE)
+    assert loads.machine._by_request[D2].failure is None

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Endpoint, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, Rank, RequestId, short
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import (
     AbandonRead,
@@ -442,7 +442,7 @@ def test_the_scripts_above_make_each_transition_of_a_read() -> None:
     recorded: list[Transition] = []
     for script in (READS | VERIFICATION | SEVERAL_VERIFIED | PARTS | TIMES).values():
         play(decode_machine(recorded.append), script)
-    of_reads = [move for move in recorded if move.peer.startswith("rank")]
+    of_reads = [move for move in recorded if move.machine == "read"]
     assert moves_of(of_reads) == rows_of(READ_TRANSITIONS)
 
 
@@ -476,7 +476,8 @@ def test_nothing_else_changes_the_state_of_a_read(state: ReadState, event: objec
 def test_each_transition_of_a_load_is_recorded_once() -> None:
     recorded: list[Transition] = []
     machine = decode_machine(recorded.append)
-    load, peer, rank = (D1, str(PEER)), ("", str(PEER)), (D1, f"rank 0 at {RANK_0}")
+    load, peer = ("load", short(CLAIM), D1, str(PEER)), ("peer", str(PEER), "", str(PEER))
+    rank = ("read", f"{short(CLAIM)}/0", D1, f"rank 0 at {RANK_0}")
     for event, *moves in (
         (
             prepare_load(),
@@ -507,8 +508,8 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
         (answered(digest_reply()),),
         (
             digest_compared(),
-            (*rank, "VERIFYING", "DONE", "DigestCompared"),
-            (*load, "READY", "LOADED", "Settled"),
+            (*rank, "VERIFYING", "DONE", "DigestCompared", 0, "", True),
+            (*load, "READY", "LOADED", "Settled", 0, "", True),
         ),
     ):
         recorded.clear()

@@ -1,18 +1,29 @@
-"""Peers that share a rank's endpoint: two incarnations of one engine, met one after the other."""
+"""Peers that share a rank's endpoint, and the farewell of those that this rank cannot use."""
 
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
-from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.peers import KEPT_S, Peer, PeerBook
-from support.records import hex32, reader
+from nixl_kv.protocol.peers import (
+    CONNECT_TIMEOUT_S,
+    KEPT_S,
+    LOOK_AGAIN_S,
+    Peer,
+    PeerBook,
+    State,
+)
+from support.records import hex32, prepare_load, reader
 
 RANK: Final = Endpoint("tcp://10.0.0.1:5601")
 DIRECTORY: Final = Endpoint("tcp://10.0.0.1:5600")
 SOURCES: Final = ("10.0.0.9",)
+
+
+def peer_life(life: int, rank: int) -> Incarnation:
+    return Incarnation(hex32(100 * (rank + 1) + life))
 
 
 class Decode:
@@ -20,18 +31,28 @@ class Decode:
         self.book = PeerBook(lambda _: None, reader)
         self.sent: list[Any] = []
 
-    def meet(self, life: int, now: float, endpoint: Endpoint = RANK) -> Peer:
-        """Until NIXL has added the only rank of this incarnation."""
+    def meet(
+        self, life: int, now: float, *endpoints: Endpoint, silent: Endpoint | None = None
+    ) -> Peer:
+        """Until NIXL has added the ranks of this incarnation, unless one is silent."""
+        endpoints = endpoints or (RANK,)
         key = events.PeerKey(EngineId("prefill"), Incarnation(hex32(life)), DIRECTORY)
-        peer, _ = self.book.get_or_connect(key, now)
-        rank = SimpleNamespace(endpoint=endpoint, incarnation=hex32(100 + life))
-        described: Any = SimpleNamespace(ranks=[rank], incarnation=key.incarnation)
-        introduction = events.Introduction(0, SOURCES, ("10.0.0.1",))  # type: ignore[arg-type]
-        self.send(self.book.on_fits(events.PeerFits(key, described, (), (introduction,)), now))
-        answer = messages.Admitted(
-            incarnation=rank.incarnation, reader=reader(), sources=(), refused=()
+        peer, _ = self.book.want(key, prepare_load(), now, is_sealed=True)
+        assert peer is not None
+        ranks = [
+            SimpleNamespace(endpoint=endpoint, incarnation=peer_life(life, number))
+            for number, endpoint in enumerate(endpoints)
+        ]
+        described: Any = SimpleNamespace(ranks=ranks, incarnation=key.incarnation)
+        introductions = tuple(
+            events.Introduction(Rank(number), SOURCES, ("10.0.0.1",))
+            for number in range(len(ranks))
         )
-        self.send(self.book.on_admitted(answer, endpoint, now))
+        self.send(self.book.on_fits(events.PeerFits(key, described, (), introductions), now))
+        for rank in ranks:
+            answer = messages.Admitted(incarnation=rank.incarnation, reader=reader(), sources=())
+            if rank.endpoint != silent:
+                self.send(self.book.on_admitted(answer, rank.endpoint, now))
         self.send(self.book.on_handshake_done(events.HandshakeDone(key), now))
         return peer
 
@@ -57,3 +78,31 @@ def test_a_forgotten_incarnation_does_not_end_what_another_was_admitted_for(
     assert decode.leaves() == ([] if is_shared else [hex32(101)])
     decode.send(decode.book.on_tick(events.Tick(), lambda _: False, 3 * KEPT_S))
     assert decode.leaves()[-1] == hex32(102), "the last one leaves"
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_lost_peer_lets_its_other_ranks_forget_this_one(*, is_read: bool) -> None:
+    """Prefill would keep the addresses of this rank for 900 s. A dead rank would not hear it."""
+    decode, other = Decode(), Endpoint("tcp://10.0.0.1:5602")
+    peer = decode.meet(1, 0.0, RANK, other)
+    lost = events.EndpointLost(other, "closed")
+    decode.send(decode.book.on_endpoint_lost(lost, {peer.key}, 10.0))
+    assert decode.leaves() == []
+    decode.send(decode.book.on_tick(events.Tick(), lambda _: is_read, 10.0))
+    assert len(decode.leaves()) == (0 if is_read else 1)
+    decode.send(decode.book.on_tick(events.Tick(), lambda _: False, 10.0 + LOOK_AGAIN_S))
+    assert decode.leaves() == [peer_life(1, 0)]
+    assert [each.reader for each in decode.sent if isinstance(each, messages.Leave)] == [reader()]
+    decode.send(decode.book.on_tick(events.Tick(), lambda _: False, 2 * KEPT_S))
+    assert len(decode.leaves()) == 1, "it says farewell once"
+    assert peer.key not in decode.book.known
+
+
+def test_ranks_that_let_this_one_in_hear_of_it_if_another_does_not() -> None:
+    decode, other = Decode(), Endpoint("tcp://10.0.0.1:5602")
+    peer = decode.meet(1, 0.0, RANK, other, silent=other)
+    decode.send(decode.book.on_tick(events.Tick(), lambda _: False, CONNECT_TIMEOUT_S))
+    assert peer.state is State.UNUSABLE
+    decode.send(decode.book.on_tick(events.Tick(), lambda _: False, CONNECT_TIMEOUT_S))
+    # An admission may still be under way, and this comes after it.
+    assert decode.leaves() == [peer_life(1, 0), peer_life(1, 1)]

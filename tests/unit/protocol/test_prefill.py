@@ -8,7 +8,7 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId
+from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId, short
 from nixl_kv.protocol import prefill
 from nixl_kv.protocol.early import MAX_ASKS, MAX_ASKS_OF_READER, REPEATED_S, UNKNOWN_S
 from nixl_kv.protocol.events import (
@@ -1283,11 +1283,12 @@ def test_each_transition_and_denial_of_an_offer_is_recorded_once() -> None:
         (asked(release(claim=RIVAL)),),
         (Tick(),),
         (asked(ask(claim=RIVAL)), (by_rank, *2 * ("GRANTED",), f"Ask denied: {NOT_THIS_READER}")),
-        (RELEASE, (by_engine, "GRANTED", OVER, "Release: read")),
+        (RELEASE, (by_engine, "GRANTED", OVER, "Release: read", 0, True)),
     ):
         recorded.clear()
         machine.handle(event, 100.0)
-        assert recorded == [Transition(P1, *move) for move in moves], event
+        about = ("offer", short(NONCE), P1)
+        assert recorded == [Transition(*about, *move) for move in moves], event
 
 
 def test_the_machine_says_whether_time_matters_and_anything_is_granted() -> None:
