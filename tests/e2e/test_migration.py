@@ -36,8 +36,8 @@ LEASE_S = 6
 
 
 FLEET_LEASE_S = 600
-"""For a fleet under load. On two busy processors a read between in-tree engines takes up to 24 s. If
-their lease ends meanwhile, the reader gets blocks of another request, which vLLM only logs
+"""For a fleet under load. On two busy processors a read between in-tree engines takes up to 24 s.
+If their lease ends meanwhile, the reader gets blocks of another request, which vLLM only logs
 ("Potentially invalid KV blocks")."""
 
 MOVED = LOADED_METRICS["in-tree"]["loads"]  # nixl_kv exports it with the same meaning
