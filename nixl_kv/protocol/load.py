@@ -504,7 +504,8 @@ class Load:
         has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.is_verified and has_bytes:
             self._move(read, State.VERIFYING, event, now)
-            return self._compare(read)
+            asked = self.ask_digest(read, now) if self.is_early else []
+            return asked + self._compare(read)
         return self._end_read(read, State.DONE, event, now)
 
     def _lose_grant(self, read: RankRead, event: object, now: float) -> None:
@@ -567,7 +568,10 @@ class Load:
         return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
-        if self.start is None or not read.slices:
+        # Until all parts have landed, prefill may preempt an early request and compute other bits,
+        # which a digest of the first ones does not fit.
+        may_change = self.is_early and read.state is not State.VERIFYING
+        if self.start is None or not read.slices or may_change:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
         fields = {"end": self.start.end, "slices": read.slices}
