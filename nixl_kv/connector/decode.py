@@ -309,6 +309,16 @@ class DecodeScheduler:
                 self._told.add(load.request)
         return landed
 
+    def ignore_hints(self) -> None:
+        """Let the loads in progress end by the workers' reports only.
+
+        The engine pauses, and may discard its cache before the next step. A hint may be older than
+        that, but a report is not: after the cache is gone, workers report these loads as failed.
+        """
+        self._by_hint_key = {
+            key: load for key, load in self._by_hint_key.items() if not load.is_started
+        }
+
     def is_told(self, request: RequestId) -> bool:
         return request in self._told
 
@@ -384,7 +394,7 @@ class DecodeScheduler:
     def _forget(self, request: RequestId) -> None:
         load = self._loads.pop(request)
         if load.hint_key is not None:
-            del self._by_hint_key[load.hint_key]
+            self._by_hint_key.pop(load.hint_key, None)
 
     def _release(self, request: RequestId) -> None:
         self._forget(request)

@@ -43,6 +43,11 @@ class FastScheduler(AsyncScheduler):
             self.connector.end_landed(self._update_from_kv_xfer_finished)
         return super().schedule(*args, **kwargs)
 
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        super().set_pause_state(*args, **kwargs)
+        if isinstance(self.connector, NixlKVConnector):
+            self.connector.ignore_hints()
+
     # An engine without asynchronous scheduling needs vLLM's other class. With this one, it would
     # schedule a token before the one before is sampled (pipeline stages, drafts).
 

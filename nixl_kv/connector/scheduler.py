@@ -344,6 +344,10 @@ class Scheduler:
             self._early = KVConnectorOutput(finished_recving=set(landed))
             end_loads(self._early)
 
+    def ignore_hints(self) -> None:
+        """The engine pauses or goes on: see `DecodeScheduler.ignore_hints`."""
+        self._decode.ignore_hints()
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output is self._early:
             return

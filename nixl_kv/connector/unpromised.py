@@ -464,7 +464,7 @@ PARTS: Final = (
     Part(
         f"{_SCHED}.scheduler:Scheduler",
         (
-            *("connector", "scheduler_config", "schedule()"),
+            *("connector", "scheduler_config", "schedule()", "set_pause_state(pause_state)"),
             "_update_from_kv_xfer_finished(kv_connector_output)",
         ),
         "tells vLLM's scheduler which loads have ended",

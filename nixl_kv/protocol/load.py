@@ -639,7 +639,8 @@ class Load:
         has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.is_verified and has_bytes:
             self._move_read(read, ReadState.VERIFYING, event, now)
-            return self._compare(read)
+            asked = self.ask_digest(read, now) if self.is_early else []
+            return asked + self._compare(read)
         return self._end_read(read, ReadState.DONE, event, now)
 
     def _lose_grant(self, read: RankRead, event: object, now: float) -> None:
@@ -710,7 +711,10 @@ class Load:
         return [events.Send(read.endpoint, request) for request in requests]
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
-        if self.start is None or not read.slices:
+        # Until all parts have landed, prefill may preempt an early request and compute other bits,
+        # which a digest of the first ones does not fit.
+        may_change = self.is_early and read.state is not ReadState.VERIFYING
+        if self.start is None or not read.slices or may_change:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
         request = messages.DigestRequest(

@@ -121,6 +121,7 @@ class Engine:
     def freeze(self) -> None:
         """vLLM's `sleep` in mode `keep`: at once. Running requests are computed again later."""
         if not self.is_asleep:
+            self.scheduler.decode.connector.ignore_hints()
             for request in self.scheduler.living():
                 self.scheduler.preempt(request)
             self._fall_asleep()

@@ -85,6 +85,10 @@ KEPT = {  # how its loads end, the good ones first, and the schedule
         "",
         f"world; {LANDED}; land 0 0; turn d0.0; step d0; freeze d0",
     ),
+    "decode that falls asleep before a hint that a load has landed": (
+        "good",
+        f"world fast=1; {READING}; land 0 0 *2; turn d0.0; land 0 0; turn d0.0; freeze d0",
+    ),
     "a thread that dies when it fetches a chunk": (
         "internal",
         """

@@ -72,6 +72,7 @@ class Answer:
     """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
     pieces: tuple[str, ...] = ()  # of the text, if it was streamed
     cached_tokens: int | None = None  # with --enable-prompt-tokens-details
+    id: str = ""  # vllm-router writes the addresses of both engines into it
 
 
 class Client:
@@ -200,6 +201,7 @@ class Client:
                 *(_text(choice), _tokens(choice), prompt_tokens, seconds, _likely(choice)),
                 finish_reason=choice["finish_reason"] or "",
                 cached_tokens=details.get("cached_tokens"),
+                id=answer["id"],
             )
             for choice in answer["choices"]
         ]

@@ -11,7 +11,7 @@ from harness.cluster.engines import HOST, QUIET_ENV, Engine, apart, listening_ad
 from harness.cluster.netns import Namespace
 from harness.cluster.processes import ManagedProcess, Ports
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 180.0  # a router needs a second, and minutes beside busy engines
 NO_PROXY: Final = ("no_proxy", "NO_PROXY")
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost")
 IN_TURNS: Final = ("--policy", "round_robin")

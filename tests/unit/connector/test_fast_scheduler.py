@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -167,6 +168,19 @@ def test_a_report_that_is_under_way_already_is_dropped(engine: Engine) -> None:
     assert request.status is RequestStatus.RUNNING
     assert request.num_computed_tokens == len(PROMPT)
     engine.end(output)
+
+
+def test_a_hint_from_before_a_pause_ends_no_load(engine: Engine) -> None:
+    """vLLM's `sleep` may have discarded the cache since the load landed; workers say so."""
+    request, load = engine.load()
+    engine.hear(load, 0, 1)
+    for state in (PauseState.PAUSED_ALL, PauseState.UNPAUSED):
+        engine.vllm.set_pause_state(state)
+    output = engine.vllm.schedule()
+    assert not output.num_scheduled_tokens
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.end(output, finished_recving={"d"}, failed_recving={"d"})
+    assert engine.vllm.schedule().num_scheduled_tokens == {"d": len(PROMPT)}
 
 
 def test_a_part_of_the_reports_is_counted_once(engine: Engine) -> None:

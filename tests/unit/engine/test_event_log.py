@@ -208,7 +208,8 @@ class Clock:
 
 def failed(request: str, reason: str, peer: str = ENGINE) -> Transition:
     cause = f"cause of {request} ({reason})"
-    return Transition(request, peer, "STARTED", "FAILED", cause, reason=reason)
+    states = ("READY", "FAILED")
+    return Transition("load", CLAIM, request, peer, *states, cause, reason=reason, is_last=True)
 
 
 def test_failed_loads_are_counted_by_peer_and_reason() -> None:

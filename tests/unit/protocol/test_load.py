@@ -851,7 +851,6 @@ VERIFIED_PART: Script = after(
     (
         110.0,
         START_VERIFIED,
-        Send(RANK_0, digest_request()),
         StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
     ),
     (read_done(),),
@@ -989,14 +988,14 @@ PARTS: dict[str, Script] = {
             replace(TO_DIGEST, has_landed=False),
         ),
     ),
-    "only the last part digests ahead": after(
+    "the last part digests ahead, and prefill is asked once all has landed": after(
         VERIFIED_PART,
         (
             answered(WHOLE),
             StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
             replace(TO_DIGEST, has_landed=False),
         ),
-        (read_done(), TO_DIGEST),
+        (read_done(), ASK_DIGEST, TO_DIGEST),
         TO_COMPARE,
         (digest_compared(), RELEASED, replace(GOOD_SUM, verified=True)),
     ),

@@ -1283,7 +1283,7 @@ def test_each_transition_and_denial_of_an_offer_is_recorded_once() -> None:
         (asked(release(claim=RIVAL)),),
         (Tick(),),
         (asked(ask(claim=RIVAL)), (by_rank, *2 * ("GRANTED",), f"Ask denied: {NOT_THIS_READER}")),
-        (RELEASE, (by_engine, "GRANTED", OVER, "Release: read", 0, True)),
+        (RELEASE, (by_engine, "GRANTED", OVER, "Release: read", 0, "", True)),
     ):
         recorded.clear()
         machine.handle(event, 100.0)
