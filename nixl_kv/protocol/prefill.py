@@ -847,7 +847,13 @@ class PrefillMachine:
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
         self._due.set(offer.nonce, offer.due_at())
-        return self._tell_recalled(offer)
+        told = self._tell_recalled(offer)
+        # Readers whose asks wait for the last step will get no grant, and so no digest.
+        for kind, rank in offer.early:
+            if kind is messages.Ask:
+                del binding.asked[rank]
+        offer.early.clear()
+        return told
 
     def _tell_recalled(self, offer: Offer) -> Actions:
         return [

@@ -35,10 +35,12 @@ LEASE_S = 6
 """An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
 
 
-FLEET_LEASE_S = 600
+FLEET_LEASE_S = 120
 """For a fleet under load. On two busy processors a read between in-tree engines takes up to 24 s.
 If their lease ends meanwhile, the reader gets blocks of another request, which vLLM only logs
-("Potentially invalid KV blocks")."""
+("Potentially invalid KV blocks"). Prefill's cache must hold all prompts of that time, because our
+decode engines do not read them."""
+FLEET_CACHE_BYTES = 1 << 30
 
 MOVED = LOADED_METRICS["in-tree"]["loads"]  # nixl_kv exports it with the same meaning
 BEGUN = "vllm:time_to_first_token_seconds_count"
@@ -155,7 +157,11 @@ class Fleet:
         """By how much decode's counters grew, by the engines that served meanwhile."""
         self.engines = cluster.start(
             *(
-                replace(in_tree(role, FLEET_LEASE_S), name=f"in-tree-{role}-{number}")
+                replace(
+                    in_tree(role, FLEET_LEASE_S),
+                    name=f"in-tree-{role}-{number}",
+                    kv_cache_bytes=FLEET_CACHE_BYTES,
+                )
                 for role in PAIR_ROLES
                 for number in (1, 2)
             )

@@ -34,6 +34,7 @@ PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
 LONGEST_LOAD: Final = 8  # in rounds: a grant, a few chunks, the slot, a digest
+ROUNDING_S: Final = 1e-6  # the clock is a sum of tenths
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """Enough to submit the last commands, carry them out, and handle the messages that they sent."""
 ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
@@ -152,7 +153,7 @@ def _check_time(
         else:
             continue
         seconds = now - since.setdefault(request.request_id, now)
-        if seconds > limit:
+        if seconds > limit + ROUNDING_S:
             detail = f"{request.request_id} after {seconds:.1f} s; allowed: {limit:g}"
             raise Violation(f"{kind} too long", detail)
 

@@ -648,6 +648,17 @@ RECALLS: dict[str, Script] = {
     ),
     "a recall is not repeated": after(RECALLED, (RECLAIM,), (101.5, Tick())),
     "who asks again is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
+    "a reader without a grant gets no digest either": after(
+        UNWRITTEN,
+        (ASK, WRITTEN),
+        (asked(digest_request(end=8)),),
+        (RECLAIM, RECALL),
+        (asked(digest_request(end=8)),),
+        (MARK,),
+        (asked(digest_request(end=8)),),
+        (ASK, *denied(WANTED_BACK)),
+        (RELEASE_INCOMPLETE, *TAKEN_BACK),
+    ),
     "each reader is told, on its latest route": after(
         SHARED,
         (
