@@ -239,9 +239,6 @@ def test_a_fleet_migrates_under_load_and_no_request_fails(
     with Cluster(tmp_path / "logs") as cluster:
         fleet = Fleet(cluster)
         engines = sorted(fleet.engines, key=lambda engine: order.index(engine.spec.role))
-        # In-tree engines meet in 5 s or fail, which they do if all meet at once on two processors.
-        for prompt in prompts_from(640_000, 8):
-            fleet.complete(prompt, ANSWER)
         with Load(fleet.complete, clients=4, lengths=TALKS) as load:
             for engine in engines:
                 load.wait(BETWEEN)

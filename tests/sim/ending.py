@@ -44,14 +44,16 @@ def _allowed(world: World) -> tuple[float, float]:
     """For how many seconds a load and an offer may hold blocks for the other side.
 
     A load: its timeout, the drain, making an agent and destroying one, each perhaps twice, and the
-    reads that it waits for. An offer: until a rank asks, until that one begins to read,
-    and then its load and a lease.
+    reads that it waits for. One of these may be of another prefill engine, and time out first. An
+    offer: until a rank asks, until that one begins to read, and then its load and a lease.
     """
     config = world.config
     num_bytes = world.shape.heads * CONTENT * world.num_tokens
     queue_s = num_bytes / world.shape.rate if world.shape.rate else 0.0
     load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + queue_s
     load += LONGEST_LOAD * PAUSE_S
+    if world.shape.prefills > 1:
+        load += config.request_timeout_s
     read = load
     if world.liars:
         read = max(load, world.shape.patience)

@@ -22,7 +22,8 @@ from harness.cluster.waiting import wait_or_fail
 
 _SEEDS = itertools.count(700_000)
 LONGEST_ERROR = 200
-STUCK_S = 120.0
+STUCK_S = 300.0
+"""Longer than a client waits: then its request has ended, with an error."""
 AFTER_AN_ERROR_S = 2.0
 """A client that got an error pauses before its next request."""
 SHORT = range(1, 24)
