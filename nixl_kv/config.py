@@ -102,15 +102,6 @@ class AllowedHosts:
         return set(ANYWHERE) <= set(self.networks)
 
     @property
-    def have_whole_internet(self) -> bool:
-        """Whether they are all addresses of IPv4 or of IPv6, perhaps in several networks."""
-        for version in (4, 6):
-            family: list[Any] = [each for each in self.networks if each.version == version]
-            if any(each.prefixlen == 0 for each in ipaddress.collapse_addresses(family)):
-                return True
-        return False
-
-    @property
     def are_local(self) -> bool:
         """Whether only this machine is allowed, by its loopback addresses."""
         return all(network.network_address.is_loopback for network in self.networks)
@@ -278,9 +269,6 @@ class Config:
     request_timeout_s: Annotated[float, SECONDS] = 30.0
     # How long decode waits until prefill begins to compute a request that it was asked for early.
     wait_for_prefill_s: Annotated[float, SECONDS] = 3600.0
-    # Where routers that start both legs themselves put the id of the pair: into `remote_decoder`
-    # and `remote_prefiller` ('kv_request_id'), or into X-Request-Id ('request_id').
-    pair_ids: Annotated[str, _choice(Literal["off", "kv_request_id", "request_id"])] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"
@@ -396,12 +384,6 @@ class Config:
             raise ConfigError(
                 f"{config.host_name} is {config.host!r}; allowed: without key_file and "
                 f"{KEY_VARIABLE}, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}"
-            )
-        if config.pair_ids != OFF and config.allowed_hosts.have_whole_internet:
-            raise ConfigError(
-                f"pair_ids is {config.pair_ids!r}, and peers allows every host; allowed: with "
-                "pair_ids, only the networks of the other engines in peers, because a client may "
-                "send a host"
             )
         return config
 

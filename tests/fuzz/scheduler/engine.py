@@ -138,7 +138,6 @@ class Configuration:
     def transfer(self) -> KVTransferConfig:
         extra = {
             "port": 0,
-            "pair_ids": "kv_request_id",
             "on_load_failure": self.on_load_failure,
             "offer_share": self.offer_share,
         }
