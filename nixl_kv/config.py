@@ -170,10 +170,10 @@ def _host(value: object) -> str:
     return str(address)
 
 
-def _pacing(value: object) -> str:
-    if isinstance(value, bool):
+def _word(kind: Any, value: object) -> str:
+    if isinstance(value, bool):  # YAML reads 'on' and 'off' as these
         return ON if value else OFF
-    return str(msgspec.convert(value, Pacing))
+    return str(msgspec.convert(value, kind))
 
 
 def _networks(value: object) -> tuple[Network, ...] | None:
@@ -206,6 +206,7 @@ def _share_of_loads(value: object) -> float:
 
 Strings: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
 Pacing: TypeAlias = Literal["auto", "on", "off"]
+Switch: TypeAlias = Literal["on", "off"]
 Path: TypeAlias = Literal["auto", "gather", "direct", "staged"]
 Layout: TypeAlias = Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
@@ -227,7 +228,8 @@ MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
 SWITCH: Final = _typed("true or false", bool)
-PACING: Final = Rule(_choice(Pacing).allowed, _pacing)
+PACING: Final = Rule(_choice(Pacing).allowed, partial(_word, Pacing))
+OVERLAP: Final = Rule(_choice(Switch).allowed, partial(_word, Switch))
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
 KEY_FILE: Final = _typed(
@@ -269,6 +271,10 @@ class Config:
     request_timeout_s: Annotated[float, SECONDS] = 30.0
     # How long decode waits until prefill begins to compute a request that it was asked for early.
     wait_for_prefill_s: Annotated[float, SECONDS] = 3600.0
+
+    # Whether decode schedules a request as soon as its KV has landed, instead of with a step's
+    # output.
+    overlap: Annotated[str, OVERLAP] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import EXTRA, LEASE_KEY, POLICY, foreign_lines
+from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
@@ -30,7 +30,7 @@ from nixl_kv.connector.traces import Traces
 from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.vllm_config import (
     MediaReader,
-    check_ends_requests,
+    check_hooks,
     check_params,
     computed_on_decode,
     draft_facts,
@@ -117,6 +117,11 @@ BOTH_LEGS: Final = (
     "and use EarlyAnswer on prefill (docs/early-answer.md)"
 )
 
+NO_HINTS: Final = (
+    "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
+    "sooner inside a MultiConnector, nor in a process that loads no plugins (VLLM_PLUGINS)"
+)
+
 FOREIGN_SETTINGS: Final = (
     "some settings of vLLM's NixlConnector do less here (docs/migrate.md, What changes):"
 )
@@ -144,6 +149,7 @@ class Scheduler:
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
         unpromised.warn(*unpromised.FEATURES)
+        self._overlaps = self._config.overlap == ON and not unpromised.is_off(unpromised.OVERLAP)
         self._trust = Trust.of(self._config)
         if self._trust.warning():
             logger.warning(self._trust.warning())
@@ -168,12 +174,13 @@ class Scheduler:
             is_decoding=lambda: self._decode.is_in_use,
         )
         if self._media and self._config.media != "own":
-            check_ends_requests(vllm_config)
+            check_hooks(vllm_config)
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
-        self.takes_hints = False  # `FastScheduler` sets it before the engine is described
+        # Whether `SchedulerHooks` calls `end_landed`; set before the engine is described.
+        self.takes_hints = False
         self._early: KVConnectorOutput | None = None  # what `end_landed` tells vLLM
         self._ranks: list[RankDescription] = []
         self._next_step: list[events.Command] = []
@@ -213,6 +220,11 @@ class Scheduler:
         is_off = is_child or unpromised.is_off(unpromised.CHUNKS)
         has_one_group = len(self._kv_cache_config.transfer_groups) == 1
         return has_one_group and not is_off and not zeroes_blocks(self._kv_cache_config)
+
+    @property
+    def may_take_hints(self) -> bool:
+        """Whether this engine wants `end_landed` before each step."""
+        return self._overlaps and self._is_decode
 
     # --- requests
 
@@ -315,7 +327,7 @@ class Scheduler:
         self._not_offered.pop(request_id, None)
         return keeps_blocks, params
 
-    # Called by `EndsRequests` before each step.
+    # Called by `SchedulerHooks` before each step.
     def pop_failed(self, requests: Mapping[str, Request]) -> list[str]:
         """The requests that vLLM must end with an error now: decode may not compute them."""
         must_load = self._decode.must_load
@@ -418,6 +430,8 @@ class Scheduler:
         if self._directory is not None:  # after a wake-up
             self._decode.accept_outdated()
         own = self._publish()
+        if self._overlaps and self._is_decode and not self.takes_hints:
+            logger.warning(NO_HINTS)
         at = endpoint_at(own.host, own.port) if self.takes_hints else None
         self._next_step = [events.SetEngine(self._engine_id, layouts, at)]
 

@@ -77,7 +77,8 @@ def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
         pytest.param("peers", None, None, id="default peers"),
         pytest.param("offer_share", 1, 1.0, id="largest share"),
         *[
-            pytest.param("paced_reads", value, word, id=f"paced_reads {value}")
+            pytest.param(key, value, word, id=f"{key} {value}")
+            for key in ("paced_reads", "overlap")
             for value, word in (("on", "on"), (True, "on"), (False, "off"))
         ],
         *[
@@ -123,6 +124,7 @@ REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "wait_for_prefill_s": (NO_SECONDS, SECONDS[:2]),
     "request_timeout_s": (NO_SECONDS, SECONDS[:2]),
     "peer_timeout_s": (NO_SECONDS, SECONDS[:2]),
+    "overlap": ("'on' or 'off'", ("", "On", "auto", "true", None, 0, 1, ["on"])),
     "layout": (NO_LAYOUT, ("", "lbhnc", "NHD", None, 5, ["auto"])),
     "weights": (NO_LABEL, (None, 7, "two\nlines", "x" * 257, ["a"])),
     "on_load_failure": ("'recompute' or 'fail'", ("", "Fail", True, None, ["fail"])),
@@ -166,7 +168,7 @@ def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
 
 KNOWN = (
     "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
-    "wait_for_prefill_s, layout, key_file, insecure, peers, peer_timeout_s, "
+    "wait_for_prefill_s, overlap, layout, key_file, insecure, peers, peer_timeout_s, "
     "paced_reads, path, staging_mib, offer_share, weights, in_tree_decode, on_load_failure, "
     "in_tree_metrics, media, verify"
 )
