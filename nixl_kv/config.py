@@ -32,6 +32,7 @@ PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
 DYNAMO_VARIABLE: Final = "NIXL_KV_DYNAMO"  # tells an engine that Dynamo's worker has started it
 AUTO: Final = "auto"
+ON: Final = "on"
 OFF: Final = "off"
 MAX_PORT: Final = 65535
 MIN_SECONDS: Final = 0.1
@@ -99,15 +100,6 @@ class AllowedHosts:
     @property
     def are_all(self) -> bool:
         return set(ANYWHERE) <= set(self.networks)
-
-    @property
-    def have_whole_internet(self) -> bool:
-        """Whether they are all addresses of IPv4 or of IPv6, perhaps in several networks."""
-        for version in (4, 6):
-            family: list[Any] = [each for each in self.networks if each.version == version]
-            if any(each.prefixlen == 0 for each in ipaddress.collapse_addresses(family)):
-                return True
-        return False
 
     @property
     def are_local(self) -> bool:
@@ -178,6 +170,12 @@ def _host(value: object) -> str:
     return str(address)
 
 
+def _word(kind: Any, value: object) -> str:
+    if isinstance(value, bool):  # YAML reads 'on' and 'off' as these
+        return ON if value else OFF
+    return str(msgspec.convert(value, kind))
+
+
 def _networks(value: object) -> tuple[Network, ...] | None:
     return None if value is None else tuple(map(_network, msgspec.convert(value, Strings)))
 
@@ -207,6 +205,7 @@ def _share_of_loads(value: object) -> float:
 
 
 Strings: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
+Switch: TypeAlias = Literal["on", "off"]
 Path: TypeAlias = Literal["auto", "gather", "direct", "staged"]
 Layout: TypeAlias = Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
@@ -228,6 +227,7 @@ MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
 SWITCH: Final = _typed("true or false", bool)
+OVERLAP: Final = Rule(_choice(Switch).allowed, partial(_word, Switch))
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
 KEY_FILE: Final = _typed(
@@ -265,9 +265,10 @@ class Config:
     lease_s: Annotated[float, SECONDS] = 5.0
     # How long a load on decode may make no progress before it fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
-    # Where routers that start both legs themselves put the id of the pair: into `remote_decoder`
-    # and `remote_prefiller` ('kv_request_id'), or into X-Request-Id ('request_id').
-    pair_ids: Annotated[str, _choice(Literal["off", "kv_request_id", "request_id"])] = OFF
+
+    # Whether decode schedules a request as soon as its KV has landed, instead of with a step's
+    # output.
+    overlap: Annotated[str, OVERLAP] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"
@@ -378,12 +379,6 @@ class Config:
             raise ConfigError(
                 f"{config.host_name} is {config.host!r}; allowed: without key_file and "
                 f"{KEY_VARIABLE}, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}"
-            )
-        if config.pair_ids != OFF and config.allowed_hosts.have_whole_internet:
-            raise ConfigError(
-                f"pair_ids is {config.pair_ids!r}, and peers allows every host; allowed: with "
-                "pair_ids, only the networks of the other engines in peers, because a client may "
-                "send a host"
             )
         return config
 

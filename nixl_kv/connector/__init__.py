@@ -10,7 +10,6 @@ from nixl_kv.connector.unpromised import import_error
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
     from nixl_kv.connector.early_answer import EarlyAnswer
-    from nixl_kv.connector.fast_scheduler import FastScheduler as Scheduler
 
     NixlConnector = NixlPullConnector = NixlPushConnector = NixlKVConnector
 
@@ -20,7 +19,6 @@ __all__ = [
     "NixlKVConnector",
     "NixlPullConnector",
     "NixlPushConnector",
-    "Scheduler",
 ]
 
 
@@ -29,12 +27,6 @@ def __getattr__(name: str) -> Any:
         from nixl_kv.connector.early_answer import EarlyAnswer  # noqa: PLC0415 - see above
 
         return EarlyAnswer
-    if name == "Scheduler":
-        try:
-            from nixl_kv.connector.fast_scheduler import FastScheduler  # noqa: PLC0415 - see above
-        except ImportError as error:
-            raise import_error(error) from error
-        return FastScheduler
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above

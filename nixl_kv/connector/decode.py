@@ -22,7 +22,6 @@ from nixl_kv.connector.media import NO_MEDIA, Media, MediaRules, MustLoads
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import (
-    ANY_INCARNATION,
     EngineId,
     HintKey,
     Incarnation,
@@ -45,10 +44,6 @@ REMEMBER_S: Final = 600.0
 # How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.
 MAX_ENGINES: Final = 1 << 14
 
-PAIR_AFTER_RESET: Final = (
-    "this engine's cache was reset, and an id does not tell whether prefill's was; label the "
-    "weights of both engines (weights, or `nixl-kv set-weights`)"
-)
 AUTO: Final = MediaRules()
 OTHER_PROMPT: Final = (
     "check that prefill and decode have the same chat template, tokenizer and LoRA adapters, and "
@@ -76,27 +71,23 @@ class Prompt:
     rows: tuple[Rows, ...] = ()
     media: Media = NO_MEDIA
 
-    def context(self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None) -> str:
-        """Hash the first tokens (None: all), and the label of the weights if no ticket has it."""
+    def context(self, nonce: Nonce, *, num_tokens: int | None = None) -> str:
+        """Hash the first tokens (None: all)."""
         count = self.num_tokens if num_tokens is None else num_tokens
         ids = self.token_ids
         if ids is not None and count < len(ids):
             ids = ids[:count]
-        return context_hash(nonce, ids, self._extras(count, weights))
+        return context_hash(nonce, ids, self._extras(count))
 
-    def hashes(
-        self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None
-    ) -> tuple[str, str]:
+    def hashes(self, nonce: Nonce, *, num_tokens: int | None = None) -> tuple[str, str]:
         """The hashes of the first tokens and of the prompt's media; see `Ticket`."""
-        return self.context(nonce, weights, num_tokens=num_tokens), self.media.hash(nonce)
+        return self.context(nonce, num_tokens=num_tokens), self.media.hash(nonce)
 
-    def _extras(self, num_tokens: int, weights: str) -> Iterator[bytes]:
+    def _extras(self, num_tokens: int) -> Iterator[bytes]:
         yield from self.extras
         for rows in self.rows:
             yield rows.name + rows.data[: num_tokens * rows.size]
         yield from self.media.before(num_tokens).geometries()
-        if weights:
-            yield b"weights" + weights.encode()
 
 
 @dataclass
@@ -146,7 +137,6 @@ class DecodeScheduler:
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
         self._outdated: dict[Incarnation, int] = {}  # the latest of each engine before it
-        self._was_reset = False  # since the start, or the last wake-up with the same weights
         self._commands: list[events.Command] = []
 
     @property
@@ -158,14 +148,7 @@ class DecodeScheduler:
     def num_open(self) -> int:
         return len(self._loads)
 
-    def on_new_request(
-        self,
-        prompt: Prompt,
-        params: object,
-        *,
-        is_rejected: bool = False,
-        pair: Ticket | None = None,  # from `Trust.open_pair`, if the router sends an id
-    ) -> None:
+    def on_new_request(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
 
         Raises:
@@ -173,10 +156,11 @@ class DecodeScheduler:
                 may compute the request.
         """
         # Checked before anything connects to its host.
-        ticket = pair or self._check_trust(params).open()
+        ticket = self._check_trust(params).open()
         is_early = ticket.is_pair
-        if is_early:
-            ticket = self._complete(ticket, prompt, has_label=pair is None)
+        if is_early:  # prefill compares the hashes of this prompt with its own
+            context, media = prompt.hashes(ticket.nonce)
+            ticket = replace(ticket, num_tokens=prompt.num_tokens, context=context, media=media)
         hint_key = new_hint_key()
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early, hint_key)
         self._forget_used()
@@ -352,7 +336,6 @@ class DecodeScheduler:
         still use the KV of a load whose end it knows, as that of running requests. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
-        self._was_reset = True
         self._outdated |= self._epochs
         self._epochs.clear()
         while len(self._outdated) > MAX_ENGINES:
@@ -368,7 +351,6 @@ class DecodeScheduler:
     def accept_outdated(self) -> None:
         """Accept tickets from before the reset: the engine woke up with the same weights."""
         self._outdated.clear()
-        self._was_reset = False
 
     def request_finished(self, request: RequestId) -> None:
         self.must_load.forget(request)
@@ -400,17 +382,6 @@ class DecodeScheduler:
         self._forget(request)
         self._commands.append(events.CancelLoad(request))
 
-    def _complete(self, ticket: Ticket, prompt: Prompt, *, has_label: bool) -> Ticket:
-        """Give a pair ticket the hashes of this prompt; prefill compares them with its own."""
-        if has_label:
-            weights, label = ticket.weights, ""
-        else:  # the hash has prefill's label
-            weights = label = self.weights
-        context, media = prompt.hashes(ticket.nonce, label)
-        return replace(
-            ticket, num_tokens=prompt.num_tokens, context=context, media=media, weights=weights
-        )
-
     def _refusal(
         self, ticket: Ticket, prompt: Prompt, num_tokens: int, *, is_early: bool
     ) -> tuple[str, str] | None:
@@ -427,18 +398,15 @@ class DecodeScheduler:
     def _is_for(self, ticket: Ticket, prompt: Prompt) -> bool:
         # The prompt may be longer: a router may have added prefill's first token.
         nonce, num_tokens = ticket.nonce, ticket.num_tokens
-        # With the label if the router has also sent an id.
-        labels = {"", self.weights}
-        return num_tokens <= prompt.num_tokens and any(
-            prompt.context(nonce, each, num_tokens=num_tokens) == ticket.context for each in labels
+        return (
+            num_tokens <= prompt.num_tokens
+            and prompt.context(nonce, num_tokens=num_tokens) == ticket.context
         )
 
     def _why_outdated(self, ticket: Ticket) -> str:
         """Why this prompt's KV may come from other weights, or ''."""
         if ticket.weights != self.weights:
             return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
-        if ticket.incarnation == ANY_INCARNATION:
-            return PAIR_AFTER_RESET if self._was_reset and not self.weights else ""
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):
             return (
                 f"epoch is {ticket.epoch}, from before this engine's cache was reset; reset the "

@@ -72,7 +72,7 @@ LIMITS: Final = ("max_tokens", "max_completion_tokens")  # one of them must be g
 # Requests in progress in one API server. Further ones are not answered early: a client that has its
 # answer could go on to send others.
 MAX_OPEN: Final = 1024
-OFF: Final = "EarlyAnswer does nothing on this engine: %s is %r; allowed: %r"
+OFF: Final = "EarlyAnswer does nothing on this engine: data_parallel_size is %d; allowed: 1"
 
 
 class EarlyAnswer:
@@ -145,12 +145,9 @@ class EarlyAnswer:
             )
         trust = Trust.of(config)
         size = vllm_config.parallel_config.data_parallel_size
-        # With an id, decode would ask for another nonce than that of the pair ticket.
-        needs = (("data_parallel_size", size, 1), ("pair_ids", config.pair_ids, "off"))
-        wrong = next((need for need in needs if need[1] != need[2]), None)
-        if wrong is not None:
+        if size != 1:
             self._is_off = True
-            logger.warning(OFF, *wrong)
+            logger.warning(OFF, size)
         else:
             self._watch = OfferWatch(trust.control())
             self._watch.start()

@@ -6,7 +6,8 @@ prompt, the answer would be wrong, and vLLM would cache its KV under the id of t
 the ticket has a hash of prefill's media beside that of the tokens, and the setting `media` says
 what decode has. Where decode may not compute a request, the request is loaded, or it fails.
 
-No vLLM here: `vllm_config.py` makes these records, `request_ends.py` ends the requests that fail.
+No vLLM here: `vllm_config.py` makes these records, `scheduler_hooks.py` ends the requests that
+fail.
 """
 
 import enum

@@ -260,7 +260,7 @@ def check_before_weights(executor: Any) -> None:
         begin(self, vllm_config, *args, **options)
         if has_ours(vllm_config) and not unpromised.is_off(unpromised.MEDIA):
             # Imports vLLM's scheduler, which exists in the engine's process alone.
-            from nixl_kv.connector.request_ends import hook_scheduler  # noqa: PLC0415
+            from nixl_kv.connector.scheduler_hooks import hook_scheduler  # noqa: PLC0415
 
             hook_scheduler(vllm_config)
 

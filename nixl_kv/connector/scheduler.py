@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import EXTRA, LEASE_KEY, POLICY, foreign_lines
+from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
@@ -30,7 +30,7 @@ from nixl_kv.connector.traces import Traces
 from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.vllm_config import (
     MediaReader,
-    check_ends_requests,
+    check_hooks,
     check_params,
     computed_on_decode,
     draft_facts,
@@ -65,7 +65,7 @@ from nixl_kv.errors import (
     shown_id,
 )
 from nixl_kv.ids import RequestId, endpoint_at, new_nonce
-from nixl_kv.protocol import events, pair
+from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.params import OUR_PREFIXES
 from nixl_kv.protocol.ticket import FIELD, MAX_WHY, Ticket
@@ -107,9 +107,20 @@ NO_CHUNKS: Final = (
     "NixlKVConnector alone for that"
 )
 
-# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier),
-# unless `pair_ids` claims the first two.
-FOREIGN_FIELDS: Final = frozenset({pair.DECODER, pair.PREFILLER, "remote_kv_source"})
+# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
+FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
+
+BOTH_LEGS: Final = (
+    "kv_transfer_params name prefill's address, or that it is not ready, but neither blocks nor a "
+    "ticket: the router starts decode before prefill answers; let it pass on prefill's answer "
+    "(unset VLLM_PD_CONCURRENT_DISPATCH; use a proxy for NixlConnector, not for NixlPushConnector) "
+    "and use EarlyAnswer on prefill (docs/early-answer.md)"
+)
+
+NO_HINTS: Final = (
+    "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
+    "sooner inside a MultiConnector, nor in a process that loads no plugins (VLLM_PLUGINS)"
+)
 
 FOREIGN_SETTINGS: Final = (
     "some settings of vLLM's NixlConnector do less here (docs/migrate.md, What changes):"
@@ -138,6 +149,7 @@ class Scheduler:
         if transfer.kv_connector == "NixlPushConnector":
             logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
         unpromised.warn(*unpromised.FEATURES)
+        self._overlaps = self._config.overlap == ON and not unpromised.is_off(unpromised.OVERLAP)
         self._trust = Trust.of(self._config)
         if self._trust.warning():
             logger.warning(self._trust.warning())
@@ -162,12 +174,13 @@ class Scheduler:
             is_decoding=lambda: self._decode.is_in_use,
         )
         if self._media and self._config.media != "own":
-            check_ends_requests(vllm_config)
+            check_hooks(vllm_config)
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
-        self.takes_hints = False  # `FastScheduler` sets it before the engine is described
+        # Whether `SchedulerHooks` calls `end_landed`; set before the engine is described.
+        self.takes_hints = False
         self._early: KVConnectorOutput | None = None  # what `end_landed` tells vLLM
         self._ranks: list[RankDescription] = []
         self._next_step: list[events.Command] = []
@@ -207,6 +220,11 @@ class Scheduler:
         is_off = is_child or unpromised.is_off(unpromised.CHUNKS)
         has_one_group = len(self._kv_cache_config.transfer_groups) == 1
         return has_one_group and not is_off and not zeroes_blocks(self._kv_cache_config)
+
+    @property
+    def may_take_hints(self) -> bool:
+        """Whether this engine wants `end_landed` before each step."""
+        return self._overlaps and self._is_decode
 
     # --- requests
 
@@ -309,7 +327,7 @@ class Scheduler:
         self._not_offered.pop(request_id, None)
         return keeps_blocks, params
 
-    # Called by `EndsRequests` before each step.
+    # Called by `SchedulerHooks` before each step.
     def pop_failed(self, requests: Mapping[str, Request]) -> list[str]:
         """The requests that vLLM must end with an error now: decode may not compute them."""
         must_load = self._decode.must_load
@@ -416,6 +434,8 @@ class Scheduler:
         if self._directory is not None:  # after a wake-up
             self._decode.accept_outdated()
         own = self._publish()
+        if self._overlaps and self._is_decode and not self.takes_hints:
+            logger.warning(NO_HINTS)
         at = endpoint_at(own.host, own.port) if self.takes_hints else None
         self._next_step = [events.SetEngine(self._engine_id, layouts, at)]
 
@@ -499,16 +519,14 @@ class Scheduler:
                 self._counts.count_recomputed(NO_TICKET)
                 message = "request %s is computed here: %s"
                 self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
-        elif _is_foreign(fields, self._config.pair_ids):
+        elif _is_foreign(fields):
             return
-        elif pair.is_prefill_leg(fields, self._config.pair_ids):
+        elif _is_prefill_leg(params):
             if not self._is_prefill:
-                is_flag = fields.get("do_remote_decode") is True
-                form = "do_remote_decode is true" if is_flag else f"{pair.DECODER} is set"
                 raise TicketRefused(
-                    f"kv_transfer_params: {form}, but this engine is a kv_consumer, which decodes; "
-                    "send such requests to a prefill engine (kv_producer or kv_both), and check "
-                    "the router's lists of engines",
+                    "kv_transfer_params: do_remote_decode is true, but this engine is a "
+                    "kv_consumer, which decodes; send such requests to a prefill engine "
+                    "(kv_producer or kv_both), and check the router's lists of engines",
                     "role",
                 )
             self._begin_offer(request)
@@ -527,17 +545,18 @@ class Scheduler:
                 shown = shown_id(request.request_id)
                 self._in_tree_log.warning(IN_TREE_PREFILL, shown, outcome, prefill)
         else:
-            found = pair.on_decode(fields, self._config.pair_ids, request.request_id)
-            self._decode.on_new_request(
-                prompt_of(request, self._media),
-                params,
-                is_rejected=request.abort_immediately,
-                pair=None if found is None else self._trust.open_pair(*found),
-            )
-            is_restricted = RequestId(request.request_id) in self._decode.must_load
-            if is_restricted and self._decode.media.ids_may_mislead:
-                keep_private(request)
-            self._traces.begin_load(request)
+            self._begin_load(request, fields)
+
+    def _begin_load(self, request: Request, fields: Mapping[str, Any]) -> None:
+        if _is_without_answer(fields):
+            raise TicketRefused(BOTH_LEGS)
+        params, is_rejected = request.kv_transfer_params, request.abort_immediately
+        prompt = prompt_of(request, self._media)
+        self._decode.on_new_request(prompt, params, is_rejected=is_rejected)
+        is_restricted = prompt.request in self._decode.must_load
+        if is_restricted and self._decode.media.ids_may_mislead:
+            keep_private(request)
+        self._traces.begin_load(request)
 
     def _refuse(self, request: Request, reason: str, detail: str) -> str:
         """Follow on_load_failure; returns the outcome for the log.
@@ -546,7 +565,7 @@ class Scheduler:
         """
         request_id, params = RequestId(request.request_id), request.kv_transfer_params
         self._traces.refuse(request, reason)
-        if not (request.abort_immediately or self._is_prefill_leg(params)):
+        if not (request.abort_immediately or _is_prefill_leg(params)):
             why = self._decode.why_not_computed(prompt_of(request, self._media), params)
             if why:
                 self.stats.count("refused_tickets", 1, reason)
@@ -561,19 +580,14 @@ class Scheduler:
 
     def _begin_offer(self, request: Request) -> None:
         prompt, reason = prompt_of(request, self._media), ""
-        fields = request.kv_transfer_params or {}
         ticket = self._pair_of(request)
         is_pair = ticket is not None and self._prefill.is_new(ticket)
-        # Without a ticket, decode cannot compare labels: the hash does.
-        label = "" if FIELD in fields or ticket is None else ticket.weights
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine is draining"
         elif request.abort_immediately:  # `EarlyAnswer` tells it of a pair ticket's request
             reason = "vLLM refused it, or it failed"
         elif request.resumable:
             reason = "it is resumable: more input may follow"
-        elif pair.has_no_ticket(fields, self._config.pair_ids) and not is_pair:
-            reason = "its kv_request_id is not valid, or was used before"
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
@@ -593,17 +607,14 @@ class Scheduler:
         self._prefill.on_new_request(
             prompt.request,
             request.num_prompt_tokens,
-            partial(prompt.hashes, weights=label, num_tokens=num_tokens),
+            partial(prompt.hashes, num_tokens=num_tokens),
             ticket,
             count_cached=partial(count_cached, request),
         )
 
-    def _is_prefill_leg(self, params: object) -> bool:
-        return isinstance(params, Mapping) and pair.is_prefill_leg(params, self._config.pair_ids)
-
     def _ticket_without_offer(self, request: Request) -> dict[str, Any] | None:
         """A ticket for a prompt with media: decode may have stand-ins, so it needs the hashes."""
-        is_leg = self._is_prefill_leg(request.kv_transfer_params)
+        is_leg = _is_prefill_leg(request.kv_transfer_params)
         if not is_leg or self._prefill.address is None:
             return None
         prompt = prompt_of(request, self._media)
@@ -623,16 +634,12 @@ class Scheduler:
         return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
 
     def _pair_of(self, request: Request) -> Ticket | None:
-        """The pair ticket of a request: from `EarlyAnswer`, or for the router's id."""
+        """The pair ticket of a request, from `EarlyAnswer`."""
         fields = request.kv_transfer_params or {}
+        if FIELD not in fields:
+            return None
         try:
-            if FIELD in fields:
-                return self._trust.open_own({FIELD: fields[FIELD]})
-            name = pair.on_prefill(fields, self._config.pair_ids, request.request_id)
-            if name is None or self._prefill.address is None:
-                return None
-            nonce = self._trust.pair_nonce(name)
-            return Ticket(**asdict(self._prefill.address), nonce=nonce)
+            return self._trust.open_own({FIELD: fields[FIELD]})
         except TicketRefused as error:
             shown = shown_id(request.request_id)
             self._log.info("request %s: no pair ticket: %s", shown, error, about=error.reason)
@@ -646,13 +653,25 @@ def _own(ids: set[str] | None) -> set[RequestId]:
     return {RequestId(each) for each in ids or ()}
 
 
-def _is_foreign(fields: Mapping[str, Any], pair_ids: str) -> bool:
+def _is_prefill_leg(params: object) -> bool:
+    """Whether the router wants this request's KV for another engine."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
+def _is_without_answer(fields: Mapping[str, Any]) -> bool:
+    """Whether the router asks decode to load without prefill's answer."""
+    if FIELD in fields or fields.get("do_remote_prefill") is not True:
+        return False
+    has_host, blocks = fields.get("remote_host") is not None, fields.get("remote_block_ids")
+    return fields.get("remote_ready") is False or (has_host and blocks is None)
+
+
+def _is_foreign(fields: Mapping[str, Any]) -> bool:
     """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
 
     Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
     """
-    ours = {pair.DECODER, pair.PREFILLER} if pair_ids == pair.BY_FIELD else set()
-    candidates = fields.keys() - (FOREIGN_FIELDS - ours)
+    candidates = fields.keys() - FOREIGN_FIELDS
     return bool(fields) and not any(str(name).startswith(OUR_PREFIXES) for name in candidates)
 
 

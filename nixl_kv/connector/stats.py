@@ -91,9 +91,7 @@ COUNTERS: Final[Mapping[str, Metric]] = {
         reason=FAILURES,
         peer=PEER,
     ),
-    "early_ends": _decode(
-        "Loads whose end vLLM's scheduler learned between two steps (nixl_kv.connector.Scheduler)."
-    ),
+    "early_ends": _decode("Loads whose end vLLM's scheduler learned between two steps (overlap)."),
     "verified_loads": _decode("Requests whose loaded bytes matched prefill's digest."),
     "loaded_tokens": _decode("Prompt tokens whose KV was loaded from prefill."),
     "refused_tickets": _decode(

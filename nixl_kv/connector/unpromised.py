@@ -99,9 +99,7 @@ PRIVATE: Final = Absence(
 CHUNKS: Final = Absence(
     "decode reads no prompt in chunks while prefill computes it", rests_on_order=True
 )
-SCHEDULER_CLASS: Final = Absence(
-    "--scheduler-cls nixl_kv.connector.Scheduler has no effect", rests_on_order=True
-)
+OVERLAP: Final = Absence("overlap has no effect on decode", rests_on_order=True)
 WHOLE_BLOCKS: Final = Absence("engines exchange whole blocks only")
 EARLY_CHECKS: Final = Absence("some settings are checked later in the start")
 USAGE: Final = Absence("decode tells its clients that all loaded tokens were cached")
@@ -381,7 +379,6 @@ PARTS: Final = (
     ),
     Part(f"{_CONFIG}:AttentionConfig", ("backend",), "the layout to ask for"),
     Part(f"{_CONFIG}:CompilationConfig", ("static_forward_context",), "layers by name"),
-    Part(f"{_CONFIG}:SchedulerConfig", ("async_scheduling",), "which scheduler vLLM chose"),
     Part(f"{_CONFIG}:ObservabilityConfig", ("otlp_traces_endpoint",), "spans"),
     Part(
         "vllm.config.aux_output:AuxOutputConfig",
@@ -423,7 +420,7 @@ PARTS: Final = (
         ),
         "Prometheus metrics",
     ),
-    # --- the hooks that end requests
+    # --- the hooks over the scheduler
     Part(
         f"{_CONFIG}:SchedulerConfig",
         ("scheduler_cls", "get_scheduler_cls()"),
@@ -460,24 +457,14 @@ PARTS: Final = (
     ),
     Part("vllm.v1.engine", ("EngineCoreOutput(request_id, new_token_ids)",), "the same", MEDIA),
     Part("vllm.v1.engine:EngineCoreOutputs", ("outputs",), "the same", MEDIA),
-    # --- the scheduler class
     Part(
         f"{_SCHED}.scheduler:Scheduler",
         (
-            *("connector", "scheduler_config", "schedule()", "set_pause_state(pause_state)"),
+            "set_pause_state(pause_state)",
             "_update_from_kv_xfer_finished(kv_connector_output)",
         ),
         "tells vLLM's scheduler which loads have ended",
-        SCHEDULER_CLASS,
-    ),
-    Part(
-        f"{_SCHED}.async_scheduler:AsyncScheduler",
-        (
-            "_update_after_schedule(scheduler_output)",
-            "_update_request_with_output(request, new_token_ids)",
-        ),
-        "skipped on an engine without asynchronous scheduling",
-        SCHEDULER_CLASS,
+        OVERLAP,
     ),
     # --- the early answer
     Part(
@@ -495,7 +482,7 @@ PARTS: Final = (
 )
 
 
-FEATURES: Final = (CHUNKS, SCHEDULER_CLASS, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
+FEATURES: Final = (CHUNKS, OVERLAP, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
 
 # --- at the start
 

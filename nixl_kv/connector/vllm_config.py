@@ -549,10 +549,10 @@ def takes_media(vllm_config: VllmConfig) -> bool:
     return model.multimodal_config is not None and bool(model.supports_multimodal_inputs)
 
 
-def check_ends_requests(vllm_config: VllmConfig) -> None:
-    """Raise a ConfigError unless the scheduler can end single requests (`request_ends.py`)."""
+def check_hooks(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError unless the scheduler can end single requests (`scheduler_hooks.py`)."""
     # Its class has the hooks while vLLM creates it, and with it this connector.
-    if not getattr(vllm_config.scheduler_config.scheduler_cls, "ends_requests", False):
+    if not getattr(vllm_config.scheduler_config.scheduler_cls, "are_hooks", False):
         raise ConfigError(
             "media is not 'own', but nixl_kv's hooks over vLLM's scheduler are missing, so decode "
             "cannot fail a request whose images, audio or video it does not have; allowed: with a "

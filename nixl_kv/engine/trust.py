@@ -4,9 +4,8 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
-from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config, unmapped
+from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
 from nixl_kv.errors import TicketRefused
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Nonce
 from nixl_kv.keys import (
     Keys,
     make_user_key,
@@ -15,7 +14,6 @@ from nixl_kv.keys import (
     read_key_file,
     user_key_paths,
 )
-from nixl_kv.protocol.pair import PairAddress, nonce_of
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -87,7 +85,7 @@ class Trust:
             if not self.key_path:
                 raise
             raise TicketRefused(f"{error}; {self._where_keys_are()}", error.reason) from error
-        self._check_host(ticket.head().host, f"{FIELD}: host")
+        self._check_host(ticket.head().host)
         return ticket
 
     def _where_keys_are(self) -> str:
@@ -98,29 +96,10 @@ class Trust:
             "set key_file on both"
         )
 
-    def pair_nonce(self, name: str) -> Nonce:
-        return nonce_of(name, self._ticket_key)
-
-    def open_pair(self, name: str, address: PairAddress) -> Ticket:
-        """The pair ticket that an id stands for, before decode knows the engine at the address.
-
-        Raises:
-            TicketRefused: if `peers` does not allow the host.
-        """
-        self._check_host(address.remote_host, "remote_host")
-        return Ticket(
-            # One spelling for each address: decode keeps state for each peer.
-            host=str(unmapped(ipaddress.ip_address(address.remote_host))),
-            port=address.remote_port,
-            nonce=self.pair_nonce(name),
-            engine=ANY_ENGINE,
-            incarnation=ANY_INCARNATION,
-        )
-
-    def _check_host(self, host: str, name: str) -> None:
+    def _check_host(self, host: str) -> None:
         if not self.allowed.allows(host):
             raise TicketRefused(
-                f"kv_transfer_params: {name} is {host!r}; allowed by 'peers': "
+                f"kv_transfer_params: {FIELD}: host is {host!r}; allowed by 'peers': "
                 f"{self.allowed}; if prefill is trusted, add its network to 'peers'",
                 "host",
             )

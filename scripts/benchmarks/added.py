@@ -3,7 +3,7 @@
 Each round asks with new prompts, in each way, in random order, each time just after prefill has
 computed another prompt: prefill alone ("alone"), prefill and then decode as a router does
 ("serial"), the same with prefill's early answer ("early"), the same with a decode engine that has
-our scheduler class ("fast"), and text through vllm-router to that engine ("router"; "alone, text"
+`overlap` on decode ("fast"), and text through vllm-router to that engine ("router"; "alone, text"
 is its comparison). "added" is the difference from prefill alone. `--picture` draws one more request
 of the last length, serial and fast, from the engines' event logs.
 Figures are medians in milliseconds.
@@ -23,7 +23,7 @@ from benchmarks.floor import prompt
 from benchmarks.shapes import Row
 from benchmarks.transfer import WARM_UP
 from harness.cluster.client import Client, Prompt
-from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, HOST, Engine
+from harness.cluster.engines import EARLY_ANSWER, HOST, Engine
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with engines.new_cluster() as cluster, ExitStack() as stack:
         prefill, decode = engines.pair_of("nixl-kv", options)
         prefill = engines.with_options(prefill, *EARLY_ANSWER)
-        fast = engines.with_options(decode, *FAST_SCHEDULER, name="fast")
+        fast = engines.with_overlap(decode, name="fast")
         first, *others = cluster.start(prefill, decode, fast)
         slow, quick = (
             stack.enter_context(Pair(first, one, cluster.route([first], [one]))) for one in others

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from benchmarks.shapes import MODELS
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, Connector, EngineSpec
+from harness.cluster.engines import EARLY_ANSWER, OVERLAP, Connector, EngineSpec
 from harness.cluster.models.files import ensure_tiny_model
 
 CPU_BLOCKS: Final = 256
@@ -53,8 +53,14 @@ def pair_of(
 
 
 def with_early_answer(prefill: EngineSpec, decode: EngineSpec) -> list[EngineSpec]:
-    """The same engines with the early answer, and with our scheduler class."""
-    return [with_options(prefill, *EARLY_ANSWER), with_options(decode, *FAST_SCHEDULER)]
+    """The same engines with the early answer, and with loads that end between steps."""
+    return [with_options(prefill, *EARLY_ANSWER), with_overlap(decode)]
+
+
+def with_overlap(spec: EngineSpec, name: str | None = None) -> EngineSpec:
+    """The same engine with the setting `overlap`."""
+    config = {**spec.connector_config, **OVERLAP}
+    return replace(spec, name=name or spec.name, connector_config=config)
 
 
 def with_options(spec: EngineSpec, *extra: str, name: str | None = None) -> EngineSpec:

@@ -7,7 +7,7 @@ hit" are the difference and the ratio of each round. "transfer" is the mean of a
 
 With `--streams`, decode generates so many other answers meanwhile, and is asked at random times
 within a step. "step" is its time between two tokens, and "steps over hit" the mean of "leg over
-hit" in steps. "fast" is a decode engine with our scheduler class, which is measured after the
+hit" in steps. "fast" is a decode engine with `overlap`, which is measured after the
 other, on the same GPUs.
 """
 
@@ -26,7 +26,7 @@ from benchmarks import engines
 from benchmarks.shapes import Row
 from benchmarks.transfer import WARM_UP, ratio
 from harness.cluster.client import COMPLETIONS, Client
-from harness.cluster.engines import FAST_SCHEDULER, MODEL_NAME, Engine
+from harness.cluster.engines import MODEL_NAME, Engine
 from harness.cluster.metrics import LOADS, CountersSince, Loaded
 from harness.cluster.models.files import SPECIALS, words
 
@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with engines.new_cluster() as cluster:
         specs = list(engines.pair_of("nixl-kv", options, caching=True))
         if options.streams:
-            specs.append(engines.with_options(specs[1], *FAST_SCHEDULER, name="fast"))
+            specs.append(engines.with_overlap(specs[1], name="fast"))
         prefill, *others = cluster.start(*specs)
         for name, decode in zip(("decode", "fast"), others, strict=False):
             for length in options.lengths:

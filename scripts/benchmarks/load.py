@@ -3,7 +3,7 @@
 Requests arrive by a Poisson process, the same ones for each connector, whose engines run alone.
 The client asks vllm-router, or one engine without a connector ("none"). TTFT is the time to the
 first token, and a gap the time between two tokens; "of first" is a median divided by that of the
-first connector at the same rate. "early" is nixl_kv with the early answer and our scheduler class.
+first connector at the same rate. "early" is nixl_kv with the early answer and `overlap`.
 "alone" is a prefill engine without a connector that generates one token of each answer; "added" is
 the TTFT beyond it. GB and loads include four warm-up requests. "idle CPU" is the CPU time of all
 engines once they hold nothing, in percent of one core, for each engine.

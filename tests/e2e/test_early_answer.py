@@ -17,7 +17,7 @@ import pytest
 from harness.cluster.answers import Question
 from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, Engine, EngineSpec
+from harness.cluster.engines import EARLY_ANSWER, OVERLAP, Engine, EngineSpec
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -58,9 +58,14 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
             spec,
             name=f"{name}-{spec.role}",
             extra_args=(*extra_args, *spec.extra_args),
-            connector_config={**spec.connector_config, "insecure": False, "verify": "all"},
+            connector_config={
+                **spec.connector_config,
+                **OVERLAP,
+                "insecure": False,
+                "verify": "all",
+            },
         )
-        for spec, extra_args in zip(specs, (EARLY, FAST_SCHEDULER), strict=True)
+        for spec, extra_args in zip(specs, (EARLY, ()), strict=True)
     )
     with started(cluster, prefill, decode) as engines, connected(*engines):
         router = cluster.route(engines[:1], engines[1:])
@@ -123,7 +128,6 @@ def test_loads_end_between_steps(
         name=f"early-{workers}",
         module="support.collecting_connector",
         tensor_parallel=workers,
-        extra_args=FAST_SCHEDULER,
     )
     seeds = itertools.count(7450)
     with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:

@@ -58,7 +58,7 @@ VALUES: Final[tuple[Any, ...]] = (
 FIELDS: Final = (
     *("do_remote_decode", "do_remote_prefill", "remote_host", "remote_port", "remote_block_ids"),
     *("remote_engine_id", "remote_request_id", FIELD, "remote_decoder", "remote_prefiller"),
-    *("remote_ready", "tp_size", "kv_request_id", "remote_kv_source", "nixl_kv_x", "lmcache.x"),
+    *("remote_ready", "tp_size", "remote_kv_source", "nixl_kv_x", "lmcache.x"),
 )
 OPTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1, 2, 0),
@@ -118,11 +118,7 @@ class Fuzz:
         if kind < 0.6:
             pushed = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
             return pushed | {"remote_engine_id": self.value(), "remote_host": self.value()}
-        leg = {name: self.value() for name in ("kv_request_id", "remote_host", "remote_port")}
-        return {
-            rng.choice(FIELDS): leg if rng.random() < 0.1 else self.value()
-            for _ in range(rng.randrange(1, 6))
-        }
+        return {rng.choice(FIELDS): self.value() for _ in range(rng.randrange(1, 6))}
 
     def changed(self, ticket: dict[str, Any]) -> dict[str, Any]:
         rng = self.rng
@@ -166,14 +162,13 @@ class Fuzz:
 
 @pytest.fixture(scope="module")
 def engines(cluster: Cluster) -> Iterator[list[Engine]]:
-    """Without a key, so that changed tickets get further; pair ids reach more code."""
+    """Without a key, so that changed tickets get further."""
     specs = pair_specs(
         ensure_tiny_model(),
         suffix="-fuzz",
         connector_config={
             "insecure": True,
             "peers": [f"{HOST}/32"],
-            "pair_ids": "kv_request_id",
             "request_timeout_s": 5,
         },
         num_blocks=64,

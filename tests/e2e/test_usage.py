@@ -9,7 +9,7 @@ import pytest
 
 from harness.cluster.client import Answer, Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EARLY_ANSWER, FAST_SCHEDULER, EngineSpec
+from harness.cluster.engines import EARLY_ANSWER, OVERLAP, EngineSpec
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
@@ -50,9 +50,9 @@ def engines(
             spec,
             name=f"usage-{spec.role}",
             extra_args=(*args, *DETAILS, *spec.extra_args),
-            connector_config={**spec.connector_config, "insecure": False},
+            connector_config={**spec.connector_config, **OVERLAP, "insecure": False},
         )
-        for spec, args in zip(base_specs, (EARLY_ANSWER, FAST_SCHEDULER), strict=True)
+        for spec, args in zip(base_specs, (EARLY_ANSWER, ()), strict=True)
     )
     single = without_connector(prefill, "usage-single")
     single = replace(single, extra_args=(*DETAILS, *base_specs[0].extra_args))

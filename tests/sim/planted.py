@@ -268,11 +268,6 @@ def pair_given_up_by_who_reads_another_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EarlyAsks, "release", give_up)
 
 
-@breaks("needless failure", in_="ids")
-def load_by_id_not_told_of_its_engine(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeMachine, "_on_found", lambda *_: [])
-
-
 @breaks("needless failure", "granted in two ways", "not over", in_="early")
 def pair_slot_given_twice(patch: pytest.MonkeyPatch) -> None:
     def free(slots: PairSlots, report: events.PairSlotFree) -> None:

@@ -44,7 +44,6 @@ DEADLY: Final = (
     "die 0.6, mute 0.5, wait 3"
 )
 EARLY: Final = "pair 6, arrive 8, prefill 2"
-BY_ID: Final = "id 6, pair 1, arrive 8, prefill 2"
 RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
 IN_STEP: Final = "prefill 5, decode once 8, beat 8"
 """No rank is slow: everything that can be done is done, and then time passes."""
@@ -119,10 +118,6 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "foreign": Profile(_weights(EVERY_DAY, EARLY, "foreign 8")),
     "early, faults": Profile(
         _weights(EVERY_DAY, BUSY, EARLY, NETWORK, DEADLY, RESTING, "preempt 4, abort 4")
-    ),
-    "ids": Profile(_weights(EVERY_DAY, GENTLE, BY_ID), gentle=True),
-    "ids, faults": Profile(
-        _weights(EVERY_DAY, BUSY, BY_ID, NETWORK, DEADLY, RESTING, "preempt 4, abort 4, foreign 2")
     ),
     "busy": Profile(_weights(EVERY_DAY, BUSY, "repeat 2, damage 1")),
     "late": Profile(_weights(EVERY_DAY, BUSY, "wait 5, hang 1, fail 0.2, damage 1")),

@@ -7,21 +7,19 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from msgspec import structs
-
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, EngineId, RequestId
+from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Hint
-from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from nixl_kv.protocol.ticket import Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.rank import Environment, Seat
 from sim.repeatable import Violation
-from sim.vllm import BY_ID, BlockManager, Forward, IssuedTicket, Request, Status
+from sim.vllm import BlockManager, Forward, IssuedTicket, Request, Status
 
 OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
@@ -166,12 +164,8 @@ class DecodeHalf(_Half):
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        params, pair = request.kv_transfer_params, None
-        if BY_ID in params:  # then decode knows no more of prefill than its address
-            named = SealedTicket.parse(params).open()
-            pair = structs.replace(named, engine=ANY_ENGINE, incarnation=ANY_INCARNATION)
         with contextlib.suppress(RemoteProtocolError):
-            self.connector.on_new_request(request.connector_prompt, params, pair=pair)
+            self.connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
 
     def schedule(self) -> list[Forward]:
         """Continue running requests, park loads, and start requests that have room."""

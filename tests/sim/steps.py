@@ -38,7 +38,6 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -49,7 +48,7 @@ from sim.engine import Engine
 from sim.liars import Liar, forge
 from sim.planes import Faults, Read
 from sim.rank import RankLife
-from sim.vllm import BY_ID, IssuedTicket, Request
+from sim.vllm import IssuedTicket, Request
 from sim.world import PREFILL, World
 
 DIGEST_TURNS: Final = 20
@@ -234,8 +233,8 @@ def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
         engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
 
-def _pair(world: World, length: int, engine: Engine, *, by_id: bool = False) -> None:
-    """The router gets a ticket, or has an id, before the request arrives at prefill."""
+def _pair(world: World, length: int, engine: Engine) -> None:
+    """The router gets a ticket before the request arrives at prefill."""
     address = engine.scheduler.prefill.admission.address
     if not engine.is_prefill or address is None:
         return
@@ -244,8 +243,7 @@ def _pair(world: World, length: int, engine: Engine, *, by_id: bool = False) -> 
     request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
     world.pairs[ticket.nonce] = request.request_id
     world.arriving.append((engine.name, request, ticket))
-    params = ticket.params(None) | ({BY_ID: True} if by_id else {})
-    world.tickets.append(IssuedTicket(params, prompt, engine.name))
+    world.tickets.append(IssuedTicket(ticket.params(None), prompt, engine.name))
 
 
 def arrive(world: World, arriving: tuple[str, Request, Ticket]) -> None:
@@ -375,7 +373,6 @@ def round_lines(world: World) -> Iterator[str]:
 STEPS: Final[Mapping[str, Step]] = {
     "prefill": (_prefill, LENGTH, one_of(1, 1, 1, 2, 3, 4), PREFILL_ENGINE),
     "pair": (_pair, LENGTH, PREFILL_ENGINE),
-    "id": (partial(_pair, by_id=True), LENGTH, PREFILL_ENGINE),
     "arrive": (arrive, _nth(lambda world: world.arriving)),
     "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
     "foreign": (_foreign, DECODE_ENGINE, TICKET),

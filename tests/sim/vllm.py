@@ -7,7 +7,7 @@ back has them in another order.
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.ids import RequestId
@@ -124,10 +124,6 @@ class Status(enum.Enum):
     PREEMPTED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
-
-
-BY_ID: Final = "by_id"
-"""Among the parameters of a request for which the router has sent an id instead of the ticket."""
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from nixl_kv.connector.scheduler_hooks import hook_scheduler
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import Incarnation, new_incarnation
 from nixl_kv.protocol.messages import encode
@@ -86,6 +87,13 @@ def make_scheduler(
         hash_block_size=BLOCK,
         log_stats=True,
     )
+
+
+def hooked(config: VllmConfig) -> type[Scheduler]:
+    """The class that vLLM would choose, with the connector's hooks, as a start has it."""
+    hook_scheduler(config)
+    kind: type[Scheduler] = config.scheduler_config.get_scheduler_cls()
+    return kind
 
 
 @cache

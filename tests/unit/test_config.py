@@ -38,7 +38,6 @@ NO_PEERS = r"a list of CIDRs, such as \['10.0.0.0/24', 'fd00::/64'\], or null"
 NO_LABEL = "up to 256 printable characters, such as the trainer's step"
 LAYOUTS = get_args(Layout)
 NO_LAYOUT = " or ".join(map(repr, LAYOUTS))
-NO_PAIR_IDS = "'off' or 'kv_request_id' or 'request_id'"
 
 
 @pytest.fixture
@@ -77,6 +76,10 @@ def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
         pytest.param("key_file", "key", "key", id="key"),
         pytest.param("peers", None, None, id="default peers"),
         pytest.param("offer_share", 1, 1.0, id="largest share"),
+        *[
+            pytest.param("overlap", value, word, id=f"overlap {value}")
+            for value, word in (("on", "on"), (True, "on"), (False, "off"))
+        ],
         *[
             pytest.param("verify", value, share, id=f"verify {value}")
             for value, share in (
@@ -118,7 +121,7 @@ REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "lease_s": (NO_SECONDS, SECONDS),
     "request_timeout_s": (NO_SECONDS, SECONDS[:2]),
     "peer_timeout_s": (NO_SECONDS, SECONDS[:2]),
-    "pair_ids": (NO_PAIR_IDS, ("", "on", "uuid", True, None, ["off"])),
+    "overlap": ("'on' or 'off'", ("", "On", "auto", "true", None, 0, 1, ["on"])),
     "layout": (NO_LAYOUT, ("", "lbhnc", "NHD", None, 5, ["auto"])),
     "weights": (NO_LABEL, (None, 7, "two\nlines", "x" * 257, ["a"])),
     "on_load_failure": ("'recompute' or 'fail'", ("", "Fail", True, None, ["fail"])),
@@ -160,7 +163,7 @@ def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
 
 
 KNOWN = (
-    "host, port, rank_port, backends, offer_ttl_s, lease_s, request_timeout_s, pair_ids, "
+    "host, port, rank_port, backends, offer_ttl_s, lease_s, request_timeout_s, overlap, "
     "layout, key_file, insecure, peers, peer_timeout_s, path, staging_mib, offer_share, weights, "
     "in_tree_decode, on_load_failure, media, verify"
 )
@@ -541,14 +544,3 @@ def test_ipv4_counts_the_same_however_it_is_written(
 def test_allowed_hosts_are_shown_as_an_operator_writes_them() -> None:
     assert str(Config().allowed_hosts) == "127.0.0.0/8, ::1/128, 127.0.0.1/32"
     assert str(AllowedHosts()) == "0.0.0.0/0, ::/0"
-
-
-def test_the_ids_of_routers_need_a_list_of_peers() -> None:
-    """No engine has signed the host beside such an id."""
-    all_hosts = (["0.0.0.0/0", "::/0"], ["0.0.0.0/1", "128.0.0.0/1"], ["::ffff:0:0/96"], ["::/0"])
-    for peers in ({}, *({"peers": each} for each in all_hosts)):
-        with pytest.raises(ConfigError, match=r"^pair_ids is 'request_id', and peers allows every"):
-            Config.parse({"pair_ids": "request_id", "key_file": "key", **peers}, {})
-    assert Config.parse({"pair_ids": "request_id"}, {}).pair_ids == "request_id"
-    extra = {"pair_ids": "kv_request_id", "key_file": "key", "peers": ["10.0.0.0/8"]}
-    assert Config.parse(extra, {}).pair_ids == "kv_request_id"

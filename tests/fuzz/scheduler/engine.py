@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import nixl_kv.connector.scheduler as ours
-from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.ids import RequestId, new_incarnation, new_nonce
@@ -30,6 +29,7 @@ from support.vllm_scheduler import (
     BLOCK,
     MAX_TOKENS,
     OURS,
+    hooked,
     make_config,
     make_scheduler,
 )
@@ -138,7 +138,7 @@ class Configuration:
     def transfer(self) -> KVTransferConfig:
         extra = {
             "port": 0,
-            "pair_ids": "kv_request_id",
+            "overlap": "on" if self.is_fast else "off",
             "on_load_failure": self.on_load_failure,
             "offer_share": self.offer_share,
         }
@@ -174,8 +174,7 @@ class Engine:
             config.cache_config.mamba_block_size = last.block_size
         dtype = config.model_config.dtype
         specs = [KVCacheGroupSpec([group.kind], group.spec(dtype)) for group in self.groups]
-        kind = FastScheduler if configuration.is_fast else None
-        self.vllm = make_scheduler(config, specs, kind)
+        self.vllm = make_scheduler(config, specs, hooked(config))
         self.connector = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})

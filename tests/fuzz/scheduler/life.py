@@ -150,11 +150,10 @@ class Life:
             params = dict(WANT_TICKET)
             if is_early:  # as `EarlyAnswer` asks
                 params[FIELD] = self._engine.pair_ticket(is_own=True)[FIELD]
-                params = self._id("remote_decoder") or params
         elif kind < 0.8:
             params = self._engine.ticket(tokens)
             if is_early:
-                params = self._id("remote_prefiller") or self._engine.pair_ticket(is_own=False)
+                params = self._engine.pair_ticket(is_own=False)
             self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
         longest = self._rng.choice([4, 12, 40])
@@ -171,12 +170,6 @@ class Life:
         self._vllm.add_request(request)
         if name in self._engine.role._prefill.awaited:
             self._waiting[name] = 0
-
-    def _id(self, leg: str) -> dict[str, Any]:
-        """At times a router sends an id instead, perhaps one of an earlier request."""
-        address = {"remote_host": "127.0.0.1", "remote_port": 5600}
-        record = {"kv_request_id": str(self._rng.randint(0, 99)), **address}
-        return {leg: record} if self._happens(0.4) else {}
 
     def _go_on_with_session(self) -> None:
         """The next part of one comes, or its end."""

@@ -26,7 +26,8 @@ SERVE: Final = "harness.cluster.serve"
 HOST: Final = "127.0.0.1"
 MODEL_NAME: Final = "tiny"
 EARLY_ANSWER: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
-FAST_SCHEDULER: Final = ("--scheduler-cls", "nixl_kv.connector.Scheduler")
+OVERLAP: Final = {"overlap": "on"}
+"""The setting of the connector."""
 START_TIMEOUT_S: Final = 300.0
 RESTART_TIMEOUT_S: Final = 120.0
 KV_ROLES: Final[Mapping[Role, str]] = {

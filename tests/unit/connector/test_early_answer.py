@@ -110,9 +110,7 @@ async def _respond(send: Any, status: int, body: Any) -> None:
 class Client:
     """Sends requests through the middleware to an engine, on an event loop of its own."""
 
-    def __init__(
-        self, role: str = "kv_producer", data_parallel: int = 1, pair_ids: str = "off"
-    ) -> None:
+    def __init__(self, role: str = "kv_producer", data_parallel: int = 1) -> None:
         self.engine = Engine()
         self.early = EarlyAnswer(self.engine)
         transfer = {
@@ -121,7 +119,6 @@ class Client:
             "kv_connector_extra_config": {
                 "insecure": True,
                 "peers": ["127.0.0.1/32"],
-                "pair_ids": pair_ids,
             },
         }
         config = SimpleNamespace(
@@ -557,7 +554,6 @@ def test_requests_that_can_be_answered_early(changed: dict[str, Any]) -> None:
     ("options", "reason"),
     [
         ({"data_parallel": 2}, "data_parallel_size is 2; allowed: 1"),
-        ({"pair_ids": "request_id"}, "pair_ids is 'request_id'; allowed: 'off'"),
     ],
 )
 def test_some_engines_answer_as_usual(

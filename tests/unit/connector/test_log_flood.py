@@ -175,12 +175,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Any], Any, dict[str, Any]]]
     "resumable": ({}, lambda: OFFER, add, {"resumable": True}),
     "rejected": ({}, lambda: OFFER, add, {"abort_immediately": True}),
     "no pair ticket": ({}, lambda: {**OFFER, FIELD: "y" * 60_000}, add, {}),
-    "bad id": (
-        {"pair_ids": "kv_request_id"},
-        lambda: {"remote_decoder": {"kv_request_id": "y" * 60_000}},
-        add,
-        {},
-    ),
     "not computed": ({}, lambda: OFFER, finish, {}),
     "failed outside": ({}, of_a_new_offer, fail_load, {}),
 }

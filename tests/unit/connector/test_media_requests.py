@@ -16,7 +16,7 @@ from nixl_kv.connector import plugin
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import (
     MediaReader,
-    check_ends_requests,
+    check_hooks,
     keep_private,
     media_rules,
 )
@@ -163,7 +163,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes schedulers of a model that takes images."""
     reader = MediaReader(frozenset({IMAGE}), has_geometry=False)
     monkeypatch.setattr(MediaReader, "of", lambda _: reader)
-    monkeypatch.setattr("nixl_kv.connector.scheduler.check_ends_requests", lambda _: None)
+    monkeypatch.setattr("nixl_kv.connector.scheduler.check_hooks", lambda _: None)
     schedulers: list[Scheduler] = []
 
     def new(role: str, **extra: Any) -> Scheduler:
@@ -257,4 +257,4 @@ def test_only_what_may_be_other_media_is_kept_private(
 
 def test_the_hooks_are_required() -> None:
     with pytest.raises(ConfigError, match="hooks over vLLM's scheduler are missing"):
-        check_ends_requests(vllm_config())
+        check_hooks(vllm_config())

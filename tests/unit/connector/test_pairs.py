@@ -13,7 +13,7 @@ from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import TicketRefused
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, RequestId
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -493,74 +493,3 @@ def test_a_request_that_waits_can_end(decode: DecodeScheduler, end: str) -> None
 def test_a_pair_ticket_is_used_once(decode: DecodeScheduler) -> None:
     with pytest.raises(TicketRefused, match="used before"):
         decode.on_new_request(prompt(), PAIR.params(None))
-
-
-# --- ids of routers, in both halves
-
-BY_ID = ticket(
-    nonce=hex32(8), num_tokens=0, context="", engine=ANY_ENGINE, incarnation=ANY_INCARNATION
-)
-
-
-def by_id(decode: DecodeScheduler, request: RequestId = D1, **changed: str) -> Ticket:
-    """The ticket with which decode asks for a request with an id."""
-    prompt = Prompt(request, NUM_TOKENS, TOKEN_IDS)
-    decode.on_new_request(prompt, {}, pair=replace(BY_ID, **changed))
-    (command,) = decode.build_connector_meta()
-    assert isinstance(command, PrepareLoad)
-    assert command.is_early
-    return command.ticket
-
-
-@pytest.fixture
-def unused() -> DecodeScheduler:
-    return DecodeScheduler([Paging(0, 4, 0)], SealedTicket.parse)
-
-
-@pytest.mark.parametrize("label", ["", "step 7"])
-def test_the_hash_of_an_id_has_the_label_of_the_weights(
-    unused: DecodeScheduler, label: str
-) -> None:
-    unused.weights = label
-    asked = by_id(unused)
-    assert asked.context == prompt().context(BY_ID.nonce, label)
-    others = {prompt().context(BY_ID.nonce, other) for other in ("", "step 7", "step 8")}
-    assert len(others) == 3
-    assert prompt().context(BY_ID.nonce) == context_hash(BY_ID.nonce, TOKEN_IDS, [])
-
-
-@pytest.mark.parametrize("label", ["", "step 7"])
-def test_the_ticket_of_a_request_with_an_id_is_good_too(
-    unused: DecodeScheduler, label: str
-) -> None:
-    """A router may send ids, and still pass prefill's answer on."""
-    unused.weights = label
-    context = prompt().context(BY_ID.nonce, label)
-    sent = ticket(nonce=BY_ID.nonce, num_tokens=NUM_TOKENS, context=context, weights=label)
-    unused.on_new_request(prompt(), sent.params(None))
-    (command,) = unused.build_connector_meta()
-    assert isinstance(command, PrepareLoad)
-    assert (command.ticket, command.is_early) == (sent, False)
-
-
-def test_an_id_is_used_once(unused: DecodeScheduler) -> None:
-    by_id(unused)
-    with pytest.raises(TicketRefused, match="used before"):
-        by_id(unused, RequestId("d2"))
-
-
-def test_after_a_cache_reset_only_a_label_tells_of_prefills_weights(
-    unused: DecodeScheduler,
-) -> None:
-    unused.reset_cache()
-    with pytest.raises(TicketRefused, match=r"cache was reset.*set-weights") as refusal:
-        by_id(unused)
-    assert refusal.value.reason == "weights"
-    (prepare, cancel) = unused.build_connector_meta()
-    assert isinstance(prepare, PrepareLoad)
-    assert cancel == CancelLoad(D1), "prefill need not hold its blocks"
-    unused.weights = "step 8"
-    by_id(unused, nonce=hex32(9))
-    unused.weights = ""
-    unused.accept_outdated()  # it woke up with the same weights
-    by_id(unused, nonce=hex32(10))

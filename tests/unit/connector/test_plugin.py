@@ -243,7 +243,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The engines whose scheduler gets hooks. The real ones need vLLM's scheduler."""
     engines: list[Any] = []
     module = SimpleNamespace(hook_scheduler=engines.append)
-    monkeypatch.setitem(sys.modules, "nixl_kv.connector.request_ends", module)
+    monkeypatch.setitem(sys.modules, "nixl_kv.connector.scheduler_hooks", module)
     return engines
 
 

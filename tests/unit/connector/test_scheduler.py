@@ -23,10 +23,8 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
-    ExpectOffer,
     PairReleased,
     PrepareLoad,
-    PrepareOffer,
     PublishOffer,
     SetEngine,
     WithdrawOffer,
@@ -322,108 +320,36 @@ def test_parameters_of_another_connector_are_ignored(
 
 # --- routers that start both legs themselves
 
-LEGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "kv_request_id": (
-        {"remote_decoder": {"kv_request_id": "u"}},
-        {"remote_prefiller": {"kv_request_id": "u", "remote_host": HOST, "remote_port": 5600}},
-    ),
-    "request_id": (
-        {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
-        {"do_remote_prefill": True, "remote_host": HOST, "remote_port": 5600, "tp_size": 1},
-    ),
+BEFORE_PREFILLS_ANSWER: dict[str, dict[str, Any]] = {
+    "vllm-router": {"remote_ready": False},
+    "a proxy for push": {"remote_host": HOST, "remote_port": 5600, "tp_size": 1},
 }
 
 
-def leg(params: Any, number: int = 0) -> Request:
-    """Each engine appends other digits to the id."""
-    return new_request(params, request_id=f"cmpl-u-0-0000000{number}")
-
-
-@pytest.mark.parametrize("label", ["", "step 7"])
-@pytest.mark.parametrize("form", LEGS)
-def test_both_legs_of_a_router_that_sends_an_id_name_one_offer(
-    make: Make, form: str, label: str
+@pytest.mark.parametrize("router", BEFORE_PREFILLS_ANSWER)
+def test_decode_refuses_a_request_that_comes_before_prefills_answer(
+    make: Make, router: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"port": 0, "pair_ids": form, "weights": label}
-    prefill, decode = make(extra, kv_role="kv_producer"), make(extra, kv_role="kv_consumer")
-    to_prefill, to_decode = LEGS[form]
-    first = leg(to_prefill)
-    prefill.on_new_request(first)
-    (expected,) = commands(prefill)
-    decode.on_new_request(leg(to_decode, 1))
-    (prepare,) = commands(decode)
-    assert isinstance(prepare, PrepareLoad)
-    assert prepare.is_early
-    assert prepare.ticket.endpoint == endpoint_at(HOST, 5600)
-    asked = prepare.ticket.nonce, prepare.ticket.context
-    assert (expected.nonce, expected.context) == asked
-    (offer,) = [one for one in compute(prefill, first) if isinstance(one, PrepareOffer)]
-    assert (offer.nonce, offer.is_pair) == (expected.nonce, True)
-
-
-@pytest.mark.parametrize("form", LEGS)
-def test_engines_with_other_labels_name_other_prompts(make: Make, form: str) -> None:
-    hashes = set()
-    for label in ("step 7", "step 8"):
-        scheduler = make({"port": 0, "pair_ids": form, "weights": label})
-        for params in LEGS[form]:
-            scheduler.on_new_request(leg(params))
-        expected, prepare = commands(scheduler)
-        assert expected.context == prepare.ticket.context
-        hashes.add(expected.context)
-    assert len(hashes) == 2
-
-
-BAD_RECORDS: tuple[Any, ...] = (
-    *(None, [], "u", 7, {}, {"kv_request_id": None}, {"kv_request_id": "x" * 10**4}),
-    *({"kv_request_id": "a\nb"}, {"kv_request_id": {"a": 1}}),
-)
-
-
-@pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: f"{record!r:.30}")
-def test_a_prompt_whose_id_is_not_valid_or_used_is_not_offered(
-    make: Make, record: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Prefill's answer goes nowhere, so blocks would be held for nobody."""
-    scheduler = make({"port": 0, "pair_ids": "kv_request_id"}, kv_role="kv_producer")
-    scheduler.on_new_request(new_request(LEGS["kv_request_id"][0]))
-    assert [type(one) for one in commands(scheduler)] == [ExpectOffer]
-    for bad in ({"remote_decoder": record}, LEGS["kv_request_id"][0]):
-        request = new_request(bad)
-        with caplog.at_level(logging.INFO):
-            scheduler.on_new_request(request)
-        assert "its kv_request_id is not valid, or was used before" in caplog.messages[-1]
-        assert is_computed_here(scheduler, request)
-
-
-@pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: f"{record!r:.30}")
-def test_decode_computes_a_prompt_whose_id_is_not_valid(make: Make, record: Any) -> None:
-    scheduler = make({"port": 0, "pair_ids": "kv_request_id"}, kv_role="kv_consumer")
-    request = new_request({"remote_prefiller": record})
-    scheduler.on_new_request(request)
+    scheduler = make(kv_role="kv_consumer")
+    request = new_request({"do_remote_prefill": True} | BEFORE_PREFILLS_ANSWER[router])
+    with caplog.at_level(logging.WARNING):
+        scheduler.on_new_request(request)
+    assert "the router starts decode before prefill answers" in caplog.messages[-1]
     assert refused(scheduler) == {"malformed": 1}
-    assert is_computed_here(scheduler, request)
-
-
-def test_an_id_leads_to_no_stranger(make: Make) -> None:
-    scheduler = make({"port": 0, "pair_ids": "kv_request_id"}, kv_role="kv_consumer")
-    request = new_request({"remote_prefiller": P2P})
-    scheduler.on_new_request(request)
-    assert refused(scheduler) == {"host": 1}
     assert is_computed_here(scheduler, request)
 
 
 @pytest.mark.parametrize(
     ("role", "params", "words"),
     [
-        ("kv_consumer", LEGS["kv_request_id"][0], "remote_decoder is set, but this engine is a kv"),
-        ("kv_producer", LEGS["kv_request_id"][1], NOT_ON_PREFILL),
+        ("kv_consumer", {"do_remote_decode": True}, "do_remote_decode is true, but this engine"),
+        ("kv_producer", {"do_remote_prefill": True}, NOT_ON_PREFILL),
     ],
 )
 def test_a_leg_on_the_wrong_engine_is_refused(
     make: Make, role: str, params: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = make({"port": 0, "pair_ids": "kv_request_id"}, kv_role=role)
+    scheduler = make(kv_role=role)
     with caplog.at_level(logging.WARNING):
         scheduler.on_new_request(new_request(params))
     assert words in caplog.messages[-1]

@@ -15,11 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.config import Config
-from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import LoadReport, RankReports
 from nixl_kv.connector.traces import Traces, phases
 from nixl_kv.connector.worker import WorkerMetadata
@@ -52,7 +50,7 @@ from support.records import (
 )
 from support.scripts import READING, loading
 from support.vllm_objects import new_request, vllm_config
-from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config
+from support.vllm_scheduler import BLOCK, SteppedScheduler, hooked, make_config
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS: Final = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
@@ -85,7 +83,6 @@ def exported(provider: TracerProvider) -> Exported:
 
 def engine(
     endpoint: str | None = "http://127.0.0.1:4317",
-    kind: type[Scheduler] | None = None,
     **extra: Any,
 ) -> SteppedScheduler:
     transfer = KVTransferConfig(
@@ -96,7 +93,7 @@ def engine(
     )
     config = make_config(transfer, 32, caches_prefixes=False)
     config.observability_config.otlp_traces_endpoint = endpoint
-    engine = SteppedScheduler(config, kind)
+    engine = SteppedScheduler(config, hooked(config))
     engine.describe()
     return engine
 
@@ -357,7 +354,7 @@ def test_a_load_that_ends_between_steps_has_its_span_when_the_workers_report(
     exported: Exported,
 ) -> None:
     """Its request may have ended by then."""
-    decode = engine(kind=FastScheduler)
+    decode = engine(overlap="on")
     begin_load(decode, max_tokens=1)
     (key,) = decode.connector._decode._by_hint_key
     reader = teller(engine=decode.connector._engine_id)

@@ -15,7 +15,6 @@ import pytest
 import vllm
 from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -23,8 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 import nixl_kv
 from nixl_kv.config import Config
 from nixl_kv.connector import early_answer, unpromised
-from nixl_kv.connector.fast_scheduler import FastScheduler
-from nixl_kv.connector.request_ends import EndsRequests, hook_scheduler
+from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.errors import ConfigError
@@ -37,8 +35,8 @@ from support.vllm_scheduler import (
     OURS,
     WANT_TICKET,
     SteppedScheduler,
+    hooked,
     make_config,
-    make_scheduler,
 )
 
 CONNECTOR: Final = Path(unpromised.__file__).parent
@@ -121,8 +119,7 @@ OURS_TOO: Final = {
 }
 # vLLM's classes that a class of this package extends: it may use these of their own attributes.
 BASES: Final = {
-    "FastScheduler": "Scheduler AsyncScheduler",
-    "EndsRequests": "Scheduler",
+    "SchedulerHooks": "Scheduler",
     "PromMetrics": "KVConnectorPromMetrics",
 }
 # Private names of vLLM that the connector interface itself defines.
@@ -405,12 +402,11 @@ def test_which_versions_are_tested(version: str, *, expected: bool) -> None:
 class Stepped(SteppedScheduler):
     """With this connector, and chunks of 64 tokens."""
 
-    def __init__(
-        self, role: str = "kv_both", kind: type[Scheduler] | None = None, **config: Any
-    ) -> None:
-        extra = {"port": 0, "insecure": True}
+    def __init__(self, role: str = "kv_both", *, overlap: str = "off", **config: Any) -> None:
+        extra = {"port": 0, "insecure": True, "overlap": overlap}
         transfer = KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra)
-        super().__init__(make_config(transfer, 24, max_num_batched_tokens=64, **config), kind)
+        made = make_config(transfer, 24, max_num_batched_tokens=64, **config)
+        super().__init__(made, hooked(made))
         self.describe()
 
     def pair(self) -> dict[str, Any]:
@@ -518,7 +514,7 @@ def upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("change", [change_argument, rename, upgrade])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_scheduler_class_is_vllms_own(
+def test_loads_end_as_vllm_ends_them(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -528,11 +524,11 @@ def test_the_scheduler_class_is_vllms_own(
 ) -> None:
     """From the start on, and not at the first load. All else goes on."""
     change(monkeypatch)
-    decode = make("kv_consumer", FastScheduler, is_async=is_async)
-    assert type(decode.vllm) is (AsyncScheduler if is_async else Scheduler)
+    decode = make("kv_consumer", is_async=is_async, overlap="on")
+    assert isinstance(decode.vllm, SchedulerHooks), "it can still end single requests"
     assert not decode.connector.takes_hints
     (warning,) = warnings_of(caplog)
-    assert "--scheduler-cls nixl_kv.connector.Scheduler has no effect" in warning
+    assert "overlap has no effect on decode" in warning
     prompt = list(range(48))
     decode.add("d", prompt, ticket_for(prompt, new_nonce()).params(None))
     decode.end(decode.vllm.schedule())
@@ -543,22 +539,11 @@ def test_the_scheduler_class_is_vllms_own(
     assert ended.finished
 
 
-@pytest.mark.parametrize("chosen", [FastScheduler, type("Mine", (FastScheduler,), {})])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_untested_vllm_can_still_end_single_requests(
-    monkeypatch: pytest.MonkeyPatch, chosen: type[Scheduler], *, is_async: bool
+@pytest.mark.parametrize(("overlap", "takes"), [("on", True), ("off", False)])
+def test_hints_are_taken_if_the_operator_wants_overlap(
+    make: Make, overlap: str, *, takes: bool
 ) -> None:
-    """Those hooks rest on presence only. Our scheduler class under them is off."""
-    for version, is_on in (("0.33.0", True), ("0.34.0", False)):
-        monkeypatch.setattr(vllm, "__version__", version)
-        config = make_config(None, 24, is_async=is_async)
-        config.scheduler_config.scheduler_cls = chosen
-        hook_scheduler(config)
-        made = make_scheduler(config, kind=config.scheduler_config.get_scheduler_cls())
-        assert isinstance(made, EndsRequests)
-        assert isinstance(made, FastScheduler) is is_on
-        assert isinstance(made, AsyncScheduler) is (is_on or is_async)
-        assert config.scheduler_config.scheduler_cls is chosen, "as it was"
+    assert make("kv_consumer", overlap=overlap).connector.takes_hints is takes
 
 
 def computed(output: SchedulerOutput) -> list[int | None]:
@@ -588,7 +573,7 @@ def test_chunks_are_off_with_an_untested_vllm(
     assert FIELD in answers[0].kv_transfer_params, "it is offered all the same"
     warnings = warnings_of(caplog)
     assert len(warnings) == (0 if version == "0.33.0" else 1), "of all features together"
-    for text in ("in chunks", "--scheduler-cls", f"vLLM {version} was not tested"):
+    for text in ("in chunks", "overlap", f"vLLM {version} was not tested"):
         assert all(text in warning for warning in warnings)
 
 
@@ -673,15 +658,14 @@ def test_other_errors_of_an_import_stay(name: str | None) -> None:
     assert unpromised.import_error(error) is error
 
 
-@pytest.mark.parametrize("name", ["NixlKVConnector", "Scheduler"])
-def test_the_start_names_what_it_cannot_import(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_start_names_what_it_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = sys.modules
     for module in [each for each in modules if each.startswith("nixl_kv.connector.")]:
-        if module.rpartition(".")[2] in ("connector", "scheduler", "worker", "fast_scheduler"):
+        if module.rpartition(".")[2] in ("connector", "scheduler", "worker"):
             monkeypatch.delitem(modules, module)
     monkeypatch.delattr("vllm.v1.core.sched.output.SchedulerOutput")
     with pytest.raises(ConfigError, match=r"lacks vllm\.v1\.core\.sched\.output\.SchedulerOutput"):
-        getattr(nixl_kv.connector, name)
+        getattr(nixl_kv.connector, "NixlKVConnector")  # noqa: B009 - it is made on first use
 
 
 def test_the_early_answer_is_off_without_its_parts(

@@ -7,11 +7,9 @@ from typing import Any, Final
 
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefillStats, PromptTokenStats
 from vllm.v1.request import RequestStatus
 
-from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.worker import WorkerMetadata
@@ -33,6 +31,7 @@ from support.vllm_scheduler import (
     OURS,
     WANT_TICKET,
     SteppedScheduler,
+    hooked,
     make_config,
     make_request,
 )
@@ -57,12 +56,12 @@ class Told:
 class Engine(SteppedScheduler):
     """One of vLLM's schedulers; without a role it has no connector."""
 
-    def __init__(self, role: str = "", *, is_fast: bool = False, limit: int = 1024) -> None:
-        transfer, extra = None, {"port": 0, "insecure": True}
+    def __init__(self, role: str = "", *, overlap: str = "off", limit: int = 1024) -> None:
+        transfer, extra = None, {"port": 0, "insecure": True, "overlap": overlap}
         if role:
             transfer = KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra)
         config = make_config(transfer, NUM_BLOCKS, max_num_batched_tokens=limit)
-        super().__init__(config, FastScheduler if is_fast else Scheduler)
+        super().__init__(config, hooked(config))
         self.ticket: Any = None  # of the latest answer
         self.offered: list[int] = []  # cached tokens, by each `PrepareOffer`
         self._count = itertools.count()
@@ -195,7 +194,7 @@ def test_a_client_is_told_what_prefill_had_cached(
 ) -> None:
     """As by a single engine that has in its cache what prefill has. Metrics count as before."""
     single, prefill = make(limit=limit), make("kv_producer", limit=limit)
-    decode = make("kv_consumer", is_fast=is_told)
+    decode = make("kv_consumer", overlap="on" if is_told else "off")
     for earlier in on_prefill:
         single.run(earlier)
         prefill.run(earlier, WANT_TICKET)

@@ -11,7 +11,6 @@ from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError, TicketRefused
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import USER_KEY, Keys, make_user_key, write_key_file
-from nixl_kv.protocol.pair import PairAddress
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import FromPeer, Lost, Received
 from support.polling import wait_until
@@ -168,18 +167,3 @@ def test_its_sockets_let_in_whom_it_trusts(
     assert isinstance(items[0], FromPeer if is_let_in else Lost)
     listener.close()
     asker.close()
-
-
-def test_an_id_of_a_router_leads_only_to_a_peer(key_file: str) -> None:
-    who, other = (trust({**one, "peers": ["10.0.0.0/8"]}) for one in ({"key_file": key_file}, {}))
-    opened = who.open_pair("id", PairAddress(remote_host="10.0.0.1", remote_port=5601))
-    assert opened.is_pair
-    assert (opened.endpoint, opened.nonce) == ("tcp://10.0.0.1:5601", who.pair_nonce("id"))
-    for spelling in ("::ffff:10.0.0.1", "0:00:000:0:0:ffff:0a00:1"):  # decode keeps one peer
-        other_form = PairAddress(remote_host=spelling, remote_port=5601)
-        assert who.open_pair("id", other_form) == opened
-    assert who.pair_nonce("id") not in (other.pair_nonce("id"), who.pair_nonce("di"))
-    with pytest.raises(TicketRefused, match=r"remote_host is '8\.8\.8\.8'; allowed by 'peers'"):
-        who.open_pair("id", PairAddress(remote_host="8.8.8.8", remote_port=5600))
-    with pytest.raises(TicketRefused, match="incarnation is all zeros"):
-        who.open_own(who.seal(opened))  # no engine sends such a ticket

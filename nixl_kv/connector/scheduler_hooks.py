@@ -1,8 +1,14 @@
-"""Ends single requests with an error: hooks over whatever scheduler class was chosen.
+"""Hooks over whatever scheduler class was chosen: they end single loads and single requests.
+
+vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
+scheduling one step later still. With `overlap`, each rank also tells the scheduler's process
+directly, by a message to the engine's directory, and the hooks take these hints before each step.
 
 vLLM has one failure policy per engine, and a connector cannot end a request. But decode must not
-compute a prompt whose media it does not have (`media.py`). So the class of these hooks becomes the
-first base of the scheduler's class, whether vLLM or the operator has chosen that.
+compute a prompt whose media it does not have (`media.py`).
+
+So the class of these hooks becomes the first base of the scheduler's class, whether vLLM or the
+operator has chosen that.
 """
 
 from collections.abc import Iterator
@@ -14,10 +20,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 
-class EndsRequests:
+class SchedulerHooks:
     """The hooks. `hook_scheduler` mixes them into a scheduler class of vLLM's."""
 
-    ends_requests = True
+    are_hooks = True
     chosen: Any = None  # the setting scheduler_cls, as it was
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -26,11 +32,19 @@ class EndsRequests:
         # A class that is made here cannot be pickled, and vLLM may send the configuration again.
         scheduler.scheduler_config.scheduler_cls = self.chosen
         self._connectors = list(_own(scheduler.connector))
+        # vLLM tells its own connector that a load has ended. A MultiConnector would pass that on to
+        # a child that has not asked for it.
+        self._is_alone = self._connectors == [scheduler.connector]
+        for connector in self._connectors if self._is_alone else ():
+            connector.takes_hints = connector.may_take_hints
         self._ended: list[Request] = []
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self
         self._end_failed()
+        for connector in self._connectors:
+            if connector.takes_hints:
+                connector.end_landed(scheduler._update_from_kv_xfer_finished)  # noqa: SLF001 - no other way
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # vLLM sends workers no media whose KV they have. If it then preempts the request and
         # computes it, its V1 model runner misses them, and the engine ends.
@@ -39,6 +53,11 @@ class EndsRequests:
             if any(connector.may_compute(request) for connector in self._connectors):
                 new.mm_features = request.mm_features
         return output
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
+        for connector in self._connectors:
+            connector.ignore_hints()
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         # A request may have failed in this step: its token must not leave. vLLM aborts here too.
@@ -74,11 +93,9 @@ def hook_scheduler(vllm_config: VllmConfig) -> None:
     """
     config: Any = vllm_config.scheduler_config
     base = config.get_scheduler_cls()
-    if hasattr(base, "in_use"):  # `FastScheduler`
-        base = base.in_use(config)
-    if not issubclass(base, EndsRequests):
+    if not issubclass(base, SchedulerHooks):
         fields = {"chosen": config.scheduler_cls}
-        config.scheduler_cls = type(base.__name__, (EndsRequests, base), fields)
+        config.scheduler_cls = type(base.__name__, (SchedulerHooks, base), fields)
 
 
 def _own(connector: Any) -> Iterator[Any]:

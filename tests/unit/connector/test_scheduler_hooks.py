@@ -1,4 +1,4 @@
-"""vLLM's own scheduler classes with the hooks that end single requests. The test is the workers."""
+"""vLLM's own scheduler classes with hooks that end single requests. The test is the workers."""
 
 import pickle
 from collections import Counter
@@ -20,8 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from nixl_kv.connector.fast_scheduler import FastScheduler
-from nixl_kv.connector.request_ends import EndsRequests, hook_scheduler
+from nixl_kv.connector.scheduler_hooks import SchedulerHooks, hook_scheduler
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId
 from support.records import ticket_for
@@ -93,7 +92,6 @@ class Engine(SteppedScheduler):
     params=[
         pytest.param({}, id="vLLM's class"),
         pytest.param({"is_async": True}, id="vLLM's asynchronous class"),
-        pytest.param({"chosen": FastScheduler, "is_async": True}, id="ours"),
         pytest.param({"chosen": Chosen}, id="the operator's"),
         pytest.param({"is_nested": True}, id="in two MultiConnectors"),
     ]
@@ -105,9 +103,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_the_hooks_come_before_the_chosen_class(engine: Engine) -> None:
-    assert isinstance(engine.vllm, EndsRequests)
+    assert isinstance(engine.vllm, SchedulerHooks)
     chosen = engine.config.scheduler_config.scheduler_cls
-    assert chosen in (None, FastScheduler, Chosen), "as it was"
+    assert chosen in (None, Chosen), "as it was"
     pickle.dumps(engine.config.scheduler_config)
     expected = chosen or (
         AsyncScheduler if engine.config.scheduler_config.async_scheduling else Scheduler

@@ -1,4 +1,4 @@
-"""The scheduler class is vLLM's own, but hears of loads between steps. The test is its ranks."""
+"""With `overlap`, vLLM's scheduler hears of loads between steps. The test is its ranks."""
 
 import itertools
 from collections import Counter, deque
@@ -14,7 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.fast_scheduler import FastScheduler
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.engine.trust import Trust
@@ -23,31 +22,22 @@ from nixl_kv.protocol.events import LoadEnded, PrepareLoad, SetEngine
 from nixl_kv.protocol.messages import Reader, encode
 from support.polling import wait_until
 from support.records import landed, ready, teller, ticket, ticket_for
-from support.vllm_scheduler import OURS, SteppedScheduler, make_config, make_request, make_scheduler
+from support.vllm_scheduler import OURS, SteppedScheduler, hooked, make_config
 
 PROMPT: Final = list(range(48))
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_it_schedules_as_vllms_class_does(*, is_async: bool) -> None:
-    """With two pipeline stages, a request may run in two steps at a time only with async."""
-    steps = []
-    for kind in (AsyncScheduler if is_async else Scheduler, FastScheduler):
-        config = make_config(None, 64, is_async=is_async)
-        config.parallel_config.pipeline_parallel_size = 2
-        scheduler = make_scheduler(config, kind=kind)
-        scheduler.num_spec_tokens = 3
-        scheduler.add_request(make_request("a", range(1, 20), max_tokens=8))
-        scheduled = [scheduler.schedule().num_scheduled_tokens for _ in range(2)]
-        steps.append((scheduled, scheduler.requests["a"].spec_token_ids))
-    assert steps[0] == steps[1]
-    assert (len(steps[0][0][1]) > 0) == is_async
+class Chosen(AsyncScheduler):
+    """An operator's class, or that of a platform."""
 
 
 class Engine(SteppedScheduler):
     """A decode engine of two ranks, with asynchronous scheduling."""
 
-    def __init__(self, kind: type[Scheduler] = FastScheduler, **extra: Any) -> None:
+    def __init__(
+        self, overlap: str = "on", chosen: type[Scheduler] | None = None, **extra: Any
+    ) -> None:
+        extra["overlap"] = overlap
         transfer = KVTransferConfig(
             **OURS,
             kv_role="kv_consumer",
@@ -55,7 +45,8 @@ class Engine(SteppedScheduler):
         )
         config = make_config(transfer, 32, is_async=True, caches_prefixes=False)
         config.parallel_config.world_size = 2
-        super().__init__(config, kind)
+        config.scheduler_config.scheduler_cls = chosen
+        super().__init__(config, hooked(config))
         self.describe()
         self.add("first", PROMPT[:4], max_tokens=2)
         output = self.vllm.schedule()
@@ -138,10 +129,14 @@ def test_a_request_is_scheduled_in_the_step_after_its_load(engine: Engine) -> No
     assert engine.free_blocks == engine.idle
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(AsyncScheduler, 5), (FastScheduler, 3)])
-def test_it_saves_two_steps_of_a_busy_engine(make: Make, kind: type[Scheduler], steps: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"overlap": "off"}, 5), ({}, 3), ({"chosen": Chosen}, 3)]
+)
+def test_it_saves_two_steps_of_a_busy_engine(
+    make: Make, options: dict[str, Any], steps: int
+) -> None:
     """vLLM has two steps under way, and workers report what has ended as a step begins."""
-    engine = make(kind=kind)
+    engine = make(**options)
     engine.add("busy", PROMPT[:4], max_tokens=60)
     first = engine.vllm.schedule()
     engine.add("d", PROMPT, ticket_for(PROMPT, new_nonce()).params(None))
