@@ -61,7 +61,7 @@ BACKGROUND_BYTES: Final = 32 << 10
 MAX_DECODING: Final = 8
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
-STORY_LINES: Final = 10  # transitions that the log shows below the line about a failed load
+STORY_LINES: Final = 16  # transitions that the log shows below the line about a failed load
 UNUSABLE: Final = (
     "%s cannot be used: %s; loads from it fail at once, and it is tried again after 1, 2, 4, ... "
     "up to 64 s"

@@ -653,7 +653,7 @@ def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on(
     prompt = prompt_of(request)
     assert (prompt.request, prompt.num_tokens) == (request.request_id, 3)
     assert prompt.token_ids == [0, 1, 2]
-    assert tuple(prompt._extras(2, "")) == extras, "of the first two tokens"
+    assert tuple(prompt._extras(2)) == extras, "of the first two tokens"
 
 
 def test_only_a_complete_prompt_is_offered() -> None:

@@ -83,7 +83,7 @@ def counts_of(rank: Stepped) -> dict[str, float]:
         if isinstance(result, Counts):
             for name, amount in by_name(result).items():
                 totals[name] = totals.get(name, 0) + amount
-    return {name: n for name, n in totals.items() if not name.startswith(("handshake", "warm_up"))}
+    return {name: n for name, n in totals.items() if not name.startswith("first_contact")}
 
 
 def granted(world: World, number: int = 1) -> None:
