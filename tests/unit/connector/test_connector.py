@@ -63,7 +63,7 @@ HOOKS = sorted(
         for name in vars(owner)
         if not name.startswith("_") and callable(getattr(owner, name))
     }
-    - {"end_landed", "may_compute", "pop_failed"}  # our own scheduler classes call them
+    - {"end_landed", "ignore_hints", "may_compute", "pop_failed"}  # our own scheduler classes call them
 )
 
 
