@@ -22,8 +22,10 @@ from harness.cluster.waiting import wait_or_fail
 
 _SEEDS = itertools.count(700_000)
 LONGEST_ERROR = 200
-STUCK_S = 300.0
-"""Longer than a client waits: then its request has ended, with an error."""
+CLIENT_TIMEOUT_S = 600.0
+"""Beside busy processes, engines have stood still for more than 60 s here."""
+STUCK_S = CLIENT_TIMEOUT_S + 60.0
+"""By then each request has ended, perhaps with an error."""
 AFTER_AN_ERROR_S = 2.0
 """A client that got an error pauses before its next request."""
 SHORT = range(1, 24)
@@ -90,7 +92,7 @@ class Rotation(Generic[_Server]):
             server = self.servers[next(self._numbers) % len(self.servers)]
             self._under_way[server.url] += 1
         try:
-            with Client(server.url) as client:
+            with Client(server.url, timeout_s=CLIENT_TIMEOUT_S) as client:
                 yield client
         finally:
             with self._lock:
