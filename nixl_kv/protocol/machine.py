@@ -32,7 +32,7 @@ class Machine(Generic[_State]):
     name: str  # of a subject, in errors and transitions
     table: Table[_State]
 
-    def move(  # noqa: PLR0913 - what a transition says
+    def move(  # noqa: PLR0913 - the fields of a transition
         self,
         record: events.Record,
         states: tuple[_State, _State | None],

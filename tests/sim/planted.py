@@ -319,13 +319,10 @@ def told_loads_reported_again(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("secret told to a peer", in_="told", is_quick=True)
 def secret_of_a_load_in_its_asks(patch: pytest.MonkeyPatch) -> None:
-    send = Load._send
-
-    def send_key(load: Load, read: Any, message: Any, **fields: Any) -> events.Send:
-        sent = send(load, read, message, **fields)
-        return structs.replace(sent, message=structs.replace(sent.message, claim=load.hint_key))
-
-    patch.setattr(Load, "_send", send_key)
+    fields = Load._fields
+    patch.setattr(
+        Load, "_fields", lambda load, read: {**fields(load, read), "claim": load.hint_key}
+    )
 
 
 @breaks("wrong bytes", "unexpected report", "unexpected end", in_="told")

@@ -101,7 +101,7 @@ def test_story_of_a_request_is_told_by_all_ranks(make_engine: MakeEngine) -> Non
         moves = [(event["before"], event["after"], event["cause"]) for event in rank["story"]]
         assert ("ASKING", "FAILED", "Deny") in moves
         assert failed["after"] == "FAILED"
-        assert failed["cause"].startswith(DENIED)
+        assert failed["cause"].startswith(f"Settled: {DENIED}")
     prefill.wait_offer("p-1")
     story = status(prefill, "--request p-1")["ranks"][0]["story"]
     # The third ask may be denied before or after the end.

@@ -666,18 +666,18 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
 
 
 ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)
-SAME_ID = Failure(FailureKind.INTERNAL, "same id")
+OTHER_FAILURE = Failure(FailureKind.INTERNAL, "same id")
 
 
 @each_of(
     {
         "one whose load still waits": (
             [*GRANTED, (ANOTHER, GIVEN_UP)],
-            (START, LoadEnded(D1, 7, SAME_ID, PEER)),
+            (START, LoadEnded(D1, 7, OTHER_FAILURE, PEER)),
         ),
         "one whose load is read": (
             [*READING, (ANOTHER, STOP), (START,)],
-            (read_done(), GIVEN_UP, LoadEnded(D1, 7, SAME_ID, PEER)),
+            (read_done(), GIVEN_UP, LoadEnded(D1, 7, OTHER_FAILURE, PEER)),
         ),
     },
     "case",
@@ -885,7 +885,9 @@ def test_a_load_of_an_early_ticket_waits_for_the_end_of_the_pause() -> None:
         sent, failure = loads.load(is_early=True)
         assert sent == []
         assert failure is not None
-        pauses.append(loads.machine.next_due - loads.now)
+        due = loads.machine.next_due
+        assert due is not None
+        pauses.append(due - loads.now)
         assert DESCRIBE in loads.tick_after(pauses[-1])
         loads.fail()
     assert pauses == [1, 2, 4, 8, 16, 32, 64, MAX_PAUSE_S]
