@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from nixl_kv.connector import decode
 from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
@@ -24,6 +25,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
     "rank": ranks.TRANSITIONS,
+    "scheduled": decode.LOAD_TRANSITIONS,
 }
 
 

@@ -9,10 +9,11 @@ must never count as good. So `update_connector_output` holds such a report back,
 report the load again, as failed. No vLLM here: the simulator runs this file alone.
 """
 
+import enum
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +33,7 @@ from nixl_kv.ids import (
     new_hint_key,
 )
 from nixl_kv.protocol import events
+from nixl_kv.protocol.machine import MachineState
 from nixl_kv.protocol.messages import Hint, Landed
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
@@ -90,21 +92,72 @@ class Prompt:
         yield from self.media.before(num_tokens).geometries()
 
 
+class LoadState(MachineState):
+    """The scheduler's view of a load. It ends with the workers' report or the request's end."""
+
+    WAITING = enum.auto()  # an early one, before prefill computes its request
+    READY = enum.auto()  # vLLM may give it blocks
+    REFUSED = enum.auto()  # its ticket was refused, and the request must fail
+    STARTED = enum.auto()  # the workers read into its blocks
+    RETRACTED = enum.auto()  # it has blocks, and must not end well
+
+
+class LoadEvent(MachineState):
+    COMPUTING = enum.auto()  # prefill computes the request, or has computed it
+    ALLOCATED = enum.auto()  # vLLM has given it blocks
+    RESET = enum.auto()  # this engine's cache was reset
+
+
+LOAD_TRANSITIONS: Final[Mapping[LoadState, Mapping[LoadEvent, LoadState | None]]] = {
+    LoadState.WAITING: {
+        LoadEvent.COMPUTING: LoadState.READY,
+        LoadEvent.ALLOCATED: LoadState.STARTED,
+        LoadEvent.RESET: None,
+    },
+    LoadState.READY: {
+        LoadEvent.COMPUTING: LoadState.READY,
+        LoadEvent.ALLOCATED: LoadState.STARTED,
+        LoadEvent.RESET: None,
+    },
+    LoadState.REFUSED: {
+        LoadEvent.COMPUTING: LoadState.REFUSED,
+        LoadEvent.ALLOCATED: LoadState.RETRACTED,
+        LoadEvent.RESET: None,
+    },
+    LoadState.STARTED: {
+        LoadEvent.COMPUTING: LoadState.STARTED,
+        LoadEvent.RESET: LoadState.RETRACTED,
+    },
+    LoadState.RETRACTED: {
+        LoadEvent.COMPUTING: LoadState.RETRACTED,
+        LoadEvent.RESET: LoadState.RETRACTED,
+    },
+}
+
+WITH_BLOCKS: Final = frozenset({LoadState.STARTED, LoadState.RETRACTED})
+
+
 @dataclass
 class _Load:
-    """A request with a valid ticket, until its load has ended or vLLM has finished it."""
+    """A request with a ticket, until its load has ended or vLLM has finished it."""
 
     request: RequestId
     num_tokens: int  # the upper bound of tokens to load
-    hint_key: HintKey | None = None
-    is_ready: bool = True  # not an early one before prefill computes its request
+    state: LoadState
+    hint_key: HintKey | None = None  # None in REFUSED, and in RETRACTED after it
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
-    is_started: bool = False
-    is_retracted: bool = False  # must not end well
-    is_refused: bool = False  # its ticket was refused, and the request must fail
-    num_cached: int | None = None  # by a rank that has landed; see `Grant`
-    # The ranks that have said so between steps, and their incarnations.
+    #: In STARTED, by a rank that has landed; see `Grant`.
+    num_cached: int | None = None
+    #: In STARTED, the ranks that have landed, and their incarnations.
     landed: dict[Rank, Incarnation] = field(default_factory=dict)
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.state in WITH_BLOCKS
+
+    def move(self, event: LoadEvent) -> None:
+        """Change the state. In the state before None, the load ends instead of moving."""
+        self.state = LOAD_TRANSITIONS[self.state][event] or self.state
 
 
 class DecodeScheduler:
@@ -191,7 +244,8 @@ class DecodeScheduler:
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
-        load = _Load(prompt.request, num_tokens, hint_key, is_ready=not is_early)
+        state = LoadState.WAITING if is_early else LoadState.READY
+        load = _Load(prompt.request, num_tokens, state, hint_key)
         self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)
         # An early ticket says nothing about prefill's media; prefill compares the hashes.
@@ -211,7 +265,8 @@ class DecodeScheduler:
 
         A connector cannot reject a request, so this pretends a load that fails.
         """
-        self._loads[request] = _Load(request, num_tokens - self._computed, is_refused=True)
+        num_tokens -= self._computed
+        self._loads[request] = _Load(request, num_tokens, LoadState.REFUSED)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
@@ -222,11 +277,11 @@ class DecodeScheduler:
         if self.must_load.has_failed(request):
             return None, False
         load = self._loads.get(request)
-        if load is None or load.is_started:
+        if load is None or load.has_blocks:
             return 0, False
         load.local = local
         num_tokens = max(0, load.num_tokens - local)
-        if num_tokens and not load.is_ready:
+        if num_tokens and load.state is LoadState.WAITING:
             return None, False
         return num_tokens, num_tokens > 0
 
@@ -235,7 +290,7 @@ class DecodeScheduler:
     ) -> None:
         """Start the load of `num_tokens`, or release prefill if that is 0."""
         load = self._loads.get(request)
-        if load is None or load.is_started:
+        if load is None or load.has_blocks:
             return  # only the first allocation of a request counts
         if num_tokens == 0:
             if load.local >= load.num_tokens:
@@ -244,8 +299,8 @@ class DecodeScheduler:
                 self.must_load.fail(request, "other_load", "another connector loads its KV")
             self._release(request)
             return
-        load.is_started = True
-        if load.is_refused:
+        load.move(LoadEvent.ALLOCATED)
+        if load.state is LoadState.RETRACTED:
             self._held_back.append(request)
             return
         tokens = range(load.local, load.local + num_tokens)
@@ -262,11 +317,11 @@ class DecodeScheduler:
 
     def on_ready(self, requests: Iterable[RequestId]) -> None:
         for request in self._loads.keys() & requests:
-            self._loads[request].is_ready = True
+            self._loads[request].move(LoadEvent.COMPUTING)
 
     def has_begun(self, request: RequestId) -> bool:
         load = self._loads.get(request)
-        return load is not None and load.is_started
+        return load is not None and load.has_blocks
 
     def take_landed(
         self, hints: Iterable[Hint], engine: EngineId, num_ranks: int
@@ -281,13 +336,13 @@ class DecodeScheduler:
             load, reader = self._by_hint_key.get(hint.hint_key), hint.reader
             if load is None or reader.engine != engine or reader.rank >= num_ranks:
                 continue  # the load has ended, or the hint is forged
-            load.is_ready = True
-            if isinstance(hint, Landed) and load.is_started:
-                load.num_cached = hint.num_cached if load.num_cached is None else load.num_cached
-                if reader.incarnation not in load.landed.values():
-                    load.landed[Rank(reader.rank)] = Incarnation(reader.incarnation)
-            is_unknown = not load.is_retracted and load.request not in self._told
-            if is_unknown and len(load.landed) == num_ranks:
+            load.move(LoadEvent.COMPUTING)
+            if not isinstance(hint, Landed) or load.state is not LoadState.STARTED:
+                continue
+            load.num_cached = hint.num_cached if load.num_cached is None else load.num_cached
+            if reader.incarnation not in load.landed.values():
+                load.landed[Rank(reader.rank)] = Incarnation(reader.incarnation)
+            if len(load.landed) == num_ranks and load.request not in self._told:
                 self._end(load.request)
                 landed[load.request] = load.num_cached
                 self._told.add(load.request)
@@ -300,7 +355,7 @@ class DecodeScheduler:
         that, but a report is not: after the cache is gone, workers report these loads as failed.
         """
         self._by_hint_key = {
-            key: load for key, load in self._by_hint_key.items() if not load.is_started
+            key: load for key, load in self._by_hint_key.items() if not load.has_blocks
         }
 
     def is_told(self, request: RequestId) -> bool:
@@ -318,7 +373,9 @@ class DecodeScheduler:
         """Returns the loads whose good end vLLM must not see: their KV is from before a reset."""
         ended = self._loads.keys() & finished_recving
         held_back = {
-            name for name in ended.difference(failed_recving) if self._loads[name].is_retracted
+            name
+            for name in ended.difference(failed_recving)
+            if self._loads[name].state is LoadState.RETRACTED
         }
         for request in ended - held_back:
             self._end(request, is_good=request not in failed_recving)
@@ -341,8 +398,8 @@ class DecodeScheduler:
         while len(self._outdated) > MAX_ENGINES:
             del self._outdated[next(iter(self._outdated))]
         for request, load in list(self._loads.items()):
-            if load.is_started:
-                load.is_retracted = True
+            if load.has_blocks:
+                load.move(LoadEvent.RESET)
                 self._commands.append(events.CancelLoad(request))
             else:
                 self.must_load.fail(request, "cancelled", "this engine's cache was reset")

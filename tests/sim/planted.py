@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from harness.local.engine import HOST_PATHS
-from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.decode import DecodeScheduler, LoadState
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.ids import EngineId, RequestId
@@ -301,12 +301,13 @@ def landed_before_a_reset(patch: pytest.MonkeyPatch) -> None:
     take = DecodeScheduler.take_landed
 
     def take_all(decode: DecodeScheduler, *given: Any) -> dict[RequestId, int | None]:
-        retracted = [load for load in decode._loads.values() if load.is_retracted]
+        loads = decode._loads.values()
+        retracted = [load for load in loads if load.state is LoadState.RETRACTED]
         for load in retracted:
-            load.is_retracted = False
+            load.state = LoadState.STARTED
         landed = take(decode, *given)
         for load in retracted:
-            load.is_retracted = True
+            load.state = LoadState.RETRACTED
         return landed
 
     patch.setattr(DecodeScheduler, "take_landed", take_all)
