@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from nixl_kv.config import Config
-from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, Prompt
+from nixl_kv.connector.decode import (
+    LOAD_TRANSITIONS,
+    REMEMBER_S,
+    DecodeScheduler,
+    LoadEvent,
+    LoadState,
+    Prompt,
+)
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError, TicketRefused
@@ -265,6 +272,41 @@ def test_a_request_that_ends_cancels_its_load_once(
     decode.request_finished(D1)
     decode.request_finished(D1)
     assert decode.build_connector_meta() == [CancelLoad(D1)]
+
+
+def load_in(decode: DecodeScheduler, state: LoadState) -> None:
+    """Bring a load into a state, as vLLM's hooks do."""
+    if state is LoadState.REFUSED:
+        decode.refuse(D1, len(TOKEN_IDS))
+        return
+    is_early = state is LoadState.WAITING
+    early = offered(num_tokens=0, context="", media="") if is_early else offered()
+    decode.on_new_request(prompt_of(), early.params(None))
+    if state in (LoadState.STARTED, LoadState.RETRACTED):
+        decode.update_state_after_alloc(D1, [TABLE], 19)
+    if state is LoadState.RETRACTED:
+        decode.reset_cache()
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "after"),
+    [(state, *move) for state, moves in LOAD_TRANSITIONS.items() for move in moves.items()],
+    ids=lambda each: getattr(each, "name", "over"),
+)
+def test_each_transition_of_a_load(
+    decode: DecodeScheduler, state: LoadState, event: LoadEvent, after: LoadState | None
+) -> None:
+    load_in(decode, state)
+    assert decode._loads[D1].state is state
+    match event:
+        case LoadEvent.COMPUTING:
+            decode.on_ready([D1])
+        case LoadEvent.ALLOCATED:
+            decode.update_state_after_alloc(D1, [TABLE], 19)
+        case LoadEvent.RESET:
+            decode.reset_cache()
+    load = decode._loads.get(D1)
+    assert (None if load is None else load.state) is after
 
 
 # --- which loads are verified
