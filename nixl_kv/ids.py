@@ -41,9 +41,6 @@ FENCE_TOKEN_BYTES: Final = 16
 ANY_INCARNATION: Final = Incarnation("0" * 32)
 """Stands for any incarnation in questions. No engine or ticket has it."""
 
-ANY_ENGINE: Final = EngineId("*")
-"""Stands for the engine at an endpoint, until decode has its description."""
-
 
 def new_incarnation() -> Incarnation:
     return Incarnation(secrets.token_hex(16))

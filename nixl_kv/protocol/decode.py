@@ -33,14 +33,7 @@ from nixl_kv.protocol.load import (
     ReadState,
 )
 from nixl_kv.protocol.machine import Deadlines
-from nixl_kv.protocol.peers import (
-    MAX_CONNECTING,
-    MAX_FAILURES,
-    Peer,
-    PeerBook,
-    is_unnamed,
-    unnamed,
-)
+from nixl_kv.protocol.peers import MAX_FAILURES, Peer, PeerBook
 from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
@@ -49,11 +42,6 @@ MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very sho
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
 CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
-TOO_MANY_PEERS: Final = Failure(
-    FailureKind.UNREACHABLE,
-    f"decode connects to {MAX_CONNECTING} addresses already; if prefill engines run there, a "
-    "firewall may drop packets; otherwise let only routers send requests to decode",
-)
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
     f"too many loads from one prefill rank; allowed: {messages.MAX_CLAIMS}; "
@@ -99,7 +87,6 @@ class DecodeMachine:
         self._by_peer: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
         # The latest peer at the endpoint of each id of a router. It may be gone.
-        self._found: dict[Endpoint, events.PeerKey] = {}
         self._directory: Endpoint | None = None  # of this engine; see `SetEngine`
         self._due = Deadlines[Claim]()
         self._heartbeats = Deadlines[Endpoint]()
@@ -131,7 +118,7 @@ class DecodeMachine:
         self._directory = directory
 
     def clear(self) -> None:
-        for table in (self._loads, self._touched, self._by_request, self._by_peer, self._found):
+        for table in (self._loads, self._touched, self._by_request, self._by_peer):
             table.clear()
         for each in (self._unfinished, self._queue, self._due, self._heartbeats, self.peers):
             each.clear()
@@ -187,8 +174,6 @@ class DecodeMachine:
     def _prepare(self, command: events.PrepareLoad, now: float) -> Actions:
         ticket = command.ticket
         key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
-        if is_unnamed(key):
-            key = self._peer_at(key.endpoint)
         known = self._of_request(command.request)
         if known is not None and known.state is not LoadState.RELEASING:
             # Later commands name only the request, so this rank loads neither of the two.
@@ -215,26 +200,12 @@ class DecodeMachine:
         self._touched[load.claim] = load
         return self._meet(load, command, now)
 
-    def _peer_at(self, endpoint: Endpoint) -> events.PeerKey:
-        found = self._found.get(endpoint, unnamed(endpoint))
-        peer = self.peers.known.get(found)
-        # If the link to one of its ranks ended, the engine may have restarted.
-        is_here = peer is not None and peer.lost is None
-        return found if is_here else unnamed(endpoint)
-
-    def _meet(
-        self, load: Load, event: events.PrepareLoad | messages.Description, now: float
-    ) -> Actions:
+    def _meet(self, load: Load, event: events.PrepareLoad, now: float) -> Actions:
         """Open the load if its peer is known; else ask for the peer's description."""
         key = load.peer
         self._by_peer.setdefault(key, {})[load.claim] = load
-        if load.state not in PEER_UNKNOWN:  # it has failed
-            return []
-        is_sealed = isinstance(event, events.PrepareLoad) and not load.is_early
-        peer, actions = self.peers.want(key, event, now, is_sealed=is_sealed)
-        if peer is None:
-            load.fail(TOO_MANY_PEERS)
-        elif peer.failure is not None and self._is_hopeless(peer):
+        peer, actions = self.peers.want(key, event, now, is_sealed=not load.is_early)
+        if peer.failure is not None and self._is_hopeless(peer):
             load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:
             fits = events.PeerFits(key, peer.description, peer.routes)
@@ -280,24 +251,6 @@ class DecodeMachine:
         return actions
 
     # --- peers
-
-    def _on_found(
-        self, description: messages.Description, endpoint: Endpoint, now: float
-    ) -> Actions:
-        """Loads that knew only the endpoint of their peer learn who it is."""
-        if not self.peers.on_found(description, endpoint):
-            return []
-        engine, life = EngineId(description.engine), Incarnation(description.incarnation)
-        found = self._found[endpoint] = events.PeerKey(engine, life, endpoint)
-        loads, actions = self._of_peer(unnamed(endpoint)), []
-        if loads:
-            # This asks nothing: the description is here.
-            self.peers.want(found, description, now, is_sealed=False)
-        for load in loads:
-            load.meet(found)
-            actions += self._meet(load, description, now)
-        self._by_peer.pop(unnamed(endpoint), None)
-        return actions
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
         """The peer's ranks are known: ask them while its memory is made readable."""
@@ -368,8 +321,7 @@ class DecodeMachine:
     def _on_answer(self, event: events.Answered, now: float) -> Actions:
         match event.message:
             case messages.Description() as description:
-                actions = self._on_found(description, event.endpoint, now)
-                return actions + self.peers.on_description(description, event.endpoint)
+                return self.peers.on_description(description, event.endpoint)
             case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
                 peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
                 return self.peers.on_refused(peer, refusal, now)
@@ -406,8 +358,6 @@ class DecodeMachine:
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
         actions = HANDLERS[type(message)](load, read, message, now)
-        if isinstance(message, messages.Deny):  # perhaps meant for a former incarnation
-            self._found.pop(load.peer.endpoint, None)
         if isinstance(message, messages.Grant):
             self._hurry_heartbeat(read, now)
         return actions

@@ -148,7 +148,6 @@ _FAILING: Final = (LoadState.FAILING,)
 LOAD_TRANSITIONS: Final[Table[LoadState]] = {
     LoadState.CONNECTING: {
         events.PrepareLoad: (LoadState.ASKED,),  # the peer is known already
-        messages.Description: (LoadState.ASKED,),  # likewise
         events.PeerFits: (LoadState.ASKED,),
         events.StartLoad: (LoadState.CONNECTING,),
         events.CancelLoad: (LoadState.RELEASING,),
@@ -172,8 +171,7 @@ LOAD_TRANSITIONS: Final[Table[LoadState]] = {
         Settled: (LoadState.FAILED,),
     },
     LoadState.UNREACHED: {
-        messages.Description: _FAILING,  # the ranks are released
-        events.PeerFits: _FAILING,
+        events.PeerFits: _FAILING,  # the ranks are released
         events.StartLoad: _FAILING,
         events.CancelLoad: (LoadState.FAILED,),
         Settled: (LoadState.FAILED,),
@@ -372,9 +370,6 @@ class Load:
                 self._move(LoadState.UNREACHED, failure, failure.kind.value)
             elif self.state is not LoadState.RELEASING:
                 self._move(LoadState.FAILING, failure, failure.kind.value)
-
-    def meet(self, peer: events.PeerKey) -> None:
-        self.peer, self.peer_name = peer, str(peer)
 
     # --- time
 

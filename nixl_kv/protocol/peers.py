@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import ANY_ENGINE, ANY_INCARNATION, Endpoint, EngineId, Incarnation, Rank
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
@@ -33,9 +33,7 @@ MAX_PAUSE_S: Final = 64.0
 INCOMPATIBLE_S: Final = 10.0  # the pause of a peer that does not fit: only a restart changes that
 LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer's memory can be dropped
 KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
-# Peers of which only the endpoint is known: a client may have invented it, and each takes a socket
-# while it is CONNECTING, and a record while it is UNUSABLE.
-MAX_CONNECTING: Final = 64
+# Without a key, a client may have invented them.
 MAX_UNUSABLE: Final = 1 << 12
 
 NO_DESCRIPTION: Final = Failure(
@@ -64,7 +62,6 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Refusal: (State.UNUSABLE,),
         events.EndpointLost: (State.UNUSABLE,),
         events.Tick: (State.UNUSABLE,),
-        messages.Description: (None,),  # of a peer of which only the endpoint was known
     },
     State.ADMITTING: {
         messages.Admitted: (State.HANDSHAKING, State.UNUSABLE),
@@ -85,7 +82,6 @@ TRANSITIONS: Final[Table[State]] = {
         # A load wants it, after its pause or with a ticket that shows that it is back.
         events.PrepareLoad: (State.CONNECTING,),
         # The same, of a load that knew only the endpoint. It has just been described there.
-        messages.Description: (State.CONNECTING,),
         events.Tick: (State.CONNECTING, None),
     },
 }
@@ -149,7 +145,6 @@ class PeerBook:
         self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
         self.num_in = Counter[State]()  # how many peers are in each state
         self._changed: set[State] = set()  # whose number has changed
-        self._searched: set[events.PeerKey] = set()  # CONNECTING, known by their endpoint alone
         self._unusable: dict[events.PeerKey, Peer] = {}  # in the order of their failures
 
     def pop_changed(self) -> set[State]:
@@ -159,7 +154,7 @@ class PeerBook:
     def clear(self) -> None:
         self._changed |= self.num_in.keys()
         self.num_in.clear()
-        for table in (self.known, self._at, self._searched, self._unusable):
+        for table in (self.known, self._at, self._unusable):
             table.clear()
         self.failed.clear()
         self.deadlines.clear()
@@ -167,24 +162,19 @@ class PeerBook:
     def want(
         self,
         key: events.PeerKey,
-        event: events.PrepareLoad | messages.Description,
+        event: events.PrepareLoad,
         now: float,
         *,
         is_sealed: bool,
-    ) -> tuple[Peer | None, Actions]:
+    ) -> tuple[Peer, Actions]:
         """Note that a load needs the peer, and ask for its description if it is time for that.
 
-        `is_sealed`: the peer itself made the load's ticket. Returns no peer if a client may have
-        invented it, and too many such ones are CONNECTING.
+        `is_sealed`: the peer itself made the load's ticket.
         """
         peer = self.known.get(key)
         if peer is None:
-            if not self._has_room(key):
-                return None, []
             peer = self.known[key] = Peer(key, now)
             self._index(peer)
-            if is_unnamed(key):
-                self._searched.add(key)
             self._count(peer.state, 1)
             self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
             cause = type(event).__name__
@@ -197,12 +187,9 @@ class PeerBook:
             is_back = is_sealed and (peer.is_silent or peer.failures < MAX_FAILURES)
             does_fit = peer.failure is None or peer.failure.kind is not FailureKind.INCOMPATIBLE
             is_due = peer.pause_ends_at <= now or (is_back and does_fit)
-            if is_due and peer.description is None and self._has_room(key):
+            if is_due and peer.description is None:
                 return peer, self._attempt(peer, event, now)
         return peer, []
-
-    def _has_room(self, key: events.PeerKey) -> bool:
-        return not is_unnamed(key) or len(self._searched) < MAX_CONNECTING
 
     def _attempt(self, peer: Peer, event: object, now: float) -> Actions:
         self._move(peer, State.CONNECTING, event)
@@ -210,14 +197,6 @@ class PeerBook:
         peer.lost = None
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S)
         return [ask_who(peer.key)]
-
-    def on_found(self, message: messages.Description, endpoint: Endpoint) -> bool:
-        """End the search for the engine at an endpoint. Returns whether there was one."""
-        peer = self.known.get(unnamed(endpoint))
-        if peer is None or peer.state is not State.CONNECTING:
-            return False
-        self._forget(peer, message)
-        return True
 
     def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests that a broken link may have lost."""
@@ -345,15 +324,15 @@ class PeerBook:
 
     def on_read(self, key: events.PeerKey) -> Actions:
         """A read has succeeded: failures count from the beginning."""
-        actions: Actions = []
-        for peer in filter(None, map(self.known.get, (key, unnamed(key.endpoint)))):
-            if peer.is_reported:
-                actions.append(events.PeerUsable(peer.key))
-            peer.failures, peer.is_reported = 0, False
-            if peer.state is State.UNUSABLE:
-                peer.pause_ends_at = -math.inf
-            else:
-                peer.failure = None
+        peer = self.known.get(key)
+        if peer is None:
+            return []
+        actions: Actions = [events.PeerUsable(key)] if peer.is_reported else []
+        peer.failures, peer.is_reported = 0, False
+        if peer.state is State.UNUSABLE:
+            peer.pause_ends_at = -math.inf
+        else:
+            peer.failure = None
         return actions
 
     def on_endpoint_lost(
@@ -393,9 +372,7 @@ class PeerBook:
         if peer.state is State.UNUSABLE and now < peer.pause_ends_at:
             self.deadlines.set(peer.key, peer.pause_ends_at)
         elif peer.state is State.UNUSABLE and peer.is_wanted:
-            if self._has_room(peer.key):
-                return dropped + self._attempt(peer, tick, now)
-            self.deadlines.set(peer.key, now + PAUSE_S)
+            return dropped + self._attempt(peer, tick, now)
         elif now < peer.kept_until:
             self.deadlines.set(peer.key, peer.kept_until)
         else:
@@ -491,10 +468,6 @@ class PeerBook:
             self._count(after, 1)
         name = str(peer.key)
         peer.state = MACHINE.move(self._record, states, event, (name, "", name), detail)
-        if after is not State.CONNECTING:
-            self._searched.discard(peer.key)
-        elif is_unnamed(peer.key):
-            self._searched.add(peer.key)
         self._unusable.pop(peer.key, None)
         if after is State.UNUSABLE:
             self._unusable[peer.key] = peer
@@ -512,19 +485,9 @@ class PeerBook:
         ]
 
     def _is_needed_by_others(self, endpoint: Endpoint, peer: Peer) -> bool:
-        # Another incarnation may have the same ports, and a router's id may name the port of a
-        # rank.
+        # Another incarnation may have the same ports.
         others = [each for each in self._at.get(endpoint, {}).values() if each is not peer]
         return any(each.state is State.CONNECTING or each.description for each in others)
-
-
-def unnamed(endpoint: Endpoint) -> events.PeerKey:
-    """The peer at an endpoint, for a load that does not know more of it."""
-    return events.PeerKey(ANY_ENGINE, ANY_INCARNATION, endpoint)
-
-
-def is_unnamed(key: events.PeerKey) -> bool:
-    return key == unnamed(key.endpoint)
 
 
 def ask_who(key: events.PeerKey) -> events.Send:

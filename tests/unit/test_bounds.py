@@ -22,8 +22,6 @@ from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.errors import LimitedLog
 from nixl_kv.ids import (
-    ANY_ENGINE,
-    ANY_INCARNATION,
     Claim,
     HintKey,
     Incarnation,
@@ -35,7 +33,6 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.early import EarlyAsks
 from nixl_kv.protocol.peers import PeerBook
-from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import SealedTicket
@@ -151,22 +148,6 @@ def ended_offers() -> Growth:
         machine.handle(prepare_offer(nonce=nonce_of(number), request=request_of(number)), 0.0)
         machine.handle(events.WithdrawOffer(nonce_of(number)), 0.0)
         yield len(machine._ended)
-
-
-def endpoints_that_are_searched() -> Growth:
-    machine = decode_machine()
-    anyone = {"engine": ANY_ENGINE, "incarnation": ANY_INCARNATION}
-    for number in range(MANY):
-        load = prepare_load(
-            request_of(number),
-            Claim(hex32(number)),
-            nonce=nonce_of(number),
-            port=1 + number,
-            is_early=True,
-            **anyone,
-        )
-        machine.handle(load, 0.0)
-        yield machine.peers.num_in[PeerState.CONNECTING]
 
 
 def reads_from_a_rank() -> Growth:
@@ -311,7 +292,6 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "protocol.early.MAX_ASKS_OF_READER": (early_asks_of_a_reader,),
     "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
     "protocol.prefill.MAX_ENDED": (ended_offers,),
-    "protocol.peers.MAX_CONNECTING": (endpoints_that_are_searched,),
     "protocol.read_queue.MAX_READS": (reads_under_way,),
     "connector.prefill.MAX_PAIRS": (pair_tickets,),
     "connector.decode.MAX_ENGINES": (

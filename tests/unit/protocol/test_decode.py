@@ -7,7 +7,7 @@ import pytest
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.decode import SAME_ID, TOO_MANY, TOO_MANY_PEERS
+from nixl_kv.protocol.decode import TOO_MANY
 from nixl_kv.protocol.events import (
     OVER,
     Answered,
@@ -20,14 +20,12 @@ from nixl_kv.protocol.events import (
     Introduction,
     LinkBroken,
     LoadEnded,
-    LoadReady,
     PeerBroken,
     PeerFits,
     PeerKey,
     PeerRefused,
     PeerUnusable,
     PeerUsable,
-    PrepareLoad,
     ReadFailed,
     Send,
     StartHandshake,
@@ -41,14 +39,12 @@ from nixl_kv.protocol.peers import (
     INCOMPATIBLE_S,
     KEPT_S,
     LOOK_AGAIN_S,
-    MAX_CONNECTING,
     MAX_PAUSE_S,
     NO_DESCRIPTION,
     PAUSE_S,
     TRANSITIONS,
     PeerBook,
     State,
-    unnamed,
 )
 from support.records import (
     CLAIM,
@@ -142,30 +138,11 @@ NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
 NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
 FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
-# Loads by ids of routers: of their peer, only the endpoint is known.
-UNNAMED = unnamed(HOME)
-WITHOUT_NAME: dict[str, Any] = {"engine": UNNAMED.engine, "incarnation": UNNAMED.incarnation}
-BY_ID = prepare_load(is_early=True, **WITHOUT_NAME)
-SECOND_BY_ID = prepare_load(D2, RIVAL, nonce=NONCE2, is_early=True, **WITHOUT_NAME)
-ASK_EARLY = Send(RANK_0, ask(is_early=True))
-ASK_SECOND_EARLY = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2, is_early=True))
-WHO = Send(HOME, messages.Describe(incarnation=UNNAMED.incarnation, engine=UNNAMED.engine))
-SEARCHING: Script = [(100.0, BY_ID, WHO)]
-FOUND: Script = [
-    *SEARCHING,
-    (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
-    (fits(), ASK_EARLY),
-    (HandshakeDone(PEER),),
-]
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
 def failed(failure: Failure, request: RequestId = D1, peer: PeerKey = PEER) -> LoadEnded:
     return LoadEnded(request, 7, failure, peer)
-
-
-def refusal_of_all(reason: str) -> messages.Refusal:
-    return messages.Refusal(incarnation=UNNAMED.incarnation, engine=UNNAMED.engine, reason=reason)
 
 
 def unreachable(detail: str) -> Failure:
@@ -526,54 +503,9 @@ PEERS: dict[str, Script] = {
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
-    "one of which only the endpoint is known is asked who it is, once": after(
-        SEARCHING,
-        (SECOND_BY_ID,),
-        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
-        (fits(), ASK_EARLY, ASK_SECOND_EARLY),
-        (answered(GRANT), LoadReady(D1)),
-        *READ_WELL,
-    ),
-    "one that was found is asked at once": after(FOUND, (SECOND_BY_ID, ASK_SECOND_EARLY)),
-    "one that is known already is found by its endpoint": after(
-        ASKING, (SECOND_BY_ID, WHO), (answered(description(), HOME), ASK_SECOND_EARLY)
-    ),
-    # Its rank may have begun another incarnation.
-    "one that denies an ask is asked again who it is": after(
-        FOUND, (answered(deny()), LoadReady(D1)), (SECOND_BY_ID, WHO)
-    ),
     **ADMISSIONS,
-    "one that was lost is asked again who it is": after(
-        FOUND, (lost(), LoadReady(D1)), (SECOND_BY_ID, WHO)
-    ),
-    "one that is found again in its pause is tried once that is over": after(
-        FOUND,
-        (lost(), LoadReady(D1)),
-        (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
-        (101.5, SECOND_BY_ID, WHO),
-        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
-    ),
-    "another life that is found is another peer": after(
-        FOUND,
-        (answered(deny()), LoadReady(D1)),
-        (SECOND_BY_ID, WHO),
-        (
-            answered(description(incarnation=OTHER_LIFE), HOME),
-            StartHandshake(NEXT_LIFE, description(incarnation=OTHER_LIFE)),
-            CLOSE_HOME,
-        ),
-    ),
-    "what nobody finds fails its loads": after(
-        SEARCHING,
-        (
-            answered(refusal_of_all("this engine is still starting"), HOME),
-            CLOSE_HOME,
-            LoadReady(D1),
-        ),
-        (START, failed(unreachable("this engine is still starting"), peer=UNNAMED)),
-    ),
     "a load that is cancelled meanwhile is released": after(
-        SEARCHING,
+        PREPARED,
         (cancel_load(),),
         (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
         (fits(), GIVEN_UP),
@@ -606,12 +538,6 @@ STATES: dict[str, Script] = {
     ),
     "prefill has begun to compute it": after(
         ASKING, (answered(pending("computing")),), (answered(GRANT),), *READ_WELL
-    ),
-    "failed before it is known who its peer is": after(
-        [*ASKING, (SECOND_BY_ID, WHO)],
-        (SECOND_BY_ID, LoadReady(D2), LoadReady(D2)),  # another request with its id
-        (answered(description(), HOME), GIVEN_UP_2),
-        (START_2, failed(SAME_ID, D2)),
     ),
 }
 
@@ -716,60 +642,6 @@ def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPa
     assert end.failure == TOO_MANY
 
 
-def invented(number: int, port: int, **changed: Any) -> PrepareLoad:
-    """By an id of a router, unless `changed` names an engine."""
-    request, claim, nonce = RequestId(f"x{number}"), Claim(hex32(number)), Nonce(hex32(number))
-    values = {"is_early": True, **WITHOUT_NAME, **changed}
-    return prepare_load(request, claim, nonce=nonce, port=port, **values)
-
-
-def test_clients_cannot_make_it_connect_to_any_number_of_endpoints() -> None:
-    machine = decode_machine()
-    for number in range(MAX_CONNECTING + 1):
-        load = invented(number, port=1 + number)
-        actions = machine.handle(load, 100.0)
-        assert isinstance(actions[0], Send) is (number < MAX_CONNECTING)
-    (end,) = machine.handle(start_load(load.request), 100.0)
-    assert isinstance(end, LoadEnded)
-    assert end.failure == TOO_MANY_PEERS
-    (known,) = machine.handle(prepare_load(), 100.0)  # a ticket has a MAC
-    assert known == DESCRIBE
-    assert len(machine.peers.known) == MAX_CONNECTING + 1
-
-
-def test_endpoints_that_are_tried_again_count_too() -> None:
-    """A client could invent thousands within the time for which decode remembers one."""
-    machine, now = decode_machine(), 100.0
-    for number in range(2 * MAX_CONNECTING):
-        load = invented(number, port=1 + number)
-        machine.handle(load, now)
-        machine.handle(lost(load.ticket.endpoint), now)
-        machine.handle(invented(1000 + number, port=1 + number), now + 0.1)  # wanted again
-    assert machine.peers.num_in[State.UNUSABLE] == 2 * MAX_CONNECTING
-    tried = set[Endpoint]()
-    for tick in range(100):
-        sent = machine.handle(Tick(), now + PAUSE_S + tick)
-        tried |= {each.endpoint for each in sent if isinstance(each, Send)}
-        assert machine.peers.num_in[State.CONNECTING] <= MAX_CONNECTING
-        if not tick:
-            assert machine.peers.num_in[State.CONNECTING] == MAX_CONNECTING
-            machine.handle(load := invented(5000, port=5000), now + PAUSE_S)
-            assert machine._by_request[load.request].failure == TOO_MANY_PEERS
-    assert len(tried) == 2 * MAX_CONNECTING, "each has its turn"
-
-
-def test_an_id_that_names_the_port_of_a_rank_does_not_close_its_link() -> None:
-    machine = loading(READING)
-    rank = next(iter(machine.loads[0].reads.values())).endpoint
-    port = int(rank.rpartition(":")[2])
-    load = prepare_load(D2, RIVAL, nonce=NONCE2, port=port, is_early=True, **WITHOUT_NAME)
-    assert load.ticket.endpoint == rank
-    machine.handle(load, 110.0)
-    actions = machine.handle(Tick(), 110.0 + CONNECT_TIMEOUT_S)
-    assert Disconnect(rank) not in actions
-    assert machine.peers.known[unnamed(rank)].state is State.UNUSABLE
-
-
 def test_the_link_of_another_incarnation_stays_open() -> None:
     """Its ranks may have the same ports (`rank_port`)."""
     machine = loading(ASKING)
@@ -783,16 +655,6 @@ def test_the_link_of_another_incarnation_stays_open() -> None:
     actions = machine.handle(Tick(), now)
     assert DropPeer(PEER) in actions
     assert Disconnect(RANK_0) not in actions
-
-
-def test_engines_that_tickets_name_leave_room_for_ids() -> None:
-    machine = decode_machine()
-    for number in range(MAX_CONNECTING):
-        named = {"engine": PEER.engine, "incarnation": PEER.incarnation}
-        machine.handle(invented(number, port=1 + number, is_early=False, **named), 100.0)
-    assert machine.peers.num_in[State.CONNECTING] == MAX_CONNECTING
-    (describe,) = machine.handle(BY_ID, 100.0)
-    assert isinstance(describe, Send)
 
 
 @each_of(
