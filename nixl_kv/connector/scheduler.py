@@ -119,7 +119,8 @@ BOTH_LEGS: Final = (
 
 NO_HINTS: Final = (
     "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
-    "sooner inside a MultiConnector, nor in a process that loads no plugins (VLLM_PLUGINS)"
+    "sooner inside a MultiConnector, for a class of another module, or in a process that loads no "
+    "plugins (VLLM_PLUGINS)"
 )
 
 FOREIGN_SETTINGS: Final = (

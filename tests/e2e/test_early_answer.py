@@ -128,6 +128,7 @@ def test_loads_end_between_steps(
         name=f"early-{workers}",
         module="support.collecting_connector",
         tensor_parallel=workers,
+        extra_args=("--scheduler-cls", "support.collecting_connector.HookedScheduler"),
     )
     seeds = itertools.count(7450)
     with started(cluster, spec) as (decode,), connected(pair.prefill, decode) as two:

@@ -8,8 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
+from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 
 
 class NixlKVConnector(SoundConnector):
@@ -25,3 +27,7 @@ class NixlKVConnector(SoundConnector):
         del finished_req_ids
         collected, self._collected = self._collected, KVConnectorTransferResults()
         return collected
+
+
+class HookedScheduler(SchedulerHooks, AsyncScheduler):
+    """For `--scheduler-cls`: the plugin adds the hooks only for a connector in our own module."""
