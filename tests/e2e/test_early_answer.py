@@ -248,11 +248,11 @@ SEEDS = itertools.count(7701)
 RUNNING = "vllm:num_requests_running"
 GENERATED = "vllm:generation_tokens_total"
 PHASES = {
-    "before the ask": "1 PREPARED (PrepareLoad",
+    "before the ask": "1 CONNECTING (PrepareLoad: offer",
     "while queued": "1 Pending: queued",
     "between chunks": "2 READING -> GRANTED (ReadDone)",
     "reading a chunk": "2 GRANTED -> READING (StartLoad)",
-    "after the last chunk": "1 STARTED -> LOADED",
+    "after the last chunk": "1 READY -> LOADED",
     "after the first token": "",
 }
 """What decode's log has at that moment, and how often."""
