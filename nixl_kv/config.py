@@ -170,10 +170,10 @@ def _host(value: object) -> str:
     return str(address)
 
 
-def _word(kind: Any, value: object) -> str:
+def _on_or_off(value: object) -> str:
     if isinstance(value, bool):  # YAML reads 'on' and 'off' as these
         return ON if value else OFF
-    return str(msgspec.convert(value, kind))
+    return str(msgspec.convert(value, Switch))
 
 
 def _networks(value: object) -> tuple[Network, ...] | None:
@@ -227,7 +227,7 @@ MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
 SWITCH: Final = _typed("true or false", bool)
-OVERLAP: Final = Rule(_choice(Switch).allowed, partial(_word, Switch))
+OVERLAP: Final = Rule(_choice(Switch).allowed, _on_or_off)
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
 KEY_FILE: Final = _typed(

@@ -134,8 +134,6 @@ LOAD_TRANSITIONS: Final[Mapping[LoadState, Mapping[LoadEvent, LoadState | None]]
     },
 }
 
-WITH_BLOCKS: Final = frozenset({LoadState.STARTED, LoadState.RETRACTED})
-
 
 @dataclass
 class _Load:
@@ -153,7 +151,7 @@ class _Load:
 
     @property
     def has_blocks(self) -> bool:
-        return self.state in WITH_BLOCKS
+        return self.state in (LoadState.STARTED, LoadState.RETRACTED)
 
     def move(self, event: LoadEvent) -> None:
         """Change the state. In the state before None, the load ends instead of moving."""

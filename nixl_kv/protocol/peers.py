@@ -81,8 +81,10 @@ TRANSITIONS: Final[Table[State]] = {
     State.UNUSABLE: {
         # A load wants it, after its pause or with a ticket that shows that it is back.
         events.PrepareLoad: (State.CONNECTING,),
-        # The same, of a load that knew only the endpoint. It has just been described there.
-        events.Tick: (State.CONNECTING, None),
+        events.Tick: (
+            State.CONNECTING,
+            None,
+        ),  # a wanted peer is tried again, another one is forgotten
     },
 }
 MACHINE: Final = Machine("peer", TRANSITIONS)
