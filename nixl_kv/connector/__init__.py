@@ -9,12 +9,10 @@ from nixl_kv.connector.unpromised import import_error
 
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
-    from nixl_kv.connector.early_answer import EarlyAnswer
 
     NixlConnector = NixlPullConnector = NixlPushConnector = NixlKVConnector
 
 __all__ = [
-    "EarlyAnswer",
     "NixlConnector",
     "NixlKVConnector",
     "NixlPullConnector",
@@ -23,10 +21,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EarlyAnswer":
-        from nixl_kv.connector.early_answer import EarlyAnswer  # noqa: PLC0415 - see above
-
-        return EarlyAnswer
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above

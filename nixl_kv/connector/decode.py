@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec.structs import replace
-
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaRules, MustLoads
 from nixl_kv.connector.paging import Paging
 from nixl_kv.errors import TicketRefused
@@ -73,23 +71,27 @@ class Prompt:
     rows: tuple[Rows, ...] = ()
     media: Media = NO_MEDIA
 
-    def context(self, nonce: Nonce, *, num_tokens: int | None = None) -> str:
-        """Hash the first tokens (None: all)."""
+    def context(self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None) -> str:
+        """Hash the first tokens (None: all), and the label of the weights."""
         count = self.num_tokens if num_tokens is None else num_tokens
         ids = self.token_ids
         if ids is not None and count < len(ids):
             ids = ids[:count]
-        return context_hash(nonce, ids, self._extras(count))
+        return context_hash(nonce, ids, self._extras(count, weights))
 
-    def hashes(self, nonce: Nonce, *, num_tokens: int | None = None) -> tuple[str, str]:
+    def hashes(
+        self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None
+    ) -> tuple[str, str]:
         """The hashes of the first tokens and of the prompt's media; see `Ticket`."""
-        return self.context(nonce, num_tokens=num_tokens), self.media.hash(nonce)
+        return self.context(nonce, weights, num_tokens=num_tokens), self.media.hash(nonce)
 
-    def _extras(self, num_tokens: int) -> Iterator[bytes]:
+    def _extras(self, num_tokens: int, weights: str) -> Iterator[bytes]:
         yield from self.extras
         for rows in self.rows:
             yield rows.name + rows.data[: num_tokens * rows.size]
         yield from self.media.before(num_tokens).geometries()
+        if weights:
+            yield b"weights" + weights.encode()
 
 
 class LoadState(MachineState):
@@ -208,11 +210,7 @@ class DecodeScheduler:
         """
         # Checked before anything connects to its host.
         ticket = self._check_trust(params).open()
-        is_early = ticket.is_pair
-        if is_early:  # prefill compares the hashes of this prompt with its own
-            context, media = prompt.hashes(ticket.nonce)
-            ticket = replace(ticket, num_tokens=prompt.num_tokens, context=context, media=media)
-        hint_key = new_hint_key()
+        hint_key, is_early = new_hint_key(), ticket.is_early
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early, hint_key)
         self._forget_used()
         if ticket.nonce in self._used:
@@ -232,7 +230,7 @@ class DecodeScheduler:
             self._give_back(prepare)
             return
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
-        if refusal := self._refusal(ticket, prompt, num_tokens, is_early=is_early):
+        if refusal := self._refusal(ticket, prompt, num_tokens):
             words, reason = refusal
             if reason != "prompt":  # a request with another prompt must not end this one's offer
                 self._give_back(prepare)
@@ -246,8 +244,7 @@ class DecodeScheduler:
         load = _Load(prompt.request, num_tokens, state, hint_key)
         self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)
-        # An early ticket says nothing about prefill's media; prefill compares the hashes.
-        if why := self.media.why_not_computed(prompt.media, None if is_early else ticket):
+        if why := self.media.why_not_computed(prompt.media, ticket):
             self.must_load.add(prompt.request, why)
 
     def why_not_computed(self, prompt: Prompt, params: object) -> str:
@@ -256,7 +253,7 @@ class DecodeScheduler:
             ticket = self._check_trust(params).open()
         except TicketRefused:
             return self.media.why_not_computed(prompt.media, None)
-        return self.media.why_not_computed(prompt.media, None if ticket.is_pair else ticket)
+        return self.media.why_not_computed(prompt.media, ticket)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
@@ -437,11 +434,9 @@ class DecodeScheduler:
         self._forget(request)
         self._commands.append(events.CancelLoad(request))
 
-    def _refusal(
-        self, ticket: Ticket, prompt: Prompt, num_tokens: int, *, is_early: bool
-    ) -> tuple[str, str] | None:
+    def _refusal(self, ticket: Ticket, prompt: Prompt, num_tokens: int) -> tuple[str, str] | None:
         """Why the first `num_tokens` of a prompt cannot be loaded by a ticket, and the reason."""
-        if not (is_early or self._is_for(ticket, prompt)):
+        if not self._is_for(ticket, prompt):
             counts = f"{ticket.num_tokens} tokens there, {prompt.num_tokens} here"
             return f"the ticket is for another prompt: {counts}; {OTHER_PROMPT}", "prompt"
         if outdated := self._why_outdated(ticket):
@@ -455,7 +450,7 @@ class DecodeScheduler:
         nonce, num_tokens = ticket.nonce, ticket.num_tokens
         return (
             num_tokens <= prompt.num_tokens
-            and prompt.context(nonce, num_tokens=num_tokens) == ticket.context
+            and prompt.context(nonce, ticket.weights, num_tokens=num_tokens) == ticket.context
         )
 
     def _why_outdated(self, ticket: Ticket) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import DYNAMO_VARIABLE, EXTRA, HOST_VARIABLE, Config, own_transfers
+from nixl_kv.config import DYNAMO_VARIABLE, EXTRA, HOST_VARIABLE, ON, Config, own_transfers
 from nixl_kv.connector import unpromised
 from nixl_kv.errors import ConfigError, NixlKVError, TicketRefused, get_logger, printable
 
@@ -189,6 +189,7 @@ def check_wire_values(config: Config, vllm_config: Any) -> None:
             weights=config.weights,
             media=new_nonce(),
             not_offered="x" * MAX_WHY,  # the longest ticket
+            is_early=True,
         )
         read = SealedTicket.parse(ticket.params(None)).open()
     except (ValueError, TicketRefused) as error:
@@ -260,9 +261,10 @@ def check_before_weights(executor: Any) -> None:
         begin(self, vllm_config, *args, **options)
         if has_ours(vllm_config) and not unpromised.is_off(unpromised.MEDIA):
             # Imports vLLM's scheduler, which exists in the engine's process alone.
-            from nixl_kv.connector.scheduler_hooks import hook_scheduler  # noqa: PLC0415
+            from nixl_kv.connector import scheduler_hooks  # noqa: PLC0415
 
-            hook_scheduler(vllm_config)
+            scheduler_hooks.hook_scheduler(vllm_config)
+            scheduler_hooks.serve_address()
 
     setattr(check_and_begin, "checks_start", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin
@@ -280,10 +282,22 @@ def check_with_arguments(arguments: Any) -> None:
         if has_ours(vllm_config):
             print_cause_at_exit()
             run_checks(vllm_config, Where.MACHINE if starts_here(vllm_config) else Where.CONFIG)
+            config, roles = own_config(vllm_config)
+            if config.overlap == ON and "prefill" in roles:
+                answer_early()
         return vllm_config
 
     setattr(make_and_check, "checks_start", True)  # noqa: B010 - as above
     arguments.create_engine_config = make_and_check
+
+
+def answer_early() -> None:
+    """Let vLLM's engine client answer before the engine has computed."""
+    if unpromised.warn(unpromised.EARLY_ANSWER):
+        return
+    from nixl_kv.connector.early import wrap_client  # noqa: PLC0415 - imports vLLM's engine client
+
+    wrap_client()
 
 
 def starts_here(vllm_config: Any) -> bool:

@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 # reclaim blocks from offers.
 BLOCK_WAIT_S: Final = 1.0
 
-# Pair tickets that are remembered, so that a second request with one makes an offer of its own.
+# Early tickets that are remembered, so that a second request with one makes an offer of its own.
 MAX_PAIRS: Final = 1 << 16
 
 NOT_OFFERED: Final = "request %s is not offered: %s"
@@ -73,7 +73,8 @@ class _Offer:
     pins: Pins = field(default_factory=dict)
     count_cached: Callable[[], int | None] = field(default=lambda: None, repr=False)
     num_cached: int = 0  # tokens that vLLM did not compute, as of the last step of the prompt
-    pair: Nonce = _NO_NONCE  # from a pair ticket; it outlives a preemption
+    pair: Nonce = _NO_NONCE  # of an early ticket; it outlives a preemption
+    num_hashed: int = 0  # tokens that its hashes cover; an early ticket's cover the whole prompt
     life: int = 0  # how often it was preempted
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
@@ -148,45 +149,48 @@ class PrefillScheduler:
         request: RequestId,
         num_tokens: int,
         make_hashes: Callable[[Nonce], tuple[str, str]],
-        pair: Ticket | None = None,
+        pair: Nonce | None = None,
         *,
+        num_hashed: int = 0,
         count_cached: Callable[[], int | None] = lambda: None,  # in a step; None: no longer known
     ) -> None:
         """Another engine decodes this request. `make_hashes` hashes prompt and media with a nonce.
 
-        `count_cached` counts the tokens that vLLM takes from caches. A `pair` ticket of this engine
-        is out already. One that was used before is ignored.
+        `count_cached` counts the tokens that vLLM takes from caches. An early ticket with the nonce
+        `pair` is out already. A nonce that was used before is ignored. The hashes cover the first
+        `num_hashed` tokens (0: all that are offered).
         """
-        offer = _Offer(request, num_tokens, make_hashes, count_cached=count_cached)
+        offer = _Offer(
+            request,
+            num_tokens,
+            make_hashes,
+            num_hashed=num_hashed or num_tokens,
+            count_cached=count_cached,
+        )
         self._awaited[request] = offer
         if pair is not None and self.is_new(pair):
-            offer.pair = pair.nonce
-            self._pairs[pair.nonce] = None
+            offer.pair = pair
+            self._pairs[pair] = None
             if len(self._pairs) > MAX_PAIRS:
                 del self._pairs[next(iter(self._pairs))]
-            offer.hashes = make_hashes(pair.nonce)
-            expect = events.ExpectOffer(pair.nonce, request, "".join(offer.hashes))
+            offer.hashes = make_hashes(pair)
+            expect = events.ExpectOffer(pair, request, "".join(offer.hashes))
             self._commands.append(expect)
 
-    def decline(self, pair: Ticket) -> None:
-        """A request with a pair ticket of this engine will not be offered."""
+    def decline(self, pair: Nonce) -> None:
+        """A request with an early ticket will not be offered."""
         if self.is_new(pair):
-            self._commands.append(events.WithdrawOffer(pair.nonce))
+            self._commands.append(events.WithdrawOffer(pair))
 
-    def is_new(self, pair: Ticket) -> bool:
-        """Whether a pair ticket is of this engine, and no request has had it before."""
-        # Its epoch may be older: then decode engines that were reset refuse it. An older label
-        # would pass there, although this engine computes with other weights.
-        address = self.address
-        return (
-            pair.is_pair
-            and address is not None
-            and (pair.engine, pair.incarnation) == (address.engine, address.incarnation)
-            and pair.weights == address.weights
-            and pair.nonce not in self._pairs
-            # Without a key, a client could name another request's offer.
-            and all(offer.nonce != pair.nonce for offer in self._known())
-        )
+    def is_new(self, pair: Nonce) -> bool:
+        """Whether no request has had this nonce before."""
+        # Without a key, a client could name another request's offer.
+        names = ({offer.nonce, offer.pair} for offer in self._known())
+        return pair not in self._pairs and not any(pair in each for each in names)
+
+    def awaited_of(self, pairs: Collection[Nonce]) -> list[RequestId]:
+        """The requests with these early tickets that this engine has not computed."""
+        return [name for name, offer in self._awaited.items() if offer.pair in pairs]
 
     def _known(self) -> Iterator[_Offer]:
         yield from self._awaited.values()
@@ -454,7 +458,7 @@ def _ticket(offer: _Offer, address: Address) -> Ticket:
     return Ticket(
         **asdict(address),
         nonce=offer.nonce,
-        num_tokens=offer.num_tokens,
+        num_tokens=offer.num_hashed,
         context=context,
         media=media,
     )

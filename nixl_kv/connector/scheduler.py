@@ -51,6 +51,7 @@ from nixl_kv.connector.vllm_config import (
     zeroes_blocks,
 )
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
@@ -64,7 +65,7 @@ from nixl_kv.errors import (
     printable,
     shown_id,
 )
-from nixl_kv.ids import RequestId, endpoint_at, new_nonce
+from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.params import OUR_PREFIXES
@@ -114,9 +115,10 @@ BOTH_LEGS: Final = (
     "kv_transfer_params name prefill's address, or that it is not ready, but neither blocks nor a "
     "ticket: the router starts decode before prefill answers; let it pass on prefill's answer "
     "(unset VLLM_PD_CONCURRENT_DISPATCH; use a proxy for NixlConnector, not for NixlPushConnector) "
-    "and use EarlyAnswer on prefill (docs/early-answer.md)"
+    "and set overlap on prefill (docs/early-answer.md)"
 )
 
+RELEASED: Final = "request %s, which was answered early, is aborted: decode has released its offer"
 NO_HINTS: Final = (
     "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
     "sooner inside a MultiConnector, for a class of another module, or in a process that loads no "
@@ -176,6 +178,7 @@ class Scheduler:
         )
         if self._media and self._config.media != "own":
             check_hooks(vllm_config)
+        self._released: set[Nonce] = set()  # early tickets that no decode engine needs any longer
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
@@ -343,6 +346,24 @@ class Scheduler:
             self._log.error("request %s fails with HTTP 500: %s", shown, words, about=reason)
         return [each for each in failed if each in requests]
 
+    # Called by `SchedulerHooks` before each step.
+    def pop_released(self, requests: Mapping[str, Request]) -> list[str]:
+        """The requests that vLLM must abort now: no decode engine needs their KV any longer."""
+        if not self._released:
+            return []
+        released, self._released = self._released, set()
+        found = [each for each in self._prefill.awaited_of(released) if each in requests]
+        for each in found:
+            self._log.info(RELEASED, shown_id(each))
+        return list(found)
+
+    def early_address(self) -> dict[str, Any] | None:
+        """What an early ticket needs beside its request; None while there should be none."""
+        is_draining = self._directory is not None and self._directory.is_draining
+        if is_draining or self._prefill.address is None or not self._is_prefill:
+            return None
+        return asdict(self._prefill.address)
+
     def may_compute(self, request: Request) -> bool:
         """Whether this engine may compute a request that loaded its KV, after a preemption."""
         return self._is_decode and request.request_id not in self._decode.must_load
@@ -376,8 +397,7 @@ class Scheduler:
             self._counts.add(metadata.reports)
             self._decode.on_ready(metadata.reports.ready)
             self._prefill.on_granted(metadata.reports.granted)
-            if self._directory is not None:
-                self._directory.tell_released(metadata.reports.released)
+            self._released.update(metadata.reports.released)
         self._follow_label()
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)
@@ -581,11 +601,11 @@ class Scheduler:
 
     def _begin_offer(self, request: Request) -> None:
         prompt, reason = prompt_of(request, self._media), ""
-        ticket = self._pair_of(request)
-        is_pair = ticket is not None and self._prefill.is_new(ticket)
+        pair = self._promised(request)
+        is_pair = pair is not None and self._prefill.is_new(pair)
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine is draining"
-        elif request.abort_immediately:  # `EarlyAnswer` tells it of a pair ticket's request
+        elif request.abort_immediately:  # `EarlyAnswers` tells of a request that it has answered
             reason = "vLLM refused it, or it failed"
         elif request.resumable:
             reason = "it is resumable: more input may follow"
@@ -596,20 +616,26 @@ class Scheduler:
             self._log.info("request %s is not offered: %s", shown, reason, about=reason)
             if prompt.media.items:
                 self._not_offered[RequestId(request.request_id)] = reason
-            if ticket is not None:
-                self._prefill.decline(ticket)
+            if pair is not None:
+                self._prefill.decline(pair)
             return
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
             # token, but prefill keeps only the state after the last token that it computes.
             shorten(request)
-        # Decode asks for a pair's offer with the hash of its whole prompt.
+        # An early ticket is for the whole prompt.
         num_tokens = prompt.num_tokens if is_pair else request.num_prompt_tokens
+
+        def make_hashes(nonce: Nonce) -> tuple[str, str]:
+            # The label may change before the prompt is computed.
+            return prompt.hashes(nonce, self._decode.weights, num_tokens=num_tokens)
+
         self._prefill.on_new_request(
             prompt.request,
             request.num_prompt_tokens,
-            partial(prompt.hashes, num_tokens=num_tokens),
-            ticket,
+            make_hashes,
+            pair,
+            num_hashed=num_tokens,
             count_cached=partial(count_cached, request),
         )
 
@@ -620,7 +646,7 @@ class Scheduler:
             return None
         prompt = prompt_of(request, self._media)
         nonce = new_nonce()
-        context, media = prompt.hashes(nonce)
+        context, media = prompt.hashes(nonce, self._prefill.address.weights)
         reason = self._not_offered.get(prompt.request) or why_not_offered(request)
         ticket = Ticket(
             **asdict(self._prefill.address),
@@ -634,16 +660,16 @@ class Scheduler:
         )
         return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
 
-    def _pair_of(self, request: Request) -> Ticket | None:
-        """The pair ticket of a request, from `EarlyAnswer`."""
+    def _promised(self, request: Request) -> Nonce | None:
+        """The nonce of the early ticket that this engine's API server may have given away."""
         fields = request.kv_transfer_params or {}
-        if FIELD not in fields:
+        if PROMISE not in fields:
             return None
         try:
-            return self._trust.open_own({FIELD: fields[FIELD]})
+            return self._trust.open_promise(fields[PROMISE])
         except TicketRefused as error:
             shown = shown_id(request.request_id)
-            self._log.info("request %s: no pair ticket: %s", shown, error, about=error.reason)
+            self._log.info("request %s: no promise: %s", shown, error, about=error.reason)
             return None
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:

@@ -1,5 +1,8 @@
 """Hooks over whatever scheduler class was chosen: they end single loads and single requests.
 
+Prefill computes a request that was answered early although its client no longer waits. If decode
+releases the offer, the hooks end that request too. vLLM's API server hears of it as of other ends.
+
 vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
 scheduling one step later still. With `overlap`, each rank also tells the scheduler's process
 directly, by a message to the engine's directory, and the hooks take these hints before each step.
@@ -41,7 +44,7 @@ class SchedulerHooks:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self
-        self._end_failed()
+        self._end_requests()
         for connector in self._connectors:
             if connector.takes_hints:
                 connector.end_landed(scheduler._update_from_kv_xfer_finished)  # noqa: SLF001 - no other way
@@ -61,7 +64,7 @@ class SchedulerHooks:
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         # A request may have failed in this step: its token must not leave. vLLM aborts here too.
-        self._end_failed()
+        self._end_requests()
         outputs: dict[int, EngineCoreOutputs]
         outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         ended, self._ended = self._ended, []
@@ -77,12 +80,19 @@ class SchedulerHooks:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    def _end_failed(self) -> None:
+    def _end_requests(self) -> None:
         scheduler: Any = self
         for connector in self._connectors:
-            if failed := connector.pop_failed(scheduler.requests):
-                self._ended += [scheduler.requests[each] for each in failed]
-                scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+            failed = connector.pop_failed(scheduler.requests)
+            self._finish(failed, RequestStatus.FINISHED_ERROR)
+            released = connector.pop_released(scheduler.requests)
+            self._finish(released, RequestStatus.FINISHED_ABORTED)
+
+    def _finish(self, names: list[str], status: RequestStatus) -> None:
+        scheduler: Any = self
+        if names:
+            self._ended += [scheduler.requests[each] for each in names]
+            scheduler.finish_requests(names, status)
 
 
 def hook_scheduler(vllm_config: VllmConfig) -> None:
@@ -96,6 +106,19 @@ def hook_scheduler(vllm_config: VllmConfig) -> None:
     if not issubclass(base, SchedulerHooks):
         fields = {"chosen": config.scheduler_cls}
         config.scheduler_cls = type(base.__name__, (SchedulerHooks, base), fields)
+
+
+def serve_address() -> None:
+    """Let vLLM's engine client ask an engine for the address that its early tickets name."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - the process of an engine has it
+
+    setattr(EngineCore, "nixl_kv_address", _address_of)  # noqa: B010 - mypy knows no such attribute
+
+
+def _address_of(core: Any) -> dict[str, Any] | None:
+    """None: no early answers now."""
+    found = (connector.early_address() for connector in _own(core.scheduler.connector))
+    return next(filter(None, found), None)
 
 
 def _own(connector: Any) -> Iterator[Any]:

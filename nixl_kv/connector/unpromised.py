@@ -106,7 +106,7 @@ USAGE: Final = Absence("decode tells its clients that all loaded tokens were cac
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
 )
-EARLY_ANSWER: Final = Absence("EarlyAnswer does nothing")  # in the API server
+EARLY_ANSWER: Final = Absence("overlap has no effect on prefill")  # in the API server
 
 
 class Part(NamedTuple):
@@ -468,9 +468,64 @@ PARTS: Final = (
     ),
     # --- the early answer
     Part(
-        "vllm.entrypoints.launchers.api_server.app_state:init_app_state",
-        ("vllm_config", "engine_client", "args"),
-        "attributes of the API server's `app.state`",
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        ("_add_request(request, prompt, parent_req, index, queue)",),
+        "wrapped: the place where all front ends add a request that they have checked",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        ("vllm_config", "output_processor", "engine_core", "errored"),
+        "the engine client's state",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        ("request_states", "update_scheduler_stats(scheduler_stats)"),
+        "the state of a request, and signs of life of the engine",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.output_processor:RequestState",
+        (
+            *("prompt_len", "num_cached_tokens"),
+            "make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason)",
+        ),
+        "makes the early answer as vLLM makes others",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.output_processor:RequestOutputCollector",
+        ("put(output)",),
+        "takes the answer to the front end",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.core_client:MPClient",
+        ("core_engine", "core_engines"),
+        "the engines of a client",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        ("_call_utility_async(method, args, engine)",),
+        "asks an engine for its address",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine.core_client:DPLBAsyncMPClient",
+        ("reqs_in_flight",),
+        "names the data-parallel rank that vLLM has chosen",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.v1.engine:EngineCoreRequest",
+        (
+            *("request_id", "sampling_params", "prompt_token_ids", "prompt_embeds", "mm_features"),
+            *("prompt_is_token_ids", "lora_request", "cache_salt", "resumable"),
+            "abort_immediately",
+        ),
+        "a prompt and its parameters",
         EARLY_ANSWER,
     ),
     Part(

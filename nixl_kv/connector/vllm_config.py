@@ -469,6 +469,18 @@ def prompt_of(request: Request, reader: "MediaReader | None" = None) -> Prompt:
     )
 
 
+def prompt_of_client(request: Any, num_tokens: int, reader: "MediaReader | None") -> Prompt:
+    """The prompt of an `EngineCoreRequest`, as the engine will see it."""
+    return Prompt(
+        RequestId(request.request_id),
+        num_tokens,
+        request.prompt_token_ids,
+        tuple(_extras(request)),
+        tuple(_rows(request)),
+        NO_MEDIA if reader is None else reader.media_of(request),
+    )
+
+
 def check_params(request: Request) -> None:
     """Raise a TicketRefused for `kv_transfer_params` that are too deep or large, or not an object.
 
@@ -589,7 +601,7 @@ class MediaReader:
 
     def media_of(self, request: Request) -> Media:
         items = []
-        for feature in request.mm_features:
+        for feature in request.mm_features or ():
             begin = feature.mm_position.offset
             data: Mapping[str, Any] = feature.data or {}
             items.append(

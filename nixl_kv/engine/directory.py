@@ -2,10 +2,10 @@
 
 The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
 weights; the scheduler reads both in its next step. The engine's own ranks send hints about loads,
-which the scheduler takes before each step; it believes those that have a load's key. API servers
-hear of offers that decode has released (`engine/watch.py`). The status that it answers to tools is
-an open record, like a rank's (`engine/status.py`). Draining takes an engine out of service, so only
-a sender that has proved the key may order it, or, without a key, a process on the same machine.
+which the scheduler takes before each step; it believes those that have a load's key. The status
+that it answers to tools is an open record, like a rank's (`engine/status.py`). Draining takes an
+engine out of service, so only a sender that has proved the key may order it, or, without a key, a
+process on the same machine.
 
 No error ends the thread: without its directory, no decode engine could meet this engine.
 """
@@ -13,7 +13,7 @@ No error ends the thread: without its directory, no decode engine could meet thi
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -28,7 +28,7 @@ from nixl_kv.errors import (
     run_guarded,
 )
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import NEEDS_ENGINE_KEY, Bounds, ControlPlane, FromPeer, Proved
 
@@ -46,7 +46,6 @@ DRAIN_HERE: Final = "an engine without a key can be drained only from its host"
 QUESTIONS: Final = (messages.Describe, messages.StatusRequest)
 
 FAILED: Final = "the directory failed at a question; it goes on"
-UNWATCHED: Final = b""  # no route
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
@@ -101,9 +100,6 @@ class DirectoryServer:
         self.weights = weights
         self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
         self._has_key = has_key
-        self._released: deque[Nonce] = deque()  # by decode; not told yet
-        # The route to each offer's watcher, oldest first; UNWATCHED if decode was quicker.
-        self._watched: dict[Nonce, bytes] = {}
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
@@ -117,12 +113,6 @@ class DirectoryServer:
         """Serve this description from now on. It is encoded once, not per question."""
         self._shown = messages.encode(messages.without_memory(description))
         self._published = description, messages.encode(description)
-
-    def tell_released(self, nonces: Iterable[Nonce]) -> None:
-        """Decode has released these offers of pairs. Any thread may call this."""
-        self._released.extend(nonces)
-        if self._released:
-            self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
         """The hints since the last call. The scheduler's thread calls this."""
@@ -143,8 +133,6 @@ class DirectoryServer:
         for item in self._control.poll(timeout_s):
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
-        if self._released:
-            run_guarded(self._tell_watchers, FAILED)
 
     def _main(self) -> None:
         while not self._is_stopping:
@@ -173,9 +161,6 @@ class DirectoryServer:
                 return messages.encode(self._drain(message, item))
             case messages.SetWeights():
                 return messages.encode(self._set_weights(message))
-            case messages.WatchOffer():
-                self._watch(Nonce(message.nonce), item.route)
-                return None
             case messages.StatusRequest():
                 return messages.encode(self._status())
             case messages.Describe():
@@ -235,25 +220,6 @@ class DirectoryServer:
             self.weights = message.weights
             logger.warning("a tool set the label of this engine's weights to %r", self.weights)
         return answer
-
-    def _watch(self, nonce: Nonce, route: bytes) -> None:
-        if self._watched.pop(nonce, route) == UNWATCHED != route:
-            self._released.append(nonce)
-        self._watched[nonce] = route
-        if len(self._watched) > messages.MAX_WATCHED:
-            del self._watched[next(iter(self._watched))]
-
-    def _tell_watchers(self) -> None:
-        # One message for each watcher: its queue is short, and decode may release many at once.
-        told: dict[bytes, list[Nonce]] = {}
-        while self._released:
-            nonce = self._released.popleft()
-            told.setdefault(self._watched.pop(nonce, UNWATCHED), []).append(nonce)
-        for nonce in told.pop(UNWATCHED, ()):
-            self._watch(nonce, UNWATCHED)
-        for route, nonces in told.items():
-            released = messages.OffersReleased(incarnation=self._life, nonces=tuple(nonces))
-            self._control.reply(route, messages.encode(released))
 
     def _describe(self, message: messages.Describe, proved: Proved) -> bytes:
         if self._published is None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
+from nixl_kv.early.answers import open_promise, seal_promise
 from nixl_kv.errors import TicketRefused
+from nixl_kv.ids import Nonce
 from nixl_kv.keys import (
     Keys,
     make_user_key,
@@ -113,6 +115,13 @@ class Trust:
         ticket = SealedTicket.parse(params)
         ticket.check_mac(self._ticket_key)
         return ticket.open()
+
+    def promise(self, nonce: Nonce) -> str:
+        return seal_promise(nonce, self._ticket_key)
+
+    def open_promise(self, value: object) -> Nonce:
+        """Raises TicketRefused unless a front end of this engine has written it."""
+        return open_promise(value, self._ticket_key)
 
     def control(self, *own: str) -> ZmqControl:
         """`own` hosts may connect as well: the ranks of this engine, for example."""

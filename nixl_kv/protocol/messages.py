@@ -4,7 +4,6 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
                                        StatusRequest  -> Status
-              from its API servers:    WatchOffer     -> OffersReleased, if decode releases it
                  from its own ranks:   Ready, Landed  (hints; a lost one costs a step or two)
 To a rank of a prefill engine:         Ask            -> Grant | Deny | Pending, then one of them
                                        DigestRequest  -> DigestReply | Deny
@@ -57,7 +56,6 @@ MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
 MAX_REASON = 300  # characters of the error about a message that cannot be decoded
 MAX_LISTED = 1000  # entries of each kind in a `Status`
-MAX_WATCHED = 8192  # offers that API servers watch at a time
 MAX_ADDRESSES = 64  # of one process
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
@@ -144,16 +142,6 @@ class SetWeights(_Message, frozen=True, kw_only=True):
 class WeightsSet(_Message, frozen=True, kw_only=True):
     former: _Label
     refusal: _Text = ""  # why the label stays
-
-
-class WatchOffer(_Message, frozen=True, kw_only=True):
-    """`EarlyAnswer`: tell me if decode releases this pair's offer before it is computed."""
-
-    nonce: _Nonce
-
-
-class OffersReleased(_Message, frozen=True, kw_only=True):
-    nonces: Annotated[tuple[_Nonce, ...], Meta(min_length=1, max_length=MAX_WATCHED)]
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -453,14 +441,14 @@ class KeyRefusal(_Message, frozen=True, kw_only=True):
 
 
 Hint: TypeAlias = Ready | Landed
-ToEngine: TypeAlias = Describe | Drain | SetWeights | WatchOffer | StatusRequest | Hint
+ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest | Hint
 ToPrefill: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
 ToRank: TypeAlias = ToPrefill | Admit | Leave
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = (
     Description | Refusal | ClaimAnswer | HeartbeatReply | Admitted | KeyRefusal | VersionRefusal
 )
-ToTool: TypeAlias = Status | Draining | WeightsSet | OffersReleased | KeyRefusal | VersionRefusal
+ToTool: TypeAlias = Status | Draining | WeightsSet | KeyRefusal | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | Answer | ToTool
 
 

@@ -31,7 +31,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import TicketRefused, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 10  # of tickets and messages alike; see docs/protocol.md
+WIRE_VERSION: Final = 11  # of tickets and messages alike; see docs/protocol.md
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
@@ -73,10 +73,7 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(TicketHead, frozen=True, kw_only=True):
-    """One finished prefill on offer, or a pair ticket, which precedes its offer.
-
-    A pair ticket has no tokens and no hash, because the prompt is not tokenized yet. Decode sends
-    the hashes of its own prompt with its asks, and prefill compares.
+    """A prefill on offer: finished, or an early one, whose ticket precedes its offer.
 
     The ticket of a prompt with media that prefill does not offer still has both hashes: by them
     decode knows whether it may compute the prompt itself.
@@ -84,29 +81,20 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 
     engine: Annotated[EngineId, NAME]
     incarnation: Annotated[Incarnation, HEX32]
-    num_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    context: _Hash = ""  # of these tokens, the adapter and the salt
+    num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    context: Annotated[str, HEX32]  # of these tokens, the adapter, the salt and the label
     epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0  # counts resets of prefill's cache
     weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the label of prefill's weights
     media: _Hash = ""  # of the images, audio and video; empty: the prompt has none
     # The reason, if prefill keeps no blocks for decode.
     not_offered: Annotated[str, Meta(max_length=MAX_WHY)] = ""
+    is_early: bool = False  # prefill has not computed the prompt yet
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("engine", "weights", "not_offered"):
             if not getattr(self, name).isprintable():
                 raise ValueError(f"{name} has characters that cannot be printed")
-        if bool(self.num_tokens) != bool(self.context):
-            has_context = "with" if self.context else "without"
-            raise ValueError(
-                f"num_tokens is {self.num_tokens}, {has_context} a context; "
-                "allowed: both, or neither in a pair ticket"
-            )
-
-    @property
-    def is_pair(self) -> bool:
-        return not self.num_tokens
 
     @property
     def hashes(self) -> str:

@@ -1,0 +1,330 @@
+"""Prefill answers before it has computed: a seam in vLLM's engine client, where front ends meet.
+
+Every front end (HTTP, gRPC, Dynamo, Ray) calls `AsyncLLM`. It has tokenized and checked the prompt
+before `_add_request`, and knows the data-parallel rank afterwards. So the answer has an ordinary
+ticket with the hash of the prompt. The engine gets a promise (`early/answers.py`), computes behind
+the answer, and offers the KV under the promised nonce.
+
+The address of each rank comes from the engine by a utility call, and from the tickets in the
+engine's own answers, which nobody reads for a request that was answered early.
+"""
+
+import asyncio
+import functools
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+
+from nixl_kv.config import ON
+from nixl_kv.connector.plugin import log_like_vllm, own_config
+from nixl_kv.connector.prefill import Address
+from nixl_kv.connector.vllm_config import PARAMS, MediaReader, prompt_of_client
+from nixl_kv.early.answers import PROMISE, OpenAnswers
+from nixl_kv.engine.trust import Trust
+from nixl_kv.errors import REQUEST_LINES, LimitedLog, TicketRefused, get_logger, shown_id
+from nixl_kv.ids import Nonce, new_nonce
+from nixl_kv.protocol.params import why_unbounded
+from nixl_kv.protocol.ticket import FIELD, Ticket
+
+logger = get_logger(__name__)
+
+Add = Callable[..., Awaitable[None]]
+
+ADDRESS: Final = "nixl_kv_address"
+"""The method of vLLM's `EngineCore` that `scheduler_hooks.py` adds."""
+
+# A utility call waits for the engine's current step. The request is in its queue meanwhile.
+ASK_S: Final = 1.0
+
+NO_ADDRESS: Final = "the engine drains, or has not told its address"
+FAILED: Final = "request %s is not answered early: %s"
+
+
+@dataclass(eq=False)
+class _Rank:
+    """One data-parallel rank, which is an engine with an address of its own."""
+
+    identity: bytes
+    open: OpenAnswers
+    address: Address | None = None
+    asking: asyncio.Future[None] | None = None
+
+
+class _Exchange:
+    """One request with a promise. vLLM puts the engine's own output into the collector."""
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        queue: RequestOutputCollector,
+        on_output: Callable[["_Exchange", Any], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self.nonce: Nonce = new_nonce()
+        self.is_early = False  # the front end has its answer
+        self.has_ended = False  # in the engine
+        self._put = queue.put
+        self._on_output = on_output
+        setattr(queue, "put", self._take)  # noqa: B010 - of one object
+
+    def answer(self, output: RequestOutput) -> None:
+        self.is_early = True
+        self._put(output)
+
+    def _take(self, output: Any) -> None:
+        self.has_ended |= isinstance(output, Exception) or bool(output.finished)
+        if not self.is_early:
+            self._put(output)
+        self._on_output(self, output)
+
+
+class EarlyAnswers:
+    """Those of one engine client. Everything runs on its event loop."""
+
+    def __init__(self, client: AsyncLLM) -> None:
+        log_like_vllm()
+        self._client: Any = client
+        config, _ = own_config(client.vllm_config)
+        self._trust = Trust.of(config)
+        self._for_in_tree = config.in_tree_decode
+        self._media = MediaReader.of(client.vllm_config)
+        self._seats: int = client.vllm_config.scheduler_config.max_num_seqs
+        self._ranks: dict[bytes, _Rank] = {}
+        self._exchanges: dict[str, _Rank] = {}  # the ranks of requests that were answered early
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio's own references are weak
+        self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
+        self._listen()
+
+    async def add(
+        self, add: Add, request: EngineCoreRequest, queue: RequestOutputCollector, *others: Any
+    ) -> None:
+        """Call vLLM's `add`, and answer the request if that is possible."""
+        fields = _fields(request)
+        why = self._why_late(request) if fields.get("do_remote_decode") is True else "no offer"
+        if why:
+            if PROMISE in fields:
+                _replace(request, {k: v for k, v in fields.items() if k != PROMISE})
+            await add(*others)
+            return
+        exchange = _Exchange(request, queue, self._on_output)
+        _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
+        await add(*others)
+        try:
+            await self._answer(exchange, request)
+        except Exception as error:  # noqa: BLE001 - the engine answers it
+            self._log.warning(FAILED, shown_id(request.request_id), repr(error))
+
+    def _why_late(self, request: EngineCoreRequest) -> str:
+        """Why the engine must answer: decode's answer lacks something, or the ticket would."""
+        params, fields = request.sampling_params, _fields(request)
+        if params is None or params.max_tokens != 1 or params.n != 1:
+            return "it asks for several tokens or answers"
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            return "it asks for log probabilities"
+        if request.resumable or request.abort_immediately:
+            return "it is resumable, or rejected"
+        if request.prompt_embeds is not None:
+            return "its prompt has embeddings, which take long to hash"
+        reader, features = self._media, request.mm_features or ()
+        if reader is not None and reader.has_geometry and any(not one.data for one in features):
+            return "the engine has the sizes of its media, on which positions depend"
+        return why_unbounded(fields)
+
+    async def _answer(self, exchange: _Exchange, request: EngineCoreRequest) -> None:
+        rank = self._rank_of(exchange.request_id)
+        if rank is None:
+            return
+        address = await self._address_of(rank)
+        state = self._client.output_processor.request_states.get(exchange.request_id)
+        if exchange.has_ended or state is None:
+            return
+        why = NO_ADDRESS if address is None else rank.open.why_late()
+        if address is None or why:
+            self._log.info(FAILED, shown_id(exchange.request_id), why, about=why)
+            return
+        output = self._output(state, self._ticket(request, state.prompt_len, exchange, address))
+        rank.open.begin(exchange.request_id)
+        self._exchanges[exchange.request_id] = rank
+        exchange.answer(output)
+
+    def _ticket(
+        self, request: EngineCoreRequest, num_tokens: int, exchange: _Exchange, address: Address
+    ) -> Ticket:
+        prompt = prompt_of_client(request, num_tokens, self._media)
+        context, media = prompt.hashes(exchange.nonce, address.weights)
+        return Ticket(
+            **asdict(address),
+            nonce=exchange.nonce,
+            num_tokens=num_tokens,
+            context=context,
+            media=media,
+            is_early=True,
+        )
+
+    def _output(self, state: RequestState, ticket: Ticket) -> Any:
+        """VLLM's own output of a request that has ended without a token."""
+        params = self._trust.seal(ticket, for_in_tree=self._for_in_tree)
+        # The engine has not counted them. Dynamo would tell its client of 0.
+        cached, uncounted = state.num_cached_tokens, None
+        state.num_cached_tokens = uncounted  # type: ignore[assignment]
+        try:
+            return state.make_request_output(
+                [], None, FinishReason.LENGTH, None, kv_transfer_params=params
+            )
+        finally:
+            state.num_cached_tokens = cached
+
+    # --- ranks
+
+    @property
+    def _has_balancer(self) -> bool:
+        """Whether vLLM chooses one of several engines for each request."""
+        return hasattr(self._client.engine_core, "reqs_in_flight")
+
+    def _rank_of(self, request_id: str) -> _Rank | None:
+        """The engine that computes a request. None: it has ended already."""
+        core = self._client.engine_core
+        identity = core.reqs_in_flight.get(request_id) if self._has_balancer else core.core_engine
+        if identity is None:
+            return None
+        if identity not in self._ranks:
+            self._ranks[identity] = _Rank(identity, OpenAnswers(self._seats, time.monotonic))
+        return self._ranks[identity]
+
+    async def _address_of(self, rank: _Rank) -> Address | None:
+        if rank.address is None:
+            if rank.asking is None:
+                rank.asking = asyncio.ensure_future(self._ask(rank))
+            await asyncio.wait({rank.asking}, timeout=ASK_S)
+        return rank.address
+
+    async def _ask(self, rank: _Rank) -> None:
+        try:
+            core = self._client.engine_core
+            found = await core._call_utility_async(ADDRESS, engine=rank.identity)  # noqa: SLF001 - no other names the rank
+            rank.address = None if found is None else Address(**found)
+        except Exception as error:  # noqa: BLE001 - requests are answered by the engine
+            self._log.warning("the engine does not tell its address: %s", repr(error))
+        finally:
+            rank.asking = None
+
+    def _listen(self) -> None:
+        """Hear of each step of the engine. A balancer's ranks are heard by their own answers."""
+        processor = self._client.output_processor
+        note = processor.update_scheduler_stats
+
+        @functools.wraps(note)
+        def note_and_hear(scheduler_stats: Any) -> None:
+            note(scheduler_stats)
+            for rank in () if self._has_balancer else self._ranks.values():
+                rank.open.hear()
+
+        processor.update_scheduler_stats = note_and_hear
+
+    # --- the engine's own answers
+
+    def _on_output(self, exchange: _Exchange, output: Any) -> None:
+        if not exchange.has_ended:
+            return
+        rank = self._exchanges.pop(exchange.request_id, None)
+        if rank is None:
+            return
+        rank.open.end(exchange.request_id)
+        if isinstance(output, Exception):
+            self._withdraw(exchange, rank)
+            return
+        rank.open.hear()
+        rank.address = self._address_in(output.kv_transfer_params)
+        if output.outputs[0].finish_reason == "error":
+            self._withdraw(exchange, rank)
+
+    def _address_in(self, params: Any) -> Address | None:
+        """The rank's address now. None: ask, because it may drain or have begun another life."""
+        if not isinstance(params, Mapping) or FIELD not in params:
+            return None
+        try:
+            ticket = self._trust.open_own({FIELD: params[FIELD]})
+        except TicketRefused as error:
+            self._log.warning("cannot read this engine's ticket: %s", error)
+            return None
+        return Address(
+            ticket.engine,
+            ticket.incarnation,
+            ticket.host,
+            ticket.port,
+            ticket.epoch,
+            ticket.weights,
+        )
+
+    def _withdraw(self, exchange: _Exchange, rank: _Rank) -> None:
+        """The request may never have come to the engine, and decode waits for it."""
+        if self._client.errored:
+            return
+        core = self._client.engine_core
+        to = {"data_parallel_rank": core.core_engines.index(rank.identity)}
+        task = asyncio.ensure_future(
+            self._client.notify_kv_transfer_request_rejected(
+                f"early-{uuid.uuid4().hex}",
+                {"do_remote_decode": True, PROMISE: self._trust.promise(exchange.nonce)},
+                **(to if self._has_balancer else {}),
+            )
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def answers_early(vllm_config: Any) -> bool:
+    config, roles = own_config(vllm_config)
+    return config.overlap == ON and "prefill" in roles
+
+
+def wrap_client(client_class: Any = AsyncLLM) -> None:
+    """Make vLLM's engine client answer early. Wraps it once."""
+    add = client_class._add_request  # noqa: SLF001 - no public place knows the rank
+    if getattr(add, "answers_early", False):
+        return
+
+    @functools.wraps(add)
+    async def add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        early = _early_of(self)
+        given = (self, request, prompt, parent_req, index, queue)
+        if early is None or parent_req is not None:
+            await add(*given)
+        else:
+            await early.add(add, request, queue, *given)
+
+    setattr(add_request, "answers_early", True)  # noqa: B010 - mypy knows no such attribute
+    client_class._add_request = add_request  # noqa: SLF001 - as above
+
+
+def _early_of(client: Any) -> EarlyAnswers | None:
+    kept = vars(client)
+    if "nixl_kv_early" not in kept:
+        transfer = client.vllm_config.kv_transfer_config
+        is_ours = transfer is not None and answers_early(client.vllm_config)
+        kept["nixl_kv_early"] = EarlyAnswers(client) if is_ours else None
+    early: EarlyAnswers | None = kept["nixl_kv_early"]
+    return early
+
+
+def _fields(request: EngineCoreRequest) -> Mapping[str, Any]:
+    given = getattr(request.sampling_params, "extra_args", None) or {}
+    fields = given.get(PARAMS)
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _replace(request: EngineCoreRequest, fields: Mapping[str, Any]) -> None:
+    # A copy, because other requests may have the same object.
+    changed: Any = copy(request.sampling_params)
+    changed.extra_args = {**(changed.extra_args or {}), PARAMS: dict(fields)}
+    request.sampling_params = changed

@@ -1,0 +1,402 @@
+"""The seam in vLLM's engine client: which requests are answered early, and with what.
+
+The front end, its state of each request and its outputs are vLLM's own. The test is the engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from nixl_kv.connector import early
+from nixl_kv.connector.decode import Prompt
+from nixl_kv.connector.early import wrap_client
+from nixl_kv.connector.prefill import Address
+from nixl_kv.early.answers import LIFE_S, PROMISE, open_promise
+from nixl_kv.ids import RequestId
+from nixl_kv.protocol.ticket import Ticket
+from support.records import ENGINE_LIFE, PREFILL, opened, ticket
+
+TOKENS = list(range(40, 60))
+WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
+SEATS = 2
+ADDRESS = {
+    "engine": PREFILL,
+    "incarnation": ENGINE_LIFE,
+    "host": "10.0.0.1",
+    "port": 5600,
+    "epoch": 3,
+    "weights": "step 7",
+}
+
+
+class Engine:
+    """VLLM's `engine_core` client, with the engine's side played by the test."""
+
+    def __init__(self, ranks: int) -> None:
+        self.core_engines = [bytes([number, 0]) for number in range(ranks)]
+        self.core_engine = self.core_engines[0]
+        self.address: dict[str, Any] | None = dict(ADDRESS)
+        self.asked: list[bytes] = []
+        self.got: list[EngineCoreRequest] = []
+        self.is_slow = False
+        if ranks > 1:
+            self.reqs_in_flight: dict[str, bytes] = {}
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.got.append(request)
+        if len(self.core_engines) > 1:
+            self.reqs_in_flight[request.request_id] = self.core_engines[-1]
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        assert (method, args) == (early.ADDRESS, ())
+        self.asked.append(engine)
+        if self.is_slow:
+            await asyncio.sleep(3600)
+        port = ADDRESS["port"] + engine[0]
+        return self.address and {**self.address, "port": port}
+
+
+class Client:
+    """The part of `AsyncLLM` that the seam uses. `_add_request` is as in vLLM 0.31 to 0.33."""
+
+    def __init__(self, *, role: str = "kv_producer", overlap: str = "on", ranks: int = 1) -> None:
+        extra = {"insecure": True, "peers": ["127.0.0.1/32"], "overlap": overlap}
+        transfer = {
+            "kv_connector": "NixlKVConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": extra,
+        }
+        self.vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(**transfer),
+            scheduler_config=SimpleNamespace(max_num_seqs=SEATS),
+            model_config=SimpleNamespace(multimodal_config=None),
+        )
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.engine_core = Engine(ranks)
+        self.errored = False
+        self.withdrawn: list[tuple[Any, dict[str, Any]]] = []
+
+    async def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any,
+        index: int,
+        queue: RequestOutputCollector,
+    ) -> None:
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        await self.engine_core.add_request_async(request)
+
+    async def notify_kv_transfer_request_rejected(
+        self, _request_id: str, params: Any, **to: Any
+    ) -> None:
+        self.withdrawn.append((params, to))
+
+    # --- what a test does
+
+    async def ask(
+        self, name: str = "p", fields: Any = WANTED, **changed: Any
+    ) -> RequestOutputCollector:
+        options = {
+            key: changed.pop(key)
+            for key in list(changed)
+            if key in ("max_tokens", "n", "logprobs", "prompt_logprobs")
+        }
+        params = SamplingParams(
+            **{"max_tokens": 1, "detokenize": False, **options},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": fields},
+        )
+        values: dict[str, Any] = {
+            "prompt_token_ids": list(TOKENS),
+            "mm_features": None,
+            "pooling_params": None,
+            "arrival_time": 0.0,
+            "lora_request": None,
+            "cache_salt": None,
+            "data_parallel_rank": None,
+        }
+        request = EngineCoreRequest(
+            request_id=name, external_req_id=name, sampling_params=params, **(values | changed)
+        )
+        queue = RequestOutputCollector(params.output_kind, name)
+        await self._add_request(request, None, None, 0, queue)
+        return queue
+
+    def fields(self, number: int = -1) -> dict[str, Any]:
+        """The `kv_transfer_params` that the engine got."""
+        params = self.engine_core.got[number].sampling_params
+        assert params is not None
+        assert params.extra_args is not None
+        fields: dict[str, Any] = params.extra_args["kv_transfer_params"]
+        return fields
+
+    def end(
+        self,
+        name: str = "p",
+        params: dict[str, Any] | None = None,
+        reason: FinishReason = FinishReason.LENGTH,
+    ) -> None:
+        """The engine's own answer."""
+        output = EngineCoreOutput(
+            request_id=name, new_token_ids=[7], finish_reason=reason, kv_transfer_params=params
+        )
+        self.output_processor.process_outputs([output])
+
+    def step(self) -> None:
+        self.output_processor.update_scheduler_stats(None)
+
+
+wrap_client(Client)
+
+
+@pytest.fixture(autouse=True)
+def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "log_like_vllm", lambda: None)  # else caplog is empty
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def early_ticket(queue: RequestOutputCollector) -> Ticket | None:
+    """The ticket in the answer that the front end gets at once, if it gets one."""
+    output = queue.get_nowait()
+    if output is None:
+        return None
+    assert isinstance(output, RequestOutput)
+    assert output.finished
+    assert output.prompt_token_ids == TOKENS
+    assert output.num_cached_tokens is None, "nobody has counted them"
+    (one,) = output.outputs
+    assert (list(one.token_ids), one.finish_reason) == ([], "length")
+    found = opened(output.kv_transfer_params)
+    assert found.is_early
+    return found
+
+
+def test_the_answer_has_a_ticket_for_the_prompt_and_the_engine_its_nonce() -> None:
+    async def test() -> None:
+        client = Client()
+        found = early_ticket(await client.ask())
+        assert found is not None
+        prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS)
+        context, media = prompt.hashes(found.nonce, "step 7")
+        assert found == Ticket(
+            **ADDRESS,
+            nonce=found.nonce,
+            num_tokens=len(TOKENS),
+            context=context,
+            media=media,
+            is_early=True,
+        )
+        assert client.fields() == {**WANTED, PROMISE: f"{found.nonce}."}
+        assert open_promise(client.fields()[PROMISE], None) == found.nonce
+
+    run(test)
+
+
+def test_the_hash_covers_the_adapter_and_the_salt() -> None:
+    async def test() -> None:
+        client, extras = Client(), (b"loraadapter", b"saltsalt")
+        found = early_ticket(
+            await client.ask(lora_request=LoRARequest("adapter", 1, "/nowhere"), cache_salt="salt")
+        )
+        assert found is not None
+        prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS, extras)
+        assert found.context == prompt.context(found.nonce, "step 7")
+
+    run(test)
+
+
+def test_nobody_reads_the_engines_own_answer() -> None:
+    async def test() -> None:
+        client = Client()
+        queue = await client.ask()
+        client.end("p", ticket().params(None))  # before the front end has read
+        assert early_ticket(queue) is not None
+        assert queue.get_nowait() is None
+        assert not client.output_processor.request_states
+
+    run(test)
+
+
+LATE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "two tokens": (WANTED, {"max_tokens": 2}),
+    "log probabilities": (WANTED, {"logprobs": 0}),
+    "log probabilities of the prompt": (WANTED, {"prompt_logprobs": 1}),
+    "a session": (WANTED, {"resumable": True}),
+    "a rejected request": (WANTED, {"abort_immediately": True}),
+    "embeddings": (WANTED, {"prompt_token_ids": None, "prompt_embeds": torch.zeros(3, 4)}),
+    "no offer": ({"do_remote_decode": False}, {}),
+    "another truth": ({"do_remote_decode": 1}, {}),
+    "no object": ([1], {}),
+    "nothing": (None, {}),
+    "parameters without end": ({**WANTED, "x": [[[[[[[[[[[1]]]]]]]]]]]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_the_engine_answers_other_requests(case: str) -> None:
+    async def test() -> None:
+        fields, changed = LATE[case]
+        client = Client()
+        queue = await client.ask("p", fields, **changed)
+        assert queue.get_nowait() is None
+        assert client.fields() == fields if fields else True
+        assert PROMISE not in (client.fields() if isinstance(fields, dict) else {})
+
+    run(test)
+
+
+@pytest.mark.parametrize("options", [{"overlap": "off"}, {"role": "kv_consumer"}])
+def test_other_engines_answer_nothing_early(options: dict[str, Any]) -> None:
+    async def test() -> None:
+        client = Client(**options)
+        assert (await client.ask()).get_nowait() is None
+        assert client.fields() == WANTED
+        assert not client.engine_core.asked
+
+    run(test)
+
+
+@pytest.mark.parametrize("fields", [WANTED, {"do_remote_decode": False}])
+def test_a_clients_own_promise_does_not_reach_the_engine(fields: dict[str, Any]) -> None:
+    async def test() -> None:
+        client, forged = Client(), {**fields, PROMISE: "a promise of a client's"}
+        await client.ask("p", forged)
+        assert client.fields().get(PROMISE) != forged[PROMISE]
+        assert forged[PROMISE] == "a promise of a client's", "other requests may share it"
+
+    run(test)
+
+
+def test_an_engine_that_drains_answers_itself() -> None:
+    async def test() -> None:
+        client = Client()
+        client.engine_core.address = None
+        assert early_ticket(await client.ask("a")) is None
+        client.engine_core.address = ADDRESS
+        assert early_ticket(await client.ask("b")) is not None
+
+    run(test)
+
+
+def test_an_engine_that_does_not_tell_its_address_in_time_answers_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(early, "ASK_S", 0.01)
+
+    async def test() -> None:
+        client = Client()
+        client.engine_core.is_slow = True
+        for name in ("a", "b"):
+            queue = await client.ask(name)
+            assert queue.get_nowait() is None
+        assert len(client.engine_core.asked) == 1
+        client.end("a", {"x": 1})
+        output = client.output_processor.request_states["b"].queue
+        assert output is not None
+
+    run(test)
+
+
+def test_each_of_the_engines_own_answers_tells_its_address() -> None:
+    """It may have begun another life, or drain."""
+
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        client.end("a", ticket(epoch=9, weights="step 8").params(None))
+        found = early_ticket(await client.ask("b"))
+        assert found is not None
+        assert (found.epoch, found.weights) == (9, "step 8")
+        assert len(client.engine_core.asked) == 1
+        client.end("b")
+        assert early_ticket(await client.ask("c")) is not None
+        assert len(client.engine_core.asked) == 2
+
+    run(test)
+
+
+def test_the_ticket_names_the_rank_that_vllm_has_chosen() -> None:
+    async def test() -> None:
+        client = Client(ranks=3)
+        found = early_ticket(await client.ask())
+        assert found is not None
+        assert found.port == ADDRESS["port"] + 2
+        client.end("p", reason=FinishReason.ERROR)
+        await asyncio.sleep(0)
+        promise = {"do_remote_decode": True, PROMISE: f"{found.nonce}."}
+        assert client.withdrawn == [(promise, {"data_parallel_rank": 2})]
+
+    run(test)
+
+
+def test_the_connector_hears_of_a_request_that_fails_after_its_answer() -> None:
+    """It may never have reached the scheduler, and decode waits for it."""
+
+    async def test() -> None:
+        client = Client()
+        found = early_ticket(await client.ask())
+        assert found is not None
+        client.end("p", reason=FinishReason.ERROR)
+        await asyncio.sleep(0)
+        assert client.withdrawn == [({"do_remote_decode": True, PROMISE: f"{found.nonce}."}, {})]
+        assert early_ticket(await client.ask("q")) is not None
+
+    run(test)
+
+
+def test_a_dead_engine_hears_of_nothing() -> None:
+    async def test() -> None:
+        client = Client()
+        await client.ask()
+        client.errored = True
+        client.output_processor.propagate_error(RuntimeError("dead"))
+        await asyncio.sleep(0)
+        assert client.withdrawn == []
+
+    run(test)
+
+
+def test_as_many_are_answered_early_as_the_engine_has_seats() -> None:
+    async def test() -> None:
+        client = Client()
+        for name in ("a", "b"):
+            assert early_ticket(await client.ask(name)) is not None
+        assert early_ticket(await client.ask("c")) is None
+        client.end("a", ticket().params(None))
+        assert early_ticket(await client.ask("d")) is not None
+
+    run(test)
+
+
+def test_a_hung_engine_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(early.time, "monotonic", lambda: now)
+
+    async def test() -> None:
+        nonlocal now
+        client = Client()
+        assert early_ticket(await client.ask("a")) is not None
+        now += LIFE_S + 1
+        assert early_ticket(await client.ask("b")) is None
+        client.step()
+        assert early_ticket(await client.ask("c")) is not None
+
+    run(test)
+
+
+def test_the_address_is_what_the_connector_tells() -> None:
+    assert Address(**ADDRESS).weights == "step 7"
