@@ -85,7 +85,7 @@ class Prompt:
         """The hashes of the first tokens and of the prompt's media; see `Ticket`."""
         return self.context(nonce, weights, num_tokens=num_tokens), self.media.hash(nonce)
 
-    def _extras(self, num_tokens: int, weights: str) -> Iterator[bytes]:
+    def _extras(self, num_tokens: int, weights: str = "") -> Iterator[bytes]:
         yield from self.extras
         for rows in self.rows:
             yield rows.name + rows.data[: num_tokens * rows.size]

@@ -23,8 +23,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from nixl_kv.config import ON
-from nixl_kv.connector.plugin import log_like_vllm, own_config
+from nixl_kv.connector.plugin import answers_early, has_ours, log_like_vllm, own_config
 from nixl_kv.connector.prefill import Address
 from nixl_kv.connector.vllm_config import PARAMS, MediaReader, prompt_of_client
 from nixl_kv.early.answers import PROMISE, OpenAnswers
@@ -65,25 +64,25 @@ class _Exchange:
         self,
         request: EngineCoreRequest,
         queue: RequestOutputCollector,
-        on_output: Callable[["_Exchange", Any], None],
+        on_answer: Callable[["_Exchange", Any], None],
     ) -> None:
         self.request_id = request.request_id
         self.nonce: Nonce = new_nonce()
         self.is_early = False  # the front end has its answer
         self.has_ended = False  # in the engine
         self._put = queue.put
-        self._on_output = on_output
+        self._on_answer = on_answer
         setattr(queue, "put", self._take)  # noqa: B010 - of one object
 
-    def answer(self, output: RequestOutput) -> None:
+    def answer(self, answer: RequestOutput) -> None:
         self.is_early = True
-        self._put(output)
+        self._put(answer)
 
-    def _take(self, output: Any) -> None:
-        self.has_ended |= isinstance(output, Exception) or bool(output.finished)
+    def _take(self, answer: Any) -> None:
+        self.has_ended |= isinstance(answer, Exception) or bool(answer.finished)
         if not self.is_early:
-            self._put(output)
-        self._on_output(self, output)
+            self._put(answer)
+        self._on_answer(self, answer)
 
 
 class EarlyAnswers:
@@ -114,7 +113,7 @@ class EarlyAnswers:
                 _replace(request, {k: v for k, v in fields.items() if k != PROMISE})
             await add(*others)
             return
-        exchange = _Exchange(request, queue, self._on_output)
+        exchange = _Exchange(request, queue, self._on_answer)
         _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
         await add(*others)
         try:
@@ -150,10 +149,12 @@ class EarlyAnswers:
         if address is None or why:
             self._log.info(FAILED, shown_id(exchange.request_id), why, about=why)
             return
-        output = self._output(state, self._ticket(request, state.prompt_len, exchange, address))
+        answer = self._answer_with(
+            self._ticket(request, state.prompt_len, exchange, address), state
+        )
         rank.open.begin(exchange.request_id)
         self._exchanges[exchange.request_id] = rank
-        exchange.answer(output)
+        exchange.answer(answer)
 
     def _ticket(
         self, request: EngineCoreRequest, num_tokens: int, exchange: _Exchange, address: Address
@@ -169,25 +170,28 @@ class EarlyAnswers:
             is_early=True,
         )
 
-    def _output(self, state: RequestState, ticket: Ticket) -> Any:
+    def _answer_with(self, ticket: Ticket, state: RequestState) -> Any:
         """VLLM's own output of a request that has ended without a token."""
         params = self._trust.seal(ticket, for_in_tree=self._for_in_tree)
         # The engine has not counted them. Dynamo would tell its client of 0.
         cached, uncounted = state.num_cached_tokens, None
-        state.num_cached_tokens = uncounted  # type: ignore[assignment]
+        state.num_cached_tokens = uncounted
         try:
-            return state.make_request_output(
+            answer: Any = state.make_request_output(
                 [], None, FinishReason.LENGTH, None, kv_transfer_params=params
             )
         finally:
             state.num_cached_tokens = cached
+        # vLLM's list is that of the request, which gets its token before the front end may look.
+        answer.outputs[0].token_ids = []
+        return answer
 
     # --- ranks
 
     @property
     def _has_balancer(self) -> bool:
         """Whether vLLM chooses one of several engines for each request."""
-        return hasattr(self._client.engine_core, "reqs_in_flight")
+        return len(self._client.engine_core.core_engines) > 1
 
     def _rank_of(self, request_id: str) -> _Rank | None:
         """The engine that computes a request. None: it has ended already."""
@@ -201,20 +205,28 @@ class EarlyAnswers:
 
     async def _address_of(self, rank: _Rank) -> Address | None:
         if rank.address is None:
-            if rank.asking is None:
-                rank.asking = asyncio.ensure_future(self._ask(rank))
-            await asyncio.wait({rank.asking}, timeout=ASK_S)
+            await asyncio.wait({self._begin_to_ask(rank)}, timeout=ASK_S)
         return rank.address
+
+    def _begin_to_ask(self, rank: _Rank) -> asyncio.Future[None]:
+        if rank.asking is None:
+            rank.asking = asyncio.ensure_future(self._ask(rank))
+        return rank.asking
 
     async def _ask(self, rank: _Rank) -> None:
         try:
             core = self._client.engine_core
             found = await core._call_utility_async(ADDRESS, engine=rank.identity)  # noqa: SLF001 - no other names the rank
-            rank.address = None if found is None else Address(**found)
+            rank.address = None if found is None else self._address_of_own(found)
         except Exception as error:  # noqa: BLE001 - requests are answered by the engine
             self._log.warning("the engine does not tell its address: %s", repr(error))
         finally:
             rank.asking = None
+
+    def _address_of_own(self, found: dict[str, Any]) -> Address:
+        """Raises TicketRefused if the engine has another key, as another machine may."""
+        self._trust.open_promise(found.pop(PROMISE))
+        return Address(**found)
 
     def _listen(self) -> None:
         """Hear of each step of the engine. A balancer's ranks are heard by their own answers."""
@@ -231,23 +243,25 @@ class EarlyAnswers:
 
     # --- the engine's own answers
 
-    def _on_output(self, exchange: _Exchange, output: Any) -> None:
+    def _on_answer(self, exchange: _Exchange, answer: Any) -> None:
         if not exchange.has_ended:
             return
         rank = self._exchanges.pop(exchange.request_id, None)
         if rank is None:
             return
         rank.open.end(exchange.request_id)
-        if isinstance(output, Exception):
+        if isinstance(answer, Exception):
             self._withdraw(exchange, rank)
             return
         rank.open.hear()
-        rank.address = self._address_in(output.kv_transfer_params)
-        if output.outputs[0].finish_reason == "error":
+        if told := self._address_in(answer.kv_transfer_params):
+            rank.address = told
+        else:  # it may drain, or decode has released the offer
+            self._begin_to_ask(rank)
+        if answer.outputs[0].finish_reason == "error":
             self._withdraw(exchange, rank)
 
     def _address_in(self, params: Any) -> Address | None:
-        """The rank's address now. None: ask, because it may drain or have begun another life."""
         if not isinstance(params, Mapping) or FIELD not in params:
             return None
         try:
@@ -281,11 +295,6 @@ class EarlyAnswers:
         task.add_done_callback(self._tasks.discard)
 
 
-def answers_early(vllm_config: Any) -> bool:
-    config, roles = own_config(vllm_config)
-    return config.overlap == ON and "prefill" in roles
-
-
 def wrap_client(client_class: Any = AsyncLLM) -> None:
     """Make vLLM's engine client answer early. Wraps it once."""
     add = client_class._add_request  # noqa: SLF001 - no public place knows the rank
@@ -310,9 +319,12 @@ def wrap_client(client_class: Any = AsyncLLM) -> None:
 def _early_of(client: Any) -> EarlyAnswers | None:
     kept = vars(client)
     if "nixl_kv_early" not in kept:
-        transfer = client.vllm_config.kv_transfer_config
-        is_ours = transfer is not None and answers_early(client.vllm_config)
-        kept["nixl_kv_early"] = EarlyAnswers(client) if is_ours else None
+        kept["nixl_kv_early"] = None
+        try:
+            if has_ours(client.vllm_config) and answers_early(client.vllm_config):
+                kept["nixl_kv_early"] = EarlyAnswers(client)
+        except Exception as error:  # noqa: BLE001 - the engine answers each request
+            logger.warning("this API server answers no request early: %s", repr(error))
     early: EarlyAnswers | None = kept["nixl_kv_early"]
     return early
 

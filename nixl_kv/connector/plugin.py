@@ -21,7 +21,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -227,13 +227,8 @@ def run_checks(vllm_config: Any, where: Where) -> None:
     """Run the checks for each connector of ours that an engine will have, in any MultiConnector."""
     whole = vllm_config.kv_transfer_config
     for transfer in () if whole is None else own_transfers(vars(whole)):
-        environ = dict(os.environ)
-        settings = dict(transfer)
-        if where < Where.MACHINE:  # another machine's names are not known here
-            extra = transfer.get(EXTRA) or {}
-            settings[EXTRA] = {key: extra[key] for key in extra if key != "host"}
-            environ.pop(HOST_VARIABLE, None)
-        config = Config.of(settings, environ)
+        is_here = where >= Where.MACHINE
+        config = Config.of(transfer, os.environ) if is_here else _without_host(transfer)
         seen = vllm_config
         if transfer is not vars(whole):
             seen = copy.copy(vllm_config)
@@ -261,10 +256,13 @@ def check_before_weights(executor: Any) -> None:
         begin(self, vllm_config, *args, **options)
         if has_ours(vllm_config) and not unpromised.is_off(unpromised.MEDIA):
             # Imports vLLM's scheduler, which exists in the engine's process alone.
-            from nixl_kv.connector import scheduler_hooks  # noqa: PLC0415
+            from nixl_kv.connector.scheduler_hooks import (  # noqa: PLC0415
+                hook_scheduler,
+                serve_address,
+            )
 
-            scheduler_hooks.hook_scheduler(vllm_config)
-            scheduler_hooks.serve_address()
+            hook_scheduler(vllm_config)
+            serve_address()
 
     setattr(check_and_begin, "checks_start", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin
@@ -282,17 +280,22 @@ def check_with_arguments(arguments: Any) -> None:
         if has_ours(vllm_config):
             print_cause_at_exit()
             run_checks(vllm_config, Where.MACHINE if starts_here(vllm_config) else Where.CONFIG)
-            config, roles = own_config(vllm_config)
-            if config.overlap == ON and "prefill" in roles:
-                answer_early()
+            if answers_early(vllm_config):
+                wrap_engine_client()
         return vllm_config
 
     setattr(make_and_check, "checks_start", True)  # noqa: B010 - as above
     arguments.create_engine_config = make_and_check
 
 
-def answer_early() -> None:
-    """Let vLLM's engine client answer before the engine has computed."""
+def answers_early(vllm_config: Any) -> bool:
+    """Whether prefill may answer before it has computed."""
+    config, roles = own_config(vllm_config)
+    return config.overlap == ON and "prefill" in roles
+
+
+def wrap_engine_client() -> None:
+    """Let vLLM's engine client answer early, if it has all parts that this needs."""
     if unpromised.warn(unpromised.EARLY_ANSWER):
         return
     from nixl_kv.connector.early import wrap_client  # noqa: PLC0415 - imports vLLM's engine client
@@ -346,10 +349,16 @@ def print_cause_at_exit() -> None:
 
 
 def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
-    """The settings and the roles of this connector, also if it is a child of a MultiConnector."""
+    """The settings, but for `host`, and the roles of this connector, in any MultiConnector."""
     whole = vars(vllm_config.kv_transfer_config)
     transfer = next(iter(own_transfers(whole)), whole)
     roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
-    return Config.of(transfer, os.environ), roles.get(
-        transfer.get("kv_role", ""), ("prefill", "decode")
-    )
+    return _without_host(transfer), roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
+
+
+def _without_host(transfer: Mapping[str, Any]) -> Config:
+    """The settings of an engine that may run on another machine, whose names are not known here."""
+    extra = transfer.get(EXTRA) or {}
+    settings = {**transfer, EXTRA: {key: extra[key] for key in extra if key != "host"}}
+    environ = {key: value for key, value in os.environ.items() if key != HOST_VARIABLE}
+    return Config.of(settings, environ)

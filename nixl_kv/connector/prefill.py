@@ -188,9 +188,9 @@ class PrefillScheduler:
         names = ({offer.nonce, offer.pair} for offer in self._known())
         return pair not in self._pairs and not any(pair in each for each in names)
 
-    def awaited_of(self, pairs: Collection[Nonce]) -> list[RequestId]:
+    def awaited_of(self, pairs: Collection[Nonce]) -> dict[Nonce, RequestId]:
         """The requests with these early tickets that this engine has not computed."""
-        return [name for name, offer in self._awaited.items() if offer.pair in pairs]
+        return {offer.pair: name for name, offer in self._awaited.items() if offer.pair in pairs}
 
     def _known(self) -> Iterator[_Offer]:
         yield from self._awaited.values()

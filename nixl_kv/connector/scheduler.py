@@ -65,7 +65,7 @@ from nixl_kv.errors import (
     printable,
     shown_id,
 )
-from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce
+from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.params import OUR_PREFIXES
@@ -118,7 +118,9 @@ BOTH_LEGS: Final = (
     "and set overlap on prefill (docs/early-answer.md)"
 )
 
-RELEASED: Final = "request %s, which was answered early, is aborted: decode has released its offer"
+RELEASED: Final = (
+    "request %s (offer %s) was answered early and is aborted: decode has released its offer"
+)
 NO_HINTS: Final = (
     "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
     "sooner inside a MultiConnector, for a class of another module, or in a process that loads no "
@@ -352,17 +354,19 @@ class Scheduler:
         if not self._released:
             return []
         released, self._released = self._released, set()
-        found = [each for each in self._prefill.awaited_of(released) if each in requests]
-        for each in found:
-            self._log.info(RELEASED, shown_id(each))
-        return list(found)
+        found = self._prefill.awaited_of(released)
+        ended = {nonce: name for nonce, name in found.items() if name in requests}
+        for nonce, name in ended.items():
+            self._log.info(RELEASED, shown_id(name), short(nonce))
+        return list(ended.values())
 
     def early_address(self) -> dict[str, Any] | None:
         """What an early ticket needs beside its request; None while there should be none."""
         is_draining = self._directory is not None and self._directory.is_draining
         if is_draining or self._prefill.address is None or not self._is_prefill:
             return None
-        return asdict(self._prefill.address)
+        proof = self._trust.promise(new_nonce())  # shows that the API server has the same key
+        return {**asdict(self._prefill.address), PROMISE: proof}
 
     def may_compute(self, request: Request) -> bool:
         """Whether this engine may compute a request that loaded its KV, after a preemption."""

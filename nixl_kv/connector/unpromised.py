@@ -495,6 +495,26 @@ PARTS: Final = (
         EARLY_ANSWER,
     ),
     Part(
+        "vllm.outputs:RequestOutput",
+        ("finished", "outputs", "kv_transfer_params"),
+        "the answer, and the engine's own",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.outputs:CompletionOutput",
+        ("token_ids", "finish_reason"),
+        "the answer has no token",
+        EARLY_ANSWER,
+    ),
+    Part(
+        "vllm.sampling_params:SamplingParams",
+        ("max_tokens", "n", "logprobs", "prompt_logprobs"),
+        "which requests can be answered early",
+        EARLY_ANSWER,
+    ),
+    Part(f"{_CONFIG}:SchedulerConfig", ("max_num_seqs",), "how many of them", EARLY_ANSWER),
+    Part("vllm.v1.engine.core:EngineCore", ("scheduler",), "has the address", EARLY_ANSWER),
+    Part(
         "vllm.v1.engine.output_processor:RequestOutputCollector",
         ("put(output)",),
         "takes the answer to the front end",

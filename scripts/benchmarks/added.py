@@ -23,7 +23,7 @@ from benchmarks.floor import prompt
 from benchmarks.shapes import Row
 from benchmarks.transfer import WARM_UP
 from harness.cluster.client import Client, Prompt
-from harness.cluster.engines import EARLY_ANSWER, HOST, Engine
+from harness.cluster.engines import HOST, Engine
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.models.files import SPECIALS, words
 from harness.cluster.pair import Pair
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """A row for each length. Both decode engines have the same GPUs, and are asked in turns."""
     with engines.new_cluster() as cluster, ExitStack() as stack:
         prefill, decode = engines.pair_of("nixl-kv", options)
-        prefill = engines.with_options(prefill, *EARLY_ANSWER)
+        prefill = engines.with_overlap(prefill)
         fast = engines.with_overlap(decode, name="fast")
         first, *others = cluster.start(prefill, decode, fast)
         slow, quick = (

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from benchmarks.shapes import MODELS
 from harness.cluster.cluster import Cluster, pair_specs
-from harness.cluster.engines import EARLY_ANSWER, OVERLAP, Connector, EngineSpec
+from harness.cluster.engines import OVERLAP, Connector, EngineSpec
 from harness.cluster.models.files import ensure_tiny_model
 
 CPU_BLOCKS: Final = 256
@@ -42,7 +42,7 @@ def pair_of(
     connector: Connector, options: argparse.Namespace, *, caching: bool = False
 ) -> list[EngineSpec]:
     """Prefill and decode, with a prefix cache or without. Loads are not verified."""
-    config = {"verify": "off"} if connector == "nixl-kv" else {}
+    config = {"verify": "off", "overlap": "off"} if connector == "nixl-kv" else {}
     fields = engine_fields(options, caching=caching) | {"connector_config": config}
     specs = pair_specs(model_of(options), connector, suffix=f"-{connector}", **fields)
     gpus = options.prefill_gpus, options.decode_gpus
@@ -50,11 +50,6 @@ def pair_of(
         replace(spec, tensor_parallel=tp, extra_env=visible(some))
         for spec, tp, some in zip(specs, options.tp, gpus, strict=True)
     ]
-
-
-def with_early_answer(prefill: EngineSpec, decode: EngineSpec) -> list[EngineSpec]:
-    """The same engines with the early answer, and with loads that end between steps."""
-    return [with_options(prefill, *EARLY_ANSWER), with_overlap(decode)]
 
 
 def with_overlap(spec: EngineSpec, name: str | None = None) -> EngineSpec:

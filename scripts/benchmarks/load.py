@@ -76,7 +76,7 @@ def row_of(name: Any, rate: float, options: argparse.Namespace) -> Row:
         else:
             pair = engines.pair_of(connector, options)
             if name == "early":
-                pair = engines.with_early_answer(*pair)
+                pair = [engines.with_overlap(each) for each in pair]
             started = cluster.start(*pair)
             url = cluster.route(started[:1], started[1:]).url
         tokens = 1 if name == "alone" else options.answer_tokens

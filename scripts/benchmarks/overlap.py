@@ -86,7 +86,7 @@ def started(options: argparse.Namespace, stack: ExitStack) -> tuple[Pair, Wire]:
             },
         )
         for spec, host, cores in zip(
-            engines.with_early_answer(*engines.pair_of("nixl-kv", options)),
+            map(engines.with_overlap, engines.pair_of("nixl-kv", options)),
             hosts,
             halves(os.sched_getaffinity(0)),
             strict=True,

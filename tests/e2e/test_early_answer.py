@@ -17,7 +17,7 @@ import pytest
 from harness.cluster.answers import Question
 from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EARLY_ANSWER, OVERLAP, Engine, EngineSpec
+from harness.cluster.engines import OVERLAP, Engine, EngineSpec
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -44,7 +44,6 @@ CHUNK = 128
 SEATS = 2
 """Requests that prefill computes at a time; others are queued."""
 EARLY = (
-    *EARLY_ANSWER,
     *("--max-num-batched-tokens", str(CHUNK)),
     *("--max-num-seqs", str(SEATS)),
 )
@@ -82,7 +81,7 @@ def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
 # Prefill does not answer a request for log probabilities early: the harness's requests have one.
 def early_ticket(pair: Pair, prompt: str) -> Ticket:
     ticket, _ = pair.to_prefill.timed_ticket(prompt, logprobs=None)
-    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_pair
+    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
     return ticket
 
 
@@ -145,15 +144,17 @@ def test_loads_end_between_steps(
         assert loads.changed()[FAILURES] == 0
 
 
-def test_a_pair_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:
+def test_an_early_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) -> None:
     prompt, other = (random_prompt(150, seed=7500 + n) for n in range(2))
     since = CountersSince(pair.to_decode)
     ticket = early_ticket(pair, prompt)
     assert pair.decode_with(ticket, other).tokens == single.complete(other).tokens
-    assert since.wait_for(FAILURES, timeout_s=EVENT_S)[LOADS] == 0
-    assert "another prompt" in pair.prefill.log_text()
-    assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
     assert since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)[LOADS] == 0
+    assert "the ticket is for another prompt" in pair.decode.log_text()
+    assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+    assert since.wait_for(LOADS, timeout_s=EVENT_S)[FAILURES] == 0
+    assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+    assert since.wait_for(TICKETS_REFUSED, 2, timeout_s=EVENT_S)[LOADS] == 1
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def no_free_seats(engine: Client) -> Iterator[None]:
 
 def expect_abort(pair: Pair, ticket: Ticket) -> None:
     nonce = SealedTicket.parse({FIELD: ticket[FIELD]}).open().nonce
-    line = f"(offer {nonce[:8]}), which was answered early, is aborted: decode has released"
+    line = f"(offer {nonce[:8]}) was answered early and is aborted: decode has released it"
     assert wait_until(lambda: line in pair.prefill.log_text(), EVENT_S)
 
 
@@ -212,7 +213,7 @@ def stopped(process: int) -> Iterator[None]:
 def test_each_api_server_answers_early_and_aborts(
     cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
 ) -> None:
-    """Each learns the address from an answer of its own. While one is stopped, the other serves."""
+    """Each asks the engine for its address. While one is stopped, the other serves."""
     prefill, decode = base_specs
     with early_pair(cluster, (replace(prefill, api_servers=2), decode), "servers") as pair:
         found = re.findall(r"\(ApiServer_\d+ pid=(\d+)\)", pair.prefill.log_text())
@@ -222,7 +223,6 @@ def test_each_api_server_answers_early_and_aborts(
             prompt, other = (random_prompt(3 * 128 + 1, seed=seed + 2 * n) for n in range(2))
             pair.to_decode.complete(other, 1)
             with stopped(server), Pair(*pair.engines) as one:
-                one.to_prefill.ticket(PROBE)
                 loads = CountersSince(one.to_decode)
                 ticket = early_ticket(one, prompt)
                 assert one.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens

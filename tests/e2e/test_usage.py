@@ -9,7 +9,7 @@ import pytest
 
 from harness.cluster.client import Answer, Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EARLY_ANSWER, OVERLAP, EngineSpec
+from harness.cluster.engines import OVERLAP, EngineSpec
 from harness.cluster.metrics import LOADS, CountersSince
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
@@ -36,7 +36,7 @@ def serial(pair: Pair, prompt: str) -> Answer:
 def early(pair: Pair, prompt: str) -> Answer:
     """Without vllm-router, whose answers lack the details of `usage`."""
     ticket, _ = pair.to_prefill.timed_ticket(prompt, logprobs=None)
-    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_pair
+    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
     return pair.decode_with(ticket, prompt, logprobs=None)
 
 
@@ -49,10 +49,10 @@ def engines(
         replace(
             spec,
             name=f"usage-{spec.role}",
-            extra_args=(*args, *DETAILS, *spec.extra_args),
+            extra_args=(*DETAILS, *spec.extra_args),
             connector_config={**spec.connector_config, **OVERLAP, "insecure": False},
         )
-        for spec, args in zip(base_specs, (EARLY_ANSWER, ()), strict=True)
+        for spec in base_specs
     )
     single = without_connector(prefill, "usage-single")
     single = replace(single, extra_args=(*DETAILS, *base_specs[0].extra_args))

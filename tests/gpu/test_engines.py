@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="needs vLLM: scripts/install --cuda")
 
 from harness.cluster.client import DIRECT, Client  # noqa: E402
 from harness.cluster.cluster import Cluster, pair_specs  # noqa: E402
-from harness.cluster.engines import EARLY_ANSWER, OVERLAP, Engine  # noqa: E402
+from harness.cluster.engines import OVERLAP, Engine  # noqa: E402
 from harness.cluster.metrics import FAILURES, LOADS, VERIFIED, CountersSince  # noqa: E402
 from harness.cluster.models.files import REPO  # noqa: E402
 from harness.cluster.pair import Pair  # noqa: E402
@@ -123,9 +123,10 @@ def test_a_prompt_that_extends_prefills_is_loaded(engines: list[Engine]) -> None
 
 def test_chunks_are_read_while_prefill_computes_the_next(cluster: Cluster) -> None:
     prefill, decode = specs("--max-num-batched-tokens", "64", suffix="-early")
-    config = {**decode.connector_config, **OVERLAP}
-    decode = replace(decode, extra_args=GRAPHS, connector_config=config)
-    prefill = replace(prefill, extra_args=(*prefill.extra_args, *EARLY_ANSWER))
+    prefill, decode = (
+        replace(spec, connector_config={**spec.connector_config, **OVERLAP})
+        for spec in (prefill, replace(decode, extra_args=GRAPHS))
+    )
     first, second = started = cluster.start(prefill, decode)
     with Pair(first, second, cluster.route([first], [second])) as pair:
         since = CountersSince(pair.to_decode)

@@ -211,7 +211,7 @@ class Engine:
         self.scheduler.update()
         released, self._released = self._released, set()
         for request in self.scheduler.living():
-            # `EarlyAnswer` aborts it, unless its watch is lost.
+            # The scheduler's hooks abort it, at times later.
             if request.request_id in released and not request.request_id.endswith("0"):
                 self.scheduler.abort(request)
         if self.is_going_to_sleep and not self.scheduler.requests:

@@ -9,7 +9,6 @@ import re
 from typing import Final
 
 from harness.local.memory_control import MemoryControl
-from nixl_kv.connector.decode import Prompt
 from nixl_kv.ids import (
     ANY_INCARNATION,
     Claim,
@@ -18,7 +17,6 @@ from nixl_kv.ids import (
     HintKey,
     Incarnation,
     Rank,
-    RequestId,
     new_claim,
 )
 from nixl_kv.protocol import messages
@@ -27,7 +25,6 @@ from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import FromEndpoint, FromPeer
 from sim.engine import Engine
 from sim.rank import Environment
-from sim.vllm import IssuedTicket
 
 MOST_NAMES: Final = 200
 """The latest ones; a schedule has about 100 loads."""
@@ -51,20 +48,18 @@ class Liar:
         self._asked: dict[Endpoint, RankDescription] = {}
         self._next_at = 0.0
 
-    def ask(self, engine: Engine, issued: IssuedTicket, ticket: Ticket) -> None:
-        prompt = Prompt(RequestId("lie"), issued.prompt.length, issued.prompt.token_ids)
-        context = ticket.hashes or "".join(prompt.hashes(ticket.nonce))
+    def ask(self, engine: Engine, ticket: Ticket) -> None:
         for rank in engine.description.ranks:
             self._asked[rank.endpoint] = rank
             ask = messages.Ask(
                 incarnation=rank.incarnation,
                 nonce=ticket.nonce,
                 claim=self._claim,
-                context=context,
+                context=ticket.hashes,
                 reader=self._reader,
                 number=self._next(),
                 readers=(self._reader.rank,),
-                is_early=ticket.is_pair,
+                is_early=ticket.is_early,
             )
             self._control.send(rank.endpoint, encode(ask))
 

@@ -12,10 +12,9 @@ from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import EngineId, RequestId
+from nixl_kv.ids import EngineId, Nonce, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Hint
-from nixl_kv.protocol.ticket import Ticket
 from sim.cache import BLOCK_TOKENS
 from sim.rank import Environment, Seat
 from sim.repeatable import Violation
@@ -68,7 +67,7 @@ class PrefillHalf(_Half):
             self.admission.address = replace(address, epoch=address.epoch + 1)
         self.admission.reset_cache()
 
-    def add(self, request: Request, pair: Ticket | None = None) -> None:
+    def add(self, request: Request, pair: Nonce | None = None) -> None:
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
         self.admission.on_new_request(name, length, request.connector_prompt.hashes, pair)

@@ -238,9 +238,17 @@ def _pair(world: World, length: int, engine: Engine) -> None:
     address = engine.scheduler.prefill.admission.address
     if not engine.is_prefill or address is None:
         return
-    ticket = Ticket(**asdict(address), nonce=new_nonce())
-    prompt = world.new_prompt(length)
+    prompt, nonce = world.new_prompt(length), new_nonce()
     request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
+    context, media = request.connector_prompt.hashes(nonce, address.weights)
+    ticket = Ticket(
+        **asdict(address),
+        nonce=nonce,
+        num_tokens=length,
+        context=context,
+        media=media,
+        is_early=True,
+    )
     world.pairs[ticket.nonce] = request.request_id
     world.arriving.append((engine.name, request, ticket))
     world.tickets.append(IssuedTicket(ticket.params(None), prompt, engine.name))
@@ -251,7 +259,7 @@ def arrive(world: World, arriving: tuple[str, Request, Ticket]) -> None:
     name, request, ticket = arriving
     engine = world.engines.get(name)
     if engine is not None and engine.takes_requests:
-        engine.scheduler.prefill.add(request, ticket)
+        engine.scheduler.prefill.add(request, ticket.nonce)
 
 
 def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
@@ -268,7 +276,7 @@ def _lie(world: World, issued: IssuedTicket) -> None:
     if engine is not None and engine.description.incarnation == ticket.incarnation:
         liar = Liar(len(world.liars), world)
         world.liars.append(liar)
-        liar.ask(engine, issued, ticket)
+        liar.ask(engine, ticket)
 
 
 def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:

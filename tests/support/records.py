@@ -36,7 +36,7 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
         (
-            *(b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights", b"\xaaWatchOffer"),
+            *(b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights"),
             *(b"\xa5Ready", b"\xa6Landed"),
         ),
         messages.decode_to_engine,
@@ -49,7 +49,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
         messages.decode_to_rank,
     ),
     **dict.fromkeys(
-        (b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet", b"\xaeOffersReleased"),
+        (b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet"),
         messages.decode_to_tool,
     ),
 }
@@ -251,7 +251,9 @@ def ticket(**changed: Any) -> Ticket:
 def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -> Ticket:
     """A valid ticket for a prompt, of an engine on this machine; `num_tokens` cuts the prompt."""
     num_tokens = changed.get("num_tokens", len(token_ids))
-    context = context_hash(nonce, token_ids[:num_tokens], [])
+    label = changed.get("weights", "")
+    extras = [b"weights" + label.encode()] * bool(label)
+    context = context_hash(nonce, token_ids[:num_tokens], extras)
     values = {"nonce": nonce, "num_tokens": num_tokens, "context": context}
     return ticket(**{"host": "127.0.0.1", **values, **changed})
 

@@ -58,7 +58,6 @@ from support.records import (
     reader,
     refusal,
     release,
-    ticket,
     ticket_for,
 )
 from support.scripts import decode_machine
@@ -176,8 +175,7 @@ def pair_tickets() -> Growth:
     scheduler = PrefillScheduler(blocks, 0.5, lambda _: {})
     scheduler.address = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
     for number in range(MANY):
-        pair = ticket(nonce=nonce_of(number), num_tokens=0, context="")
-        scheduler.on_new_request(request_of(number), 8, lambda _: (CONTEXT, ""), pair)
+        scheduler.on_new_request(request_of(number), 8, lambda _: (CONTEXT, ""), nonce_of(number))
         scheduler.request_finished(request_of(number), [[]], reason="aborted")
         yield len(scheduler._pairs)
 
@@ -229,21 +227,6 @@ def hints() -> Growth:
         yield len(directory.server._hints)
 
 
-def watched_offers() -> Growth:
-    directory = _Directory.new()
-    for number in range(MANY):
-        directory.tell(messages.WatchOffer(incarnation=ENGINE_LIFE, nonce=nonce_of(number)))
-        yield len(directory.server._watched)
-
-
-def offers_released_before_they_are_watched() -> Growth:
-    directory = _Directory.new()
-    for number in range(MANY):
-        directory.server.tell_released([nonce_of(number)])
-        directory.server.turn(0)
-        yield len(directory.server._watched)
-
-
 # --- reading
 
 
@@ -281,7 +264,6 @@ def buffers_of_copies() -> Growth:
 TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "errors.MAX_KINDS": (kinds_of_log_lines,),
     "engine.directory.MAX_HINTS": (hints,),
-    "protocol.messages.MAX_WATCHED": (watched_offers, offers_released_before_they_are_watched),
     "protocol.messages.MAX_CLAIMS": (reads_from_a_rank,),
     "protocol.early.MAX_ASKS": (
         early_asks,
@@ -303,7 +285,6 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "reading.kernel.MAX_FREE": (buffers_of_copies,),
 }
 ELSEWHERE: Final = {
-    "connector.early_answer.MAX_OPEN": "connector/test_early_answer.py",  # needs vLLM
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",
     "engine.loop.MAX_DECODING": "engine/test_loop.py",
     "protocol.messages.MAX_LISTED": "engine/test_status.py",

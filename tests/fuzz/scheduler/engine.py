@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import (
 import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.ids import RequestId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import Hint, Reader, encode
-from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
@@ -189,17 +189,14 @@ class Engine:
         tables: tuple[list[int], ...] = self.vllm.kv_cache_manager.get_block_ids(request)
         return tables
 
-    def ticket(self, tokens: list[int]) -> dict[str, Any]:
-        """Of another engine that has computed this prompt."""
-        ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation())
+    def ticket(self, tokens: list[int], *, is_early: bool) -> dict[str, Any]:
+        """Of another engine that has computed this prompt, or has answered early."""
+        ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation(), is_early=is_early)
         return self.role._trust.seal(ticket)
 
-    def pair_ticket(self, *, is_own: bool) -> dict[str, Any]:
-        """Of this engine, for a request to prefill; or of another, for one to decode."""
-        address = self.role._prefill.address
-        assert address is not None
-        fields = asdict(address) | ({} if is_own else {"incarnation": new_incarnation()})
-        return self.role._trust.seal(Ticket(**fields, nonce=new_nonce()))
+    def promise(self) -> dict[str, Any]:
+        """The field that this engine's front end adds to a request that it answers early."""
+        return {PROMISE: self.role._trust.promise(new_nonce())}
 
     def metadata(self, output: SchedulerOutput) -> Any:
         """What this connector tells its workers in a step."""

@@ -19,7 +19,6 @@ from fuzz.scheduler.engine import Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
 from nixl_kv.ids import HintKey, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import FIELD
 from support.records import landed
 from support.vllm_scheduler import BLOCK, WANT_TICKET, make_request, num_free_blocks
 
@@ -148,12 +147,10 @@ class Life:
         is_early = self._happens(self.configuration.pair_share)
         if kind < 0.4:
             params = dict(WANT_TICKET)
-            if is_early:  # as `EarlyAnswer` asks
-                params[FIELD] = self._engine.pair_ticket(is_own=True)[FIELD]
-        elif kind < 0.8:
-            params = self._engine.ticket(tokens)
             if is_early:
-                params = self._engine.pair_ticket(is_own=False)
+                params |= self._engine.promise()
+        elif kind < 0.8:
+            params = self._engine.ticket(tokens, is_early=is_early)
             self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
         longest = self._rng.choice([4, 12, 40])

@@ -25,7 +25,6 @@ API_SERVER: Final = "vllm.entrypoints.openai.api_server"
 SERVE: Final = "harness.cluster.serve"
 HOST: Final = "127.0.0.1"
 MODEL_NAME: Final = "tiny"
-EARLY_ANSWER: Final = ("--middleware", "nixl_kv.connector.EarlyAnswer")
 OVERLAP: Final = {"overlap": "on"}
 """The setting of the connector."""
 START_TIMEOUT_S: Final = 300.0

@@ -141,7 +141,6 @@ TO_RANK: Final[tuple[Any, ...]] = (
 TO_ENGINE: Final[tuple[Any, ...]] = (
     messages.Drain(**LIFE),
     messages.SetWeights(weights="new", **LIFE),
-    messages.WatchOffer(nonce=ask().nonce, **LIFE),
     ready(),
     landed(),
 )

@@ -280,8 +280,7 @@ def load_in(decode: DecodeScheduler, state: LoadState) -> None:
         decode.refuse(D1, len(TOKEN_IDS))
         return
     is_early = state is LoadState.WAITING
-    early = offered(num_tokens=0, context="", media="") if is_early else offered()
-    decode.on_new_request(prompt_of(), early.params(None))
+    decode.on_new_request(prompt_of(), offered(is_early=is_early).params(None))
     if state in (LoadState.STARTED, LoadState.RETRACTED):
         decode.update_state_after_alloc(D1, [TABLE], 19)
     if state is LoadState.RETRACTED:

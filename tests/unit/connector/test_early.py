@@ -21,15 +21,15 @@ from nixl_kv.connector import early
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.early import wrap_client
 from nixl_kv.connector.prefill import Address
-from nixl_kv.early.answers import LIFE_S, PROMISE, open_promise
-from nixl_kv.ids import RequestId
+from nixl_kv.early.answers import LIFE_S, PROMISE, open_promise, seal_promise
+from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol.ticket import Ticket
 from support.records import ENGINE_LIFE, PREFILL, opened, ticket
 
 TOKENS = list(range(40, 60))
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
 SEATS = 2
-ADDRESS = {
+ADDRESS: dict[str, Any] = {
     "engine": PREFILL,
     "incarnation": ENGINE_LIFE,
     "host": "10.0.0.1",
@@ -49,6 +49,7 @@ class Engine:
         self.asked: list[bytes] = []
         self.got: list[EngineCoreRequest] = []
         self.is_slow = False
+        self.key: bytes | None = None
         if ranks > 1:
             self.reqs_in_flight: dict[str, bytes] = {}
 
@@ -63,7 +64,9 @@ class Engine:
         if self.is_slow:
             await asyncio.sleep(3600)
         port = ADDRESS["port"] + engine[0]
-        return self.address and {**self.address, "port": port}
+        if self.address is None:
+            return None
+        return {**self.address, "port": port, PROMISE: seal_promise(new_nonce(), self.key)}
 
 
 class Client:
@@ -240,7 +243,6 @@ LATE: dict[str, tuple[Any, dict[str, Any]]] = {
     "embeddings": (WANTED, {"prompt_token_ids": None, "prompt_embeds": torch.zeros(3, 4)}),
     "no offer": ({"do_remote_decode": False}, {}),
     "another truth": ({"do_remote_decode": 1}, {}),
-    "no object": ([1], {}),
     "nothing": (None, {}),
     "parameters without end": ({**WANTED, "x": [[[[[[[[[[[1]]]]]]]]]]]}, {}),
 }
@@ -254,7 +256,7 @@ def test_the_engine_answers_other_requests(case: str) -> None:
         queue = await client.ask("p", fields, **changed)
         assert queue.get_nowait() is None
         assert client.fields() == fields if fields else True
-        assert PROMISE not in (client.fields() if isinstance(fields, dict) else {})
+        assert PROMISE not in (client.fields() if fields else {})
 
     run(test)
 
@@ -322,11 +324,65 @@ def test_each_of_the_engines_own_answers_tells_its_address() -> None:
         assert found is not None
         assert (found.epoch, found.weights) == (9, "step 8")
         assert len(client.engine_core.asked) == 1
-        client.end("b")
-        assert early_ticket(await client.ask("c")) is not None
+
+    run(test)
+
+
+def test_an_answer_without_a_ticket_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode may have released that offer. The engine is asked again, in case it drains."""
+    monkeypatch.setattr(early, "ASK_S", 3600)
+
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        client.engine_core.is_slow = True
+        client.end("a")
+        assert early_ticket(await client.ask("b")) is not None
+        await asyncio.sleep(0)
         assert len(client.engine_core.asked) == 2
 
     run(test)
+
+
+def test_an_engine_that_begins_to_drain_answers_itself() -> None:
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        client.engine_core.address = None
+        client.end("a")
+        await asyncio.sleep(0)
+        assert early_ticket(await client.ask("b")) is None
+
+    run(test)
+
+
+def test_an_engine_with_another_key_answers_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """On another machine: decode would refuse this API server's tickets."""
+
+    async def test() -> None:
+        client = Client()
+        client.engine_core.key = b"k" * 32
+        assert early_ticket(await client.ask()) is None
+
+    run(test)
+    assert "no front end of this engine has written nixl_kv_promise" in caplog.text
+
+
+def test_an_error_of_ours_leaves_all_answers_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(early.MediaReader, "of", fail)
+
+    async def test() -> None:
+        client = Client()
+        for name in ("a", "b"):
+            assert early_ticket(await client.ask(name)) is None
+
+    run(test)
+    assert caplog.text.count("answers no request early: ZeroDivisionError()") == 1
 
 
 def test_the_ticket_names_the_rank_that_vllm_has_chosen() -> None:

@@ -21,7 +21,7 @@ from nixl_kv.ids import Endpoint, EngineId, Rank, RequestId, new_nonce
 from nixl_kv.protocol.events import LoadEnded, PrepareLoad, SetEngine
 from nixl_kv.protocol.messages import Reader, encode
 from support.polling import wait_until
-from support.records import landed, ready, teller, ticket, ticket_for
+from support.records import landed, ready, teller, ticket_for
 from support.vllm_scheduler import OURS, SteppedScheduler, hooked, make_config
 
 PROMPT: Final = list(range(48))
@@ -324,7 +324,7 @@ def test_the_next_request_with_its_id_loads_as_well(engine: Engine) -> None:
 
 
 def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: Engine) -> None:
-    pair = ticket(num_tokens=0, context="", host="127.0.0.1").params(None)
+    pair = ticket_for(PROMPT, is_early=True).params(None)
     engine.add("d", PROMPT, pair)
     output = engine.vllm.schedule()
     (prepare,) = output.kv_connector_metadata.commands
@@ -337,7 +337,7 @@ def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: E
 
 def test_what_has_not_begun_has_not_landed(engine: Engine) -> None:
     """Whatever a rank says. vLLM's engine would end."""
-    engine.add("d", PROMPT, ticket(num_tokens=0, context="", host="127.0.0.1").params(None))
+    engine.add("d", PROMPT, ticket_for(PROMPT, is_early=True).params(None))
     (prepare,) = engine.vllm.schedule().kv_connector_metadata.commands
     engine.hear(prepare, 0, 1)
     (start,) = engine.vllm.schedule().kv_connector_metadata.commands

@@ -15,8 +15,10 @@ import nixl_kv
 from nixl_kv.connector import scheduler as module
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.traces import _Begun
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.errors import MAX_ID, REQUEST_LINES, TICKET_REASONS
-from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.ids import Nonce
+from nixl_kv.protocol.ticket import FIELD
 from support.cache_manager import CacheManager
 from support.records import ticket_for
 from support.stepped import Clock
@@ -174,7 +176,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Any], Any, dict[str, Any]]]
     "no ticket": ({"kv_role": "kv_consumer"}, lambda: None, add, {}),
     "resumable": ({}, lambda: OFFER, add, {"resumable": True}),
     "rejected": ({}, lambda: OFFER, add, {"abort_immediately": True}),
-    "no pair ticket": ({}, lambda: {**OFFER, FIELD: "y" * 60_000}, add, {}),
+    "no promise": ({}, lambda: {**OFFER, PROMISE: "y" * 60_000}, add, {}),
     "not computed": ({}, lambda: OFFER, finish, {}),
     "failed outside": ({}, of_a_new_offer, fail_load, {}),
 }
@@ -190,7 +192,7 @@ def test_other_requests_cost_bounded_lines(
     caplog.set_level(logging.INFO)
     for _ in range(FLOOD):
         do(scheduler, long_request(params(), **changed))
-    reasons = 2 if case == "bad id" else 1  # no pair ticket, and not offered
+    reasons = 2 if case == "bad id" else 1  # no promise, and not offered
     expect_bounded(caplog.messages, reasons * REQUEST_LINES)
 
 
@@ -199,8 +201,8 @@ def test_a_reset_of_the_cache_costs_bounded_lines(
 ) -> None:
     scheduler = make()
     for _ in range(FLOOD):
-        pair = Ticket(**{**vars(scheduler._prefill.address), "nonce": f"{next(_numbers):032x}"})
-        scheduler.on_new_request(long_request({**OFFER, **pair.params(None)}))
+        promise = scheduler._trust.promise(Nonce(f"{next(_numbers):032x}"))
+        scheduler.on_new_request(long_request({**OFFER, PROMISE: promise}))
     caplog.clear()
     caplog.set_level(logging.INFO)
     scheduler.reset_cache()

@@ -42,7 +42,7 @@ def prompt_with(media: Media, tokens: list[int] = TOKENS) -> Prompt:
 
 def sealed(media: Media, tokens: list[int] = TOKENS, **changed: Any) -> Ticket:
     """Prefill's ticket for a prompt."""
-    context, hashed = prompt_with(media, tokens).hashes(NONCE)
+    context, hashed = prompt_with(media, tokens).hashes(NONCE, changed.get("weights", ""))
     values = {"nonce": NONCE, "num_tokens": len(tokens), "context": context, "media": hashed}
     return ticket(**{**values, **changed})
 
@@ -179,15 +179,16 @@ def test_a_literal_placeholder_in_a_text_is_the_same_on_both_sides(setting: str)
     )
 
 
-def test_a_pair_ticket_says_nothing_about_prefills_media() -> None:
-    """It leaves before the prompt is known; prefill compares the hashes when decode asks."""
-    early = replace(sealed(PICTURE), num_tokens=0, context="", media="").params(None)
-    decode = Decode(RULES["auto"])
-    assert decode.arrive(PICTURE, early) == "must load"
-    (prepare,) = decode.scheduler.build_connector_meta()
-    assert isinstance(prepare, PrepareLoad)
-    assert prepare.ticket.hashes == "".join(prompt_with(PICTURE).hashes(NONCE))
-    assert Decode(RULES["auto"]).arrive(TEXT, early) == "loads"
+@pytest.mark.parametrize("setting", RULES)
+@pytest.mark.parametrize("theirs", [TEXT, PICTURE, ABSENT], ids=["text", "picture", "absent"])
+@pytest.mark.parametrize("own", [TEXT, PICTURE, ABSENT], ids=["text", "picture", "absent"])
+def test_an_early_ticket_counts_as_any_other(setting: str, theirs: Media, own: Media) -> None:
+    """Its prompt has been read, so it says what media prefill has."""
+    late, early = sealed(theirs), replace(sealed(theirs), is_early=True)
+    rules = RULES[setting]
+    assert Decode(rules).arrive(own, early.params(None)) == (
+        Decode(rules).arrive(own, late.params(None))
+    )
 
 
 # --- a prompt that extends prefill's

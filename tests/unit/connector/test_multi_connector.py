@@ -31,6 +31,7 @@ import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
 from nixl_kv.connector.scheduler import NO_CHUNKS
 from nixl_kv.connector.worker import HandshakeMetadata
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
@@ -47,7 +48,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Grant
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.protocol.ticket import FIELD
 from support.records import RANK_LIFE, ask, ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
 from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
@@ -200,9 +201,8 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
     )
     page: Any = SimpleNamespace(count=4, write=lambda *_: None, clear=lambda _: None)
     slots = PairSlots(page, 0)
-    pair = Ticket(**vars(role._prefill.address), nonce=new_nonce())
     prefill.add("Q", [*range(64), *range(900, 940)], max_tokens=2)
-    params = {**WANT_TICKET, FIELD: role._trust.seal(pair)[FIELD]}
+    params = {**WANT_TICKET, PROMISE: role._trust.promise(new_nonce())}
     request = prefill.add("R", [*range(64), *range(5000, 4936 + length)], params)
     granted = []
     for step in range(8):

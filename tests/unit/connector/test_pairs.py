@@ -13,7 +13,7 @@ from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import TicketRefused
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -31,9 +31,10 @@ from support.records import D1, ENGINE_LIFE, P1, P2, PREFILL, hex32, ticket
 TOKEN_IDS = list(range(100, 120))
 NUM_TOKENS = len(TOKEN_IDS)
 TABLE = [11, 12, 13, 14, 15]
-PAIR = ticket(nonce=hex32(7), num_tokens=0, context="", epoch=2)
-CONTEXT = context_hash(PAIR.nonce, TOKEN_IDS, [])
-EXPECTED = ExpectOffer(PAIR.nonce, P1, CONTEXT)
+NONCE = Nonce(hex32(7))
+CONTEXT = context_hash(NONCE, TOKEN_IDS, [])
+PAIR = ticket(nonce=NONCE, num_tokens=NUM_TOKENS, context=CONTEXT, epoch=2, is_early=True)
+EXPECTED = ExpectOffer(NONCE, P1, CONTEXT)
 
 
 def prompt() -> Prompt:
@@ -54,7 +55,7 @@ class Prefill:
         self.scheduler.address = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600, epoch=3)
         self.step = self.scheduler.build_connector_meta
 
-    def arrive(self, pair: Ticket | None = PAIR, request: RequestId = P1) -> list[Command]:
+    def arrive(self, pair: Nonce | None = NONCE, request: RequestId = P1) -> list[Command]:
         self.scheduler.on_new_request(request, NUM_TOKENS, prompt().hashes, pair)
         return self.step()
 
@@ -82,7 +83,7 @@ def test_an_offer_has_the_nonce_of_its_pair_ticket(prefill: Prefill) -> None:
     assert (offer.nonce, offer.context, offer.is_pair) == (PAIR.nonce, CONTEXT, True)
     ticket, commands = prefill.finish()
     assert commands == [PublishOffer(PAIR.nonce, P1)]
-    assert ticket == replace(PAIR, num_tokens=NUM_TOKENS, context=CONTEXT, epoch=3)
+    assert ticket == replace(PAIR, is_early=False, epoch=3)
 
 
 def test_a_preempted_request_keeps_its_pair(prefill: Prefill) -> None:
@@ -123,35 +124,33 @@ def test_a_cache_reset_ends_the_pair_of_a_preempted_request(prefill: Prefill) ->
     assert prefill.finish() == (None, [])
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param(replace(PAIR, incarnation=hex32(9)), id="of a former incarnation"),
-        pytest.param(replace(PAIR, engine="other"), id="of another engine"),
-        pytest.param(replace(PAIR, weights="old"), id="of other weights"),
-        pytest.param(replace(PAIR, num_tokens=20, context=CONTEXT), id="a finished prefill's"),
-    ],
-)
-def test_a_ticket_that_is_not_a_pair_of_this_engine_is_ignored(
-    prefill: Prefill, pair: Ticket
-) -> None:
-    assert prefill.arrive(pair) == []
-    offer = prefill.compute()
-    assert offer.nonce != pair.nonce
-    assert not offer.is_pair
-    prefill.scheduler.decline(pair)
+def test_a_promise_with_the_nonce_of_another_offer_is_ignored(prefill: Prefill) -> None:
+    """Without a key, a client could send one."""
+    prefill.arrive(None)
+    other = prefill.compute().nonce
+    assert prefill.arrive(other, P2) == []
+    prefill.scheduler.decline(other)
     assert prefill.step() == []
+
+
+def test_a_nonce_that_was_forgotten_names_no_second_offer(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After MAX_PAIRS others, while its request waits."""
+    monkeypatch.setattr("nixl_kv.connector.prefill.MAX_PAIRS", 0)
+    assert prefill.arrive() == [EXPECTED]
+    assert prefill.arrive(request=P2) == []
 
 
 def test_a_pair_ticket_is_good_for_one_request(prefill: Prefill) -> None:
     assert prefill.arrive() == [EXPECTED]
     assert prefill.arrive(request=P2) == []
-    prefill.scheduler.decline(PAIR)
+    prefill.scheduler.decline(NONCE)
     assert prefill.step() == []
 
 
 def test_a_request_that_is_not_offered_is_declined(prefill: Prefill) -> None:
-    prefill.scheduler.decline(PAIR)
+    prefill.scheduler.decline(NONCE)
     assert prefill.step() == [WithdrawOffer(PAIR.nonce)]
 
 
@@ -326,12 +325,12 @@ def test_a_preemption_withdraws_a_part_before_the_next_one_is_offered() -> None:
 @pytest.mark.parametrize(
     ("options", "pair"),
     [
-        pytest.param({"in_parts": False}, PAIR, id="an engine that offers no parts"),
-        pytest.param({"in_parts": True, "window": 8}, PAIR, id="blocks that vLLM frees meanwhile"),
+        pytest.param({"in_parts": False}, NONCE, id="an engine that offers no parts"),
+        pytest.param({"in_parts": True, "window": 8}, NONCE, id="blocks that vLLM frees meanwhile"),
         pytest.param({"in_parts": True}, None, id="no pair"),
     ],
 )
-def test_other_offers_wait_for_the_last_chunk(options: dict[str, Any], pair: Ticket | None) -> None:
+def test_other_offers_wait_for_the_last_chunk(options: dict[str, Any], pair: Nonce | None) -> None:
     prefill = Prefill(**options)
     prefill.arrive(pair)
     prefill.scheduler.may_begin(P1, NUM_TOKENS)
@@ -424,8 +423,7 @@ def test_a_preempted_request_that_runs_again_at_once_has_another_life(chunks: Pr
 def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_pair: bool) -> None:
     """VLLM discards a step if KV that it loaded synchronously is invalid; the blocks stay."""
     prefill = Prefill(in_parts=True)
-    pair = PAIR if is_pair else replace(PAIR, incarnation=hex32(9))
-    prefill.arrive(pair)
+    prefill.arrive(NONCE if is_pair else None)
     prefill.scheduler.may_begin(P1, NUM_TOKENS)
     (first,) = prefill.step([(P1, range(NUM_TOKENS))])
     back, again = prefill.step([(P1, range(4, NUM_TOKENS))])
@@ -455,11 +453,18 @@ def decode() -> DecodeScheduler:
     return scheduler
 
 
-def test_decode_asks_at_once_with_the_hash_of_its_own_prompt(decode: DecodeScheduler) -> None:
+def test_decode_asks_before_prefill_has_computed(decode: DecodeScheduler) -> None:
     (command,) = decode.build_connector_meta()
     assert isinstance(command, PrepareLoad)
     assert command.is_early
-    assert command.ticket == replace(PAIR, num_tokens=NUM_TOKENS, context=CONTEXT)
+    assert command.ticket == PAIR
+
+
+def test_decode_refuses_an_early_ticket_for_another_prompt(decode: DecodeScheduler) -> None:
+    """At once: prefill need not compute it first."""
+    other = replace(PAIR, nonce=Nonce(hex32(8)))  # the nonce is the key of the hash
+    with pytest.raises(TicketRefused, match="for another prompt"):
+        decode.on_new_request(prompt(), other.params(None))
 
 
 def test_a_request_waits_without_blocks_until_prefill_computes_it(decode: DecodeScheduler) -> None:

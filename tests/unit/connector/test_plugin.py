@@ -242,7 +242,7 @@ def test_no_weights_are_loaded_if_the_port_is_in_use(
 def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The engines whose scheduler gets hooks. The real ones need vLLM's scheduler."""
     engines: list[Any] = []
-    module = SimpleNamespace(hook_scheduler=engines.append)
+    module = SimpleNamespace(hook_scheduler=engines.append, serve_address=lambda: None)
     monkeypatch.setitem(sys.modules, "nixl_kv.connector.scheduler_hooks", module)
     return engines
 

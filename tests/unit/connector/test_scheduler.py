@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import KEY_VARIABLE, Config
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
@@ -32,10 +33,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.messages import (
     Describe,
     Description,
-    OffersReleased,
-    WatchOffer,
     decode_answer,
-    decode_to_tool,
     encode,
 )
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
@@ -441,14 +439,12 @@ def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
     assert compute(scheduler, request) == [], "no offer"
 
 
-def test_a_failed_request_that_was_answered_early_ends_its_pair_ticket(make: Make) -> None:
+def test_a_failed_request_that_was_answered_early_ends_its_ticket(make: Make) -> None:
     """vLLM puts another prompt in its place; decode waits for this ticket's offer."""
-    scheduler = make()
-    pair = replace(offer(scheduler), nonce=new_nonce(), num_tokens=0, context="")
-    commands(scheduler)
-    params = TO_OFFER | {FIELD: pair.params(None)[FIELD]}
+    scheduler, nonce = make(), new_nonce()
+    params = TO_OFFER | {PROMISE: scheduler._trust.promise(nonce)}
     scheduler.on_new_request(new_request(params, num_tokens=1, abort_immediately=True))
-    assert commands(scheduler) == [WithdrawOffer(pair.nonce)]
+    assert commands(scheduler) == [WithdrawOffer(nonce)]
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
@@ -690,20 +686,31 @@ def test_different_generated_keys_are_a_warning_that_names_both_files(
     assert trust.other_keys[0] in line
 
 
-def test_an_api_server_hears_which_offers_decode_has_released(make: Make) -> None:
+def test_a_request_ends_whose_offer_decode_has_released(make: Make) -> None:
     """All ranks report it, in one step or in several."""
     scheduler, nonce = make(), new_nonce()
-    address = scheduler._prefill.address
-    assert address is not None
+    request = new_request({**TO_OFFER, PROMISE: scheduler._trust.promise(nonce)})
+    scheduler.on_new_request(request)
+    requests = {request.request_id: request}
+    assert scheduler.pop_released(requests) == []
     one, other = (WorkerMetadata({}) for _ in range(2))
     for rank in (one, other):
-        rank.reports.add([PairReleased(nonce, RequestId("p1"))])
-    asker = ZmqControl()
-    question = WatchOffer(incarnation=address.incarnation, nonce=nonce)
-    asker.send(endpoint_at(address.host, address.port), encode(question))
+        rank.reports.add([PairReleased(nonce, RequestId(request.request_id))])
     report(scheduler, kv_connector_worker_meta=one.aggregate(other))
-    (item,) = asker.poll(30.0)
-    asker.close()
-    assert isinstance(item, FromEndpoint)
-    answer = decode_to_tool(item.payload)
-    assert answer == OffersReleased(incarnation=address.incarnation, nonces=(nonce,))
+    assert scheduler.pop_released({}) == [], "vLLM has ended it"
+    report(scheduler, kv_connector_worker_meta=one)
+    assert scheduler.pop_released(requests) == [request.request_id]
+    assert scheduler.pop_released(requests) == []
+
+
+def test_an_engine_tells_its_address_unless_it_drains(make: Make) -> None:
+    scheduler = make()
+    assert scheduler._prefill.address is not None
+    told = scheduler.early_address()
+    assert told is not None
+    assert scheduler._trust.open_promise(told.pop(PROMISE)), "it has the key of its API servers"
+    assert told == dataclasses.asdict(scheduler._prefill.address)
+    assert scheduler._directory is not None
+    scheduler._directory.is_draining = True
+    assert scheduler.early_address() is None
+    assert make(kv_role="kv_consumer").early_address() is None

@@ -1,7 +1,6 @@
 """Parts of vLLM without a promise: the list is complete, and a start without one says so."""
 
 import ast
-import asyncio
 import inspect
 import logging
 import re
@@ -21,14 +20,15 @@ from vllm.v1.request import Request, RequestStatus
 
 import nixl_kv
 from nixl_kv.config import Config
-from nixl_kv.connector import early_answer, unpromised
+from nixl_kv.connector import plugin, unpromised
 from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.protocol.ticket import FIELD
 from support.records import ticket_for
 from support.vllm_objects import override, vllm_config
 from support.vllm_scheduler import (
@@ -73,7 +73,7 @@ KINDS: Final = {
     "_first()": "KVCacheSpec",
     "inner": "SlidingWindowSpec ChunkedLocalAttentionSpec",
     "spec": "AttentionSpec KVCacheSpec MambaSpec UniformTypeKVCacheSpecs",
-    "request": "Request",
+    "request": "Request EngineCoreRequest",
     "prefill_stats": "PrefillStats",
     "requests": "a mapping",
     "requests[]": "Request",
@@ -101,8 +101,15 @@ KINDS: Final = {
     "norm": "Mixer2RMSNormGated",
     "KVConnectorFactory": "KVConnectorFactory",
     "executor": "Executor",
-    "client": "EngineClient",
-    "state": "init_app_state",
+    "client": "AsyncLLM",
+    "_client": "AsyncLLM EngineClient",
+    "processor": "OutputProcessor",
+    "queue": "RequestOutputCollector",
+    "state": "RequestState",
+    "status": "RequestStatus",
+    "answer": "RequestOutput",
+    "outputs[]": "CompletionOutput",
+    "core": "MPClient AsyncMPClient DPLBAsyncMPClient EngineCore",
 }
 
 # Attributes of mappings and of our own records with the same names.
@@ -410,9 +417,7 @@ class Stepped(SteppedScheduler):
         self.describe()
 
     def pair(self) -> dict[str, Any]:
-        address = self.connector._prefill.address
-        ticket = Ticket(**vars(address), nonce=new_nonce())
-        return {**WANT_TICKET, FIELD: self.connector._trust.seal(ticket)[FIELD]}
+        return {**WANT_TICKET, PROMISE: self.connector._trust.promise(new_nonce())}
 
 
 Make = Callable[..., Stepped]
@@ -668,19 +673,11 @@ def test_the_start_names_what_it_cannot_import(monkeypatch: pytest.MonkeyPatch) 
         getattr(nixl_kv.connector, "NixlKVConnector")  # noqa: B009 - it is made on first use
 
 
-def test_the_early_answer_is_off_without_its_parts(
+def test_prefill_answers_late_without_the_parts_of_the_early_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    passed: list[Any] = []
-
-    async def app(*args: Any) -> None:
-        passed.append(args)
-
-    monkeypatch.delattr("vllm.engine.protocol.EngineClient.notify_kv_transfer_request_rejected")
-    middleware = early_answer.EarlyAnswer(app)
+    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM._add_request")
+    plugin.wrap_engine_client()
     (warning,) = warnings_of(caplog)
-    assert "EarlyAnswer does nothing" in warning
-    assert "EngineClient.notify_kv_transfer_request_rejected(" in warning
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": early_answer.COMPLETIONS}
-    asyncio.run(middleware(scope, None, None))  # type: ignore[arg-type] # they pass unchanged
-    assert passed == [(scope, None, None)]
+    assert "overlap has no effect on prefill" in warning
+    assert "AsyncLLM._add_request(" in warning

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.worker import WorkerMetadata
+from nixl_kv.early.answers import PROMISE
 from nixl_kv.ids import Nonce, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     Failure,
@@ -24,8 +25,7 @@ from nixl_kv.protocol.events import (
     PrepareOffer,
     StartLoad,
 )
-from nixl_kv.protocol.ticket import FIELD, Ticket
-from support.records import hex32, landed, teller
+from support.records import hex32, landed, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
     OURS,
@@ -164,9 +164,12 @@ def make() -> Iterator[Callable[..., Engine]]:
             engine.connector.shutdown()
 
 
-def pair_ticket(prefill: Engine) -> Any:
-    address = prefill.connector._prefill.address
-    return prefill.connector._trust.seal(Ticket(**asdict(address), nonce=new_nonce()))
+def early_ticket(prefill: Engine, prompt: list[int]) -> tuple[Any, Any]:
+    """The ticket, and the promise that prefill gets with the request."""
+    nonce, trust = new_nonce(), prefill.connector._trust
+    address = asdict(prefill.connector._prefill.address)
+    ticket = ticket_for(prompt, nonce, is_early=True, **address)
+    return trust.seal(ticket), {PROMISE: trust.promise(nonce)}
 
 
 PROMPTS: Final = {
@@ -179,7 +182,7 @@ PROMPTS: Final = {
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["with a step", "between steps"])
-@pytest.mark.parametrize("is_pair", [False, True], ids=["ticket", "pair ticket"])
+@pytest.mark.parametrize("is_pair", [False, True], ids=["ticket", "early ticket"])
 @pytest.mark.parametrize("limit", [1024, 64], ids=["one step", "chunks"])
 @pytest.mark.parametrize(("on_prefill", "on_decode", "prompt"), PROMPTS.values(), ids=PROMPTS)
 def test_a_client_is_told_what_prefill_had_cached(
@@ -201,14 +204,14 @@ def test_a_client_is_told_what_prefill_had_cached(
     for earlier in on_decode:
         decode.run(earlier)
     prefill.offered.clear()
-    pair = pair_ticket(prefill)
-    prefill.run(prompt, WANT_TICKET | ({FIELD: pair[FIELD]} if is_pair else {}))
+    early, promise = early_ticket(prefill, prompt)
+    prefill.run(prompt, WANT_TICKET | (promise if is_pair else {}))
     expected = single.run(prompt)
     num_parts = -(-(len(prompt) - expected.cached) // limit) if is_pair else 1
     assert prefill.offered == [expected.cached] * num_parts, "with each grant"
 
     told = decode.load(
-        prompt, pair if is_pair else prefill.ticket, prefill.offered[-1], is_told=is_told
+        prompt, early if is_pair else prefill.ticket, prefill.offered[-1], is_told=is_told
     )
     assert (told.cached, told.created) == (expected.cached, expected.created)
     local = LOCAL if on_decode else 0

@@ -4,6 +4,7 @@ import pytest
 
 from nixl_kv.early.answers import FULL, LIFE_S, SILENT, OpenAnswers, open_promise, seal_promise
 from nixl_kv.errors import TicketRefused
+from nixl_kv.ids import Nonce
 from support.records import NONCE, hex32
 
 KEY = b"k" * 32
@@ -26,7 +27,9 @@ def test_an_engine_opens_the_promise_of_its_own_front_end(key: bytes | None) -> 
     [
         pytest.param(f"{NONCE}.", id="without a MAC"),
         pytest.param(seal_promise(NONCE, b"another" * 4), id="of another key"),
-        pytest.param(seal_promise(hex32(77), KEY).replace(hex32(77), NONCE), id="of another offer"),
+        pytest.param(
+            seal_promise(Nonce(hex32(77)), KEY).replace(hex32(77), NONCE), id="of another offer"
+        ),
         *(None, 7, "", [], {}, "x" * 10**5, NONCE, f"{NONCE}.{NONCE}", f"{NONCE}.{'é' * 32}"),
     ],
 )

@@ -36,14 +36,12 @@ from nixl_kv.protocol.messages import (
     Drain,
     Draining,
     Hint,
-    OffersReleased,
     Refusal,
     SetWeights,
     Status,
     StatusRequest,
     ToTool,
     VersionRefusal,
-    WatchOffer,
     WeightsSet,
     decode_answer,
     decode_to_tool,
@@ -273,7 +271,7 @@ def test_without_a_key_nobody_sets_the_label(directory: Directory) -> None:
 def test_a_label_that_is_none_changes_nothing(
     labelled: Directory, caplog: pytest.LogCaptureFixture, label: object
 ) -> None:
-    wire = msgspec.msgpack.encode(["SetWeights", 10, ANY_INCARNATION, label])
+    wire = msgspec.msgpack.encode(["SetWeights", 11, ANY_INCARNATION, label])
     assert labelled.tell(wire) == []
     assert labelled.server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
@@ -282,88 +280,10 @@ def test_a_label_that_is_none_changes_nothing(
 # Offers that decode releases
 
 
-class Watcher:
-    """An API server that watches offers at a directory."""
-
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._control = MemoryControl(directory.network)
-
-    def watch(self, *nonces: Nonce) -> None:
-        for nonce in nonces:
-            question = WatchOffer(incarnation=ENGINE_LIFE, nonce=nonce)
-            endpoint = endpoint_at(HOST, self._directory.server.port)
-            self._control.send(endpoint, encode(question))
-
-    def told(self) -> list[Nonce]:
-        """The released offers of one message at most."""
-        self._directory.server.turn(0)
-        answers = [m for m in self._control.poll(0) if isinstance(m, FromEndpoint)]
-        messages = [decode_to_tool(answer.payload) for answer in answers]
-        assert len(messages) <= 1
-        return [
-            nonce for each in messages if isinstance(each, OffersReleased) for nonce in each.nonces
-        ]
-
-
-@pytest.fixture
-def watcher(directory: Directory) -> Watcher:
-    return Watcher(directory)
-
-
-def test_a_watcher_learns_once_which_of_its_offers_decode_has_released(
-    directory: Directory, watcher: Watcher
-) -> None:
-    other = Watcher(directory)
-    watcher.watch(*NONCES[:3])
-    other.watch(NONCES[3])
-    assert watcher.told() == []
-    directory.server.tell_released([NONCES[0], NONCES[3], NONCES[2]])
-    assert watcher.told() == [NONCES[0], NONCES[2]]
-    assert other.told() == [NONCES[3]]
-    directory.server.tell_released([NONCES[0]])  # another rank's report
-    assert watcher.told() == []
-
-
-def test_a_release_may_be_quicker_than_the_question(directory: Directory, watcher: Watcher) -> None:
-    directory.server.tell_released(NONCES[:1])
-    assert watcher.told() == []
-    watcher.watch(NONCES[0])
-    assert watcher.told() == NONCES[:1]
-
-
-def test_the_thread_tells_without_being_asked(directory: Directory) -> None:
-    directory.server.start()
-    question = encode(WatchOffer(incarnation=ENGINE_LIFE, nonce=NONCES[0]))
-    directory.replies(question, encode(describe()), wait_s=TIMEOUT_S)  # it has read the question
-    directory.server.tell_released(NONCES[:1])
-    (payload,) = directory.replies(wait_s=TIMEOUT_S)
-    assert decode_to_tool(payload) == OffersReleased(
-        incarnation=ENGINE_LIFE, nonces=tuple(NONCES[:1])
-    )
-
-
-def test_the_offers_that_are_remembered_are_bounded(
-    directory: Directory, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest are forgotten, whether they are watched or were released before."""
-    monkeypatch.setattr("nixl_kv.protocol.messages.MAX_WATCHED", 2)
-    watcher.watch(NONCES[0])
-    assert watcher.told() == []
-    directory.server.tell_released(NONCES[1:4])
-    assert watcher.told() == []
-    watcher.watch(NONCES[2])
-    assert watcher.told() == [NONCES[2]]
-    watcher.watch(NONCES[1])
-    assert watcher.told() == []
-    directory.server.tell_released(NONCES[:2])
-    assert watcher.told() == [NONCES[1]]
-
-
 # What is of another version
 
 
-@pytest.mark.parametrize("version", [9, 11])
+@pytest.mark.parametrize("version", [10, 12])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,7 +291,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     assert directory.answers(*payloads) == [VersionRefusal()] * 3 + [description()]
-    assert f"wire version {version}; this side speaks 10" in caplog.text
+    assert f"wire version {version}; this side speaks 11" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 

@@ -22,14 +22,12 @@ from nixl_kv.protocol.messages import (
     Draining,
     KVSlice,
     Message,
-    OffersReleased,
     RankDescription,
     SetWeights,
     Slots,
     Status,
     StatusRequest,
     VersionRefusal,
-    WatchOffer,
     WeightsSet,
     encode,
 )
@@ -130,12 +128,12 @@ def status(**changed: Any) -> Status:
 
 
 WIRE: dict[str, tuple[Message, list[Any]]] = {
-    "describe": (describe(), ["Describe", 10, ENGINE_LIFE, "prefill"]),
+    "describe": (describe(), ["Describe", 11, ENGINE_LIFE, "prefill"]),
     "description": (
         description(),
         [
             "Description",
-            10,
+            11,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -144,90 +142,82 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
             {},
         ],
     ),
-    "refusal": (refusal("no"), ["Refusal", 10, ENGINE_LIFE, "prefill", "no"]),
+    "refusal": (refusal("no"), ["Refusal", 11, ENGINE_LIFE, "prefill", "no"]),
     "ask": (
         ask(number=5, readers=(0, 1)),
-        ["Ask", 10, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
+        ["Ask", 11, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
     ),
     "grant": (
         grant(num_cached=384),
-        ["Grant", 10, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None, 384],
+        ["Grant", 11, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None, 384],
     ),
-    "pending": (pending("queued"), ["Pending", 10, RANK_LIFE, *OFFER_WIRE, "queued"]),
-    "deny": (deny(), ["Deny", 10, RANK_LIFE, *OFFER_WIRE, ""]),
+    "pending": (pending("queued"), ["Pending", 11, RANK_LIFE, *OFFER_WIRE, "queued"]),
+    "deny": (deny(), ["Deny", 11, RANK_LIFE, *OFFER_WIRE, ""]),
     "deny with a cause": (
         deny(cause="not_arrived"),
-        ["Deny", 10, RANK_LIFE, *OFFER_WIRE, "not_arrived"],
+        ["Deny", 11, RANK_LIFE, *OFFER_WIRE, "not_arrived"],
     ),
     "digest request": (
         digest_request(),
-        ["DigestRequest", 10, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 11, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
     ),
-    "digest reply": (digest_reply(), ["DigestReply", 10, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS]),
+    "digest reply": (digest_reply(), ["DigestReply", 11, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS]),
     "pack request": (
         pack_request(3, holds=(2, 3)),
-        ["PackRequest", 10, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
+        ["PackRequest", 11, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
     ),
-    "pack reply": (pack_reply(3), ["PackReply", 10, RANK_LIFE, *OFFER_WIRE, 3, 0]),
-    "not packed": (pack_reply(3, slot=None), ["PackReply", 10, RANK_LIFE, *OFFER_WIRE, 3, None]),
-    "renew": (renew(6, CLAIM, reading=1), ["Heartbeat", 10, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1]),
-    "renew nothing": (renew(6), ["Heartbeat", 10, RANK_LIFE, READER_WIRE, 6, [], 0]),
-    "recall": (recall(), ["Recall", 10, RANK_LIFE, *OFFER_WIRE]),
-    "renewed": (renewed(CLAIM), ["HeartbeatReply", 10, RANK_LIFE, READER_WIRE, 2, [CLAIM]]),
-    "release, complete": (release(), ["Release", 10, RANK_LIFE, *OFFER_WIRE, True]),
-    "release": (release(complete=False), ["Release", 10, RANK_LIFE, *OFFER_WIRE, False]),
+    "pack reply": (pack_reply(3), ["PackReply", 11, RANK_LIFE, *OFFER_WIRE, 3, 0]),
+    "not packed": (pack_reply(3, slot=None), ["PackReply", 11, RANK_LIFE, *OFFER_WIRE, 3, None]),
+    "renew": (renew(6, CLAIM, reading=1), ["Heartbeat", 11, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1]),
+    "renew nothing": (renew(6), ["Heartbeat", 11, RANK_LIFE, READER_WIRE, 6, [], 0]),
+    "recall": (recall(), ["Recall", 11, RANK_LIFE, *OFFER_WIRE]),
+    "renewed": (renewed(CLAIM), ["HeartbeatReply", 11, RANK_LIFE, READER_WIRE, 2, [CLAIM]]),
+    "release, complete": (release(), ["Release", 11, RANK_LIFE, *OFFER_WIRE, True]),
+    "release": (release(complete=False), ["Release", 11, RANK_LIFE, *OFFER_WIRE, False]),
     "status request": (
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 10, ANY_INCARNATION, "d1"],
+        ["StatusRequest", 11, ANY_INCARNATION, "d1"],
     ),
-    "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 10, ANY_INCARNATION, True]),
+    "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 11, ANY_INCARNATION, True]),
     "draining": (
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 10, ENGINE_LIFE, 3, ""],
+        ["Draining", 11, ENGINE_LIFE, 3, ""],
     ),
     "set weights": (
         SetWeights(incarnation=ANY_INCARNATION, weights="step 8"),
-        ["SetWeights", 10, ANY_INCARNATION, "step 8"],
+        ["SetWeights", 11, ANY_INCARNATION, "step 8"],
     ),
     "weights set": (
         WeightsSet(incarnation=ENGINE_LIFE, former="step 7", refusal="no"),
-        ["WeightsSet", 10, ENGINE_LIFE, "step 7", "no"],
+        ["WeightsSet", 11, ENGINE_LIFE, "step 7", "no"],
     ),
-    "watch offer": (
-        WatchOffer(incarnation=ENGINE_LIFE, nonce=NONCE),
-        ["WatchOffer", 10, ENGINE_LIFE, NONCE],
-    ),
-    "offers released": (
-        OffersReleased(incarnation=ENGINE_LIFE, nonces=(NONCE,)),
-        ["OffersReleased", 10, ENGINE_LIFE, [NONCE]],
-    ),
-    "ready": (ready(), ["Ready", 10, ANY_INCARNATION, HINT_KEY, TELLER_WIRE]),
+    "ready": (ready(), ["Ready", 11, ANY_INCARNATION, HINT_KEY, TELLER_WIRE]),
     "landed": (
         landed(num_cached=384),
-        ["Landed", 10, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
+        ["Landed", 11, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
     ),
-    "status": (status(), ["Status", 10, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
+    "status": (status(), ["Status", 11, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
     "admit": (
         messages.Admit(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.9",), listens=("fd00::9",)
         ),
-        ["Admit", 10, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"]],
+        ["Admit", 11, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"]],
     ),
     "admitted": (
         messages.Admitted(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.1",), refused=("10.0.0.9",)
         ),
-        ["Admitted", 10, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"]],
+        ["Admitted", 11, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"]],
     ),
     "leave": (
         messages.Leave(incarnation=RANK_LIFE, reader=READER),
-        ["Leave", 10, RANK_LIFE, READER_WIRE],
+        ["Leave", 11, RANK_LIFE, READER_WIRE],
     ),
     "key refusal": (
         messages.KeyRefusal(incarnation=RANK_LIFE, reason="no"),
-        ["KeyRefusal", 10, RANK_LIFE, "no"],
+        ["KeyRefusal", 11, RANK_LIFE, "no"],
     ),
-    "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 10]),
+    "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 11]),
 }
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -240,7 +230,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x0a\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x0b\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip
@@ -254,12 +244,12 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(10, RANK_LIFE)
+        kind(11, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {
-        *["Describe", "Drain", "SetWeights", "WatchOffer", "StatusRequest", "Ready", "Landed"],
+        *["Describe", "Drain", "SetWeights", "StatusRequest", "Ready", "Landed"],
     },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
@@ -280,7 +270,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "VersionRefusal",
     },
     messages.decode_to_tool: {
-        *["Status", "Draining", "WeightsSet", "OffersReleased", "KeyRefusal", "VersionRefusal"],
+        *["Status", "Draining", "WeightsSet", "KeyRefusal", "VersionRefusal"],
     },
 }
 
@@ -481,8 +471,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(RELEASE[:-1], f"not msgpack: {len(RELEASE) - 1} bytes", id="cut"),
         pytest.param(DEEP, "Expected `str`, got `array`", id="deep"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 10]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 10]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 11]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 11]), "Expected `str`", id="tag is no string"),
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
@@ -490,7 +480,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [-1, 1, 9, 11, 2**63])
+@pytest.mark.parametrize("version", [-1, 1, 10, 12, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -506,7 +496,7 @@ def test_a_foreign_version_is_what_is_said_first(
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 10"
+    assert str(raised.value) == f"wire version {version}; this side speaks 11"
 
 
 def test_a_version_refusal_is_read_in_every_version_for_ever() -> None:
@@ -516,7 +506,7 @@ def test_a_version_refusal_is_read_in_every_version_for_ever() -> None:
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
     with pytest.raises(ForeignVersion, match="wire version 11"):
-        decode(msgspec.msgpack.encode([wire[0], 11, wire[2]]))
+        decode(msgspec.msgpack.encode([wire[0], 12, wire[2]]))
 
 
 def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
@@ -527,7 +517,7 @@ def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
 
 
 def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=11)) == "it speaks wire version 11; this side speaks 10"
+    assert str(VersionRefusal(speaks=12)) == "it speaks wire version 12; this side speaks 11"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
