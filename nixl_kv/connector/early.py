@@ -106,20 +106,37 @@ class EarlyAnswers:
         self, add: Add, request: EngineCoreRequest, queue: RequestOutputCollector, *others: Any
     ) -> None:
         """Call vLLM's `add`, and answer the request if that is possible."""
-        fields = _fields(request)
-        why = self._why_late(request) if fields.get("do_remote_decode") is True else "no offer"
-        if why:
-            if PROMISE in fields:
-                _replace(request, {k: v for k, v in fields.items() if k != PROMISE})
-            await add(*others)
-            return
-        exchange = _Exchange(request, queue, self._on_answer)
-        _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
-        await add(*others)
+        exchange = None
         try:
-            await self._answer(exchange, request)
+            exchange = self._promise(request, queue)
+            if exchange is not None:
+                await asyncio.sleep(0)  # lets the questions about addresses precede the request
         except Exception as error:  # noqa: BLE001 - the engine answers it
             self._log.warning(FAILED, shown_id(request.request_id), repr(error))
+        await add(*others)
+        if exchange is None:
+            return
+        try:
+            await self._answer(exchange, request)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._log.warning(FAILED, shown_id(request.request_id), repr(error))
+
+    def _promise(
+        self, request: EngineCoreRequest, queue: RequestOutputCollector
+    ) -> _Exchange | None:
+        """Promise the engine's offer a nonce; None if the engine must answer this request."""
+        fields = _fields(request)
+        if PROMISE in fields:
+            _replace(request, {key: fields[key] for key in fields if key != PROMISE})
+        if fields.get("do_remote_decode") is not True or self._why_late(request):
+            return None
+        for identity in self._client.engine_core.core_engines:
+            rank = self._rank(identity)
+            if rank.address is None:
+                self._begin_to_ask(rank)
+        exchange = _Exchange(request, queue, self._on_answer)
+        _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
+        return exchange
 
     def _why_late(self, request: EngineCoreRequest) -> str:
         """Why the engine must answer: decode's answer lacks something, or the ticket would."""
@@ -197,8 +214,9 @@ class EarlyAnswers:
         """The engine that computes a request. None: it has ended already."""
         core = self._client.engine_core
         identity = core.reqs_in_flight.get(request_id) if self._has_balancer else core.core_engine
-        if identity is None:
-            return None
+        return None if identity is None else self._rank(identity)
+
+    def _rank(self, identity: bytes) -> _Rank:
         if identity not in self._ranks:
             self._ranks[identity] = _Rank(identity, OpenAnswers(self._seats, time.monotonic))
         return self._ranks[identity]

@@ -7,7 +7,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     pair LENGTH P, id LENGTH P       its ticket, or an id for it, is out before the prompt arrives
     arrive N                         the prompt of one of them comes to prefill
     decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
-    foreign D TICKET                 the same ticket with another prompt
+    foreign D TICKET                 another prompt, with a ticket for it that names this offer
     step E, piece E                  vLLM's step, or a piece of it
     pause E, resume E                vLLM makes no steps; the transfer threads go on
     sleep E, freeze E                all requests end, or stay, and the cache is discarded
@@ -40,6 +40,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec import structs
 
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
@@ -281,7 +283,11 @@ def _lie(world: World, issued: IssuedTicket) -> None:
 
 def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
     prompt = world.new_prompt(ticket.prompt.length)
-    _add_to_decode(world, engine, replace(ticket, prompt=prompt), 0)
+    named = SealedTicket.parse(ticket.params).open()
+    request = Request(world.new_request_id(engine.name), prompt)
+    context, media = request.connector_prompt.hashes(named.nonce, named.weights)
+    forged = structs.replace(named, context=context, media=media).params(None)
+    _add_to_decode(world, engine, replace(ticket, prompt=prompt, params=forged), 0)
 
 
 def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
