@@ -25,7 +25,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
     "rank": ranks.TRANSITIONS,
-    "scheduled": decode.LOAD_TRANSITIONS,
+    "scheduled": decode.SCHEDULED_TRANSITIONS,
 }
 
 

@@ -94,45 +94,58 @@ class Prompt:
             yield b"weights" + weights.encode()
 
 
-class LoadState(MachineState):
+class ScheduledState(MachineState):
     """The scheduler's view of a load. It ends with the workers' report or the request's end."""
 
-    WAITING = enum.auto()  # an early one, before prefill computes its request
+    EARLY = enum.auto()  # prefill has not begun to compute its request; vLLM has not asked yet
+    ASIDE = enum.auto()  # likewise, and vLLM's own cache lacks a part: it waits outside the queue
     READY = enum.auto()  # vLLM may give it blocks
     REFUSED = enum.auto()  # its ticket was refused, and the request must fail
     STARTED = enum.auto()  # the workers read into its blocks
     RETRACTED = enum.auto()  # it has blocks, and must not end well
 
 
-class LoadEvent(MachineState):
+class ScheduledEvent(MachineState):
     COMPUTING = enum.auto()  # prefill computes the request, or has computed it
+    MISSED = enum.auto()  # vLLM asks, and its own cache lacks a part of the prompt
     ALLOCATED = enum.auto()  # vLLM has given it blocks
     RESET = enum.auto()  # this engine's cache was reset
 
 
-LOAD_TRANSITIONS: Final[Mapping[LoadState, Mapping[LoadEvent, LoadState | None]]] = {
-    LoadState.WAITING: {
-        LoadEvent.COMPUTING: LoadState.READY,
-        LoadEvent.ALLOCATED: LoadState.STARTED,
-        LoadEvent.RESET: None,
+SCHEDULED_TRANSITIONS: Final[
+    Mapping[ScheduledState, Mapping[ScheduledEvent, ScheduledState | None]]
+] = {
+    ScheduledState.EARLY: {
+        ScheduledEvent.COMPUTING: ScheduledState.READY,
+        ScheduledEvent.MISSED: ScheduledState.ASIDE,
+        ScheduledEvent.ALLOCATED: ScheduledState.STARTED,  # in a MultiConnector
+        ScheduledEvent.RESET: None,
     },
-    LoadState.READY: {
-        LoadEvent.COMPUTING: LoadState.READY,
-        LoadEvent.ALLOCATED: LoadState.STARTED,
-        LoadEvent.RESET: None,
+    ScheduledState.ASIDE: {
+        ScheduledEvent.COMPUTING: ScheduledState.READY,
+        ScheduledEvent.MISSED: ScheduledState.ASIDE,  # in a scheduler without hooks
+        ScheduledEvent.ALLOCATED: ScheduledState.STARTED,  # as above
+        ScheduledEvent.RESET: None,
     },
-    LoadState.REFUSED: {
-        LoadEvent.COMPUTING: LoadState.REFUSED,
-        LoadEvent.ALLOCATED: LoadState.RETRACTED,
-        LoadEvent.RESET: None,
+    ScheduledState.READY: {
+        ScheduledEvent.COMPUTING: ScheduledState.READY,
+        ScheduledEvent.MISSED: ScheduledState.READY,
+        ScheduledEvent.ALLOCATED: ScheduledState.STARTED,
+        ScheduledEvent.RESET: None,
     },
-    LoadState.STARTED: {
-        LoadEvent.COMPUTING: LoadState.STARTED,
-        LoadEvent.RESET: LoadState.RETRACTED,
+    ScheduledState.REFUSED: {
+        ScheduledEvent.COMPUTING: ScheduledState.REFUSED,
+        ScheduledEvent.MISSED: ScheduledState.REFUSED,
+        ScheduledEvent.ALLOCATED: ScheduledState.RETRACTED,
+        ScheduledEvent.RESET: None,
     },
-    LoadState.RETRACTED: {
-        LoadEvent.COMPUTING: LoadState.RETRACTED,
-        LoadEvent.RESET: LoadState.RETRACTED,
+    ScheduledState.STARTED: {
+        ScheduledEvent.COMPUTING: ScheduledState.STARTED,
+        ScheduledEvent.RESET: ScheduledState.RETRACTED,
+    },
+    ScheduledState.RETRACTED: {
+        ScheduledEvent.COMPUTING: ScheduledState.RETRACTED,
+        ScheduledEvent.RESET: ScheduledState.RETRACTED,
     },
 }
 
@@ -143,7 +156,7 @@ class _Load:
 
     request: RequestId
     num_tokens: int  # the upper bound of tokens to load
-    state: LoadState
+    state: ScheduledState
     hint_key: HintKey | None = None  # None in REFUSED, and in RETRACTED after it
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     #: In STARTED, by a rank that has landed; see `Grant`.
@@ -153,11 +166,11 @@ class _Load:
 
     @property
     def has_blocks(self) -> bool:
-        return self.state in (LoadState.STARTED, LoadState.RETRACTED)
+        return self.state in (ScheduledState.STARTED, ScheduledState.RETRACTED)
 
-    def move(self, event: LoadEvent) -> None:
+    def move(self, event: ScheduledEvent) -> None:
         """Change the state. In the state before None, the load ends instead of moving."""
-        self.state = LOAD_TRANSITIONS[self.state][event] or self.state
+        self.state = SCHEDULED_TRANSITIONS[self.state][event] or self.state
 
 
 class DecodeScheduler:
@@ -185,6 +198,7 @@ class DecodeScheduler:
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
         self._by_hint_key: dict[HintKey, _Load] = {}
+        self.aside: set[RequestId] = set()  # the loads in ASIDE
         self._told: set[RequestId] = set()  # vLLM knows their ends; the workers' reports follow
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
@@ -240,7 +254,7 @@ class DecodeScheduler:
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
-        state = LoadState.WAITING if is_early else LoadState.READY
+        state = ScheduledState.EARLY if is_early else ScheduledState.READY
         load = _Load(prompt.request, num_tokens, state, hint_key)
         self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)
@@ -261,7 +275,7 @@ class DecodeScheduler:
         A connector cannot reject a request, so this pretends a load that fails.
         """
         num_tokens -= self._computed
-        self._loads[request] = _Load(request, num_tokens, LoadState.REFUSED)
+        self._loads[request] = _Load(request, num_tokens, ScheduledState.REFUSED)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
@@ -276,9 +290,13 @@ class DecodeScheduler:
             return 0, False
         load.local = local
         num_tokens = max(0, load.num_tokens - local)
-        if num_tokens and load.state is LoadState.WAITING:
+        if num_tokens == 0:
+            return 0, False
+        load.move(ScheduledEvent.MISSED)
+        if load.state is ScheduledState.ASIDE:
+            self.aside.add(request)
             return None, False
-        return num_tokens, num_tokens > 0
+        return num_tokens, True
 
     def update_state_after_alloc(
         self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
@@ -294,8 +312,8 @@ class DecodeScheduler:
                 self.must_load.fail(request, "other_load", "another connector loads its KV")
             self._release(request)
             return
-        load.move(LoadEvent.ALLOCATED)
-        if load.state is LoadState.RETRACTED:
+        self._move(load, ScheduledEvent.ALLOCATED)
+        if load.state is ScheduledState.RETRACTED:
             self._held_back.append(request)
             return
         tokens = range(load.local, load.local + num_tokens)
@@ -312,7 +330,7 @@ class DecodeScheduler:
 
     def on_ready(self, requests: Iterable[RequestId]) -> None:
         for request in self._loads.keys() & requests:
-            self._loads[request].move(LoadEvent.COMPUTING)
+            self._move(self._loads[request], ScheduledEvent.COMPUTING)
 
     def has_begun(self, request: RequestId) -> bool:
         load = self._loads.get(request)
@@ -331,8 +349,8 @@ class DecodeScheduler:
             load, reader = self._by_hint_key.get(hint.hint_key), hint.reader
             if load is None or reader.engine != engine or reader.rank >= num_ranks:
                 continue  # the load has ended, or the hint is forged
-            load.move(LoadEvent.COMPUTING)
-            if not isinstance(hint, Landed) or load.state is not LoadState.STARTED:
+            self._move(load, ScheduledEvent.COMPUTING)
+            if not isinstance(hint, Landed) or load.state is not ScheduledState.STARTED:
                 continue
             load.num_cached = hint.num_cached if load.num_cached is None else load.num_cached
             if reader.incarnation not in load.landed.values():
@@ -370,7 +388,7 @@ class DecodeScheduler:
         held_back = {
             name
             for name in ended.difference(failed_recving)
-            if self._loads[name].state is LoadState.RETRACTED
+            if self._loads[name].state is ScheduledState.RETRACTED
         }
         for request in ended - held_back:
             self._end(request, is_good=request not in failed_recving)
@@ -394,7 +412,7 @@ class DecodeScheduler:
             del self._outdated[next(iter(self._outdated))]
         for request, load in list(self._loads.items()):
             if load.has_blocks:
-                load.move(LoadEvent.RESET)
+                load.move(ScheduledEvent.RESET)
                 self._commands.append(events.CancelLoad(request))
             else:
                 self.must_load.fail(request, "cancelled", "this engine's cache was reset")
@@ -425,8 +443,14 @@ class DecodeScheduler:
             self.must_load.fail(request, "load", "its KV load failed")
         self._forget(request)
 
+    def _move(self, load: _Load, event: ScheduledEvent) -> None:
+        load.move(event)
+        if load.state is not ScheduledState.ASIDE:
+            self.aside.discard(load.request)
+
     def _forget(self, request: RequestId) -> None:
         load = self._loads.pop(request)
+        self.aside.discard(request)
         if load.hint_key is not None:
             self._by_hint_key.pop(load.hint_key, None)
 

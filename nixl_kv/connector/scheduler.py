@@ -348,6 +348,11 @@ class Scheduler:
             self._log.error("request %s fails with HTTP 500: %s", shown, words, about=reason)
         return [each for each in failed if each in requests]
 
+    @property
+    def aside(self) -> set[RequestId]:
+        """The requests that wait for prefill, and about which vLLM need not ask meanwhile."""
+        return self._decode.aside
+
     # Called by `SchedulerHooks` before each step.
     def pop_released(self, requests: Mapping[str, Request]) -> list[str]:
         """The requests that vLLM must abort now: no decode engine needs their KV any longer."""

@@ -3,6 +3,10 @@
 Prefill computes a request that was answered early although its client no longer waits. If decode
 releases the offer, the hooks end that request too. vLLM's API server hears of it as of other ends.
 
+On decode, such a request waits until prefill computes it. In each step vLLM would look up its whole
+prompt in the prefix cache, which takes 1 ms for 16,384 cached tokens. So the hooks take it out of
+vLLM's queue until then. vLLM still counts it as a waiting request.
+
 vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
 scheduling one step later still. With `overlap`, each rank also tells the scheduler's process
 directly, by a message to the engine's directory, and the hooks take these hints before each step.
@@ -21,6 +25,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
+
+from nixl_kv.connector import unpromised
 
 
 class SchedulerHooks:
@@ -41,6 +47,8 @@ class SchedulerHooks:
         for connector in self._connectors if self._is_alone else ():
             connector.takes_hints = connector.may_take_hints
         self._ended: list[Request] = []
+        self._sets_aside = not unpromised.is_off(unpromised.OVERLAP)
+        self._aside: dict[str, Request] = {}  # out of vLLM's queue
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self
@@ -48,7 +56,9 @@ class SchedulerHooks:
         for connector in self._connectors:
             if connector.takes_hints:
                 connector.end_landed(scheduler._update_from_kv_xfer_finished)  # noqa: SLF001 - no other way
+        self._return_from_aside()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._set_aside()
         # vLLM sends workers no media whose KV they have. If it then preempts the request and
         # computes it, its V1 model runner misses them, and the engine ends.
         for new in output.scheduled_new_reqs:
@@ -56,6 +66,36 @@ class SchedulerHooks:
             if any(connector.may_compute(request) for connector in self._connectors):
                 new.mm_features = request.mm_features
         return output
+
+    def _set_aside(self) -> None:
+        scheduler: Any = self
+        names = [n for each in self._connectors for n in each.aside.difference(self._aside)]
+        if names and self._sets_aside:
+            found = {name: scheduler.requests[name] for name in names}
+            self._aside |= found
+            # They stay in `deferred_waiting`, by which vLLM counts those that it skips.
+            scheduler.waiting.remove_requests(found.values())
+
+    def _return_from_aside(self) -> None:
+        if not self._aside:
+            return
+        scheduler: Any = self
+        still = set[str]().union(*(each.aside for each in self._connectors))
+        back = [self._aside.pop(name) for name in self._aside.keys() - still]
+        # They have waited for longer than the others, of which vLLM puts the latest last.
+        for request in sorted(back, key=lambda each: each.arrival_time, reverse=True):
+            scheduler.waiting.prepend_request(request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        if self._aside:
+            living = {n: one for n, one in self._aside.items() if not one.is_finished()}
+            self._aside = living
+        return ended
+
+    def get_request_counts(self) -> tuple[int, int]:
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running, waiting + len(self._aside)
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
         super().set_pause_state(*args, **kwargs)  # type: ignore[misc]

@@ -466,6 +466,23 @@ PARTS: Final = (
         "tells vLLM's scheduler which loads have ended",
         OVERLAP,
     ),
+    # --- requests that wait for prefill
+    Part(
+        f"{_SCHED}.scheduler:Scheduler",
+        (
+            *("waiting", "deferred_waiting", "requests", "get_request_counts()"),
+            "finish_requests(request_ids, finished_status)",
+        ),
+        "takes requests that wait for prefill out of its queue, and counts them",
+        OVERLAP,
+    ),
+    Part(
+        f"{_SCHED}.request_queue:RequestQueue",
+        ("prepend_request(request)", "remove_requests(requests)"),
+        "the same",
+        OVERLAP,
+    ),
+    Part("vllm.v1.request:Request", ("arrival_time", "is_finished()"), "the same", OVERLAP),
     # --- the early answer
     Part(
         "vllm.v1.engine.async_llm:AsyncLLM",

@@ -234,6 +234,7 @@ class Life:
         if self._engine.role.takes_hints:
             self._land_between_steps()
         output = self._vllm.schedule()
+        self._check_counts()
         waits = self._engine.role._prefill._short_since is not None
         self.counts["steps that wait for offers"] += waits
         sampled, writes = [], []
@@ -257,6 +258,16 @@ class Life:
         for request in [each for each in self._early if self._happens(0.3)]:
             self._early.remove(request)
             self._engine.role._decode.on_ready([request])
+
+    def _check_counts(self) -> None:
+        """VLLM counts each request that it has, also one that waits outside its queue."""
+        living = {name for name, each in self._vllm.requests.items() if not each.is_finished()}
+        counted = sum(self._vllm.get_request_counts())
+        self._check(counted == len(living), f"vLLM counts {counted} of {len(living)} requests")
+        aside = self._engine.role.aside & living
+        queued = {each.request_id for each in self._vllm.waiting}
+        self._check(not aside & queued, f"vLLM looks at {aside & queued} in each step")
+        self.counts["steps with requests aside"] += bool(aside)
 
     def _read_parts(self) -> None:
         """Decode may read what a step has computed, until the step that withdraws it."""

@@ -7,12 +7,12 @@ import pytest
 
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import (
-    LOAD_TRANSITIONS,
     REMEMBER_S,
+    SCHEDULED_TRANSITIONS,
     DecodeScheduler,
-    LoadEvent,
-    LoadState,
     Prompt,
+    ScheduledEvent,
+    ScheduledState,
 )
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.engine.trust import Trust
@@ -274,38 +274,46 @@ def test_a_request_that_ends_cancels_its_load_once(
     assert decode.build_connector_meta() == [CancelLoad(D1)]
 
 
-def load_in(decode: DecodeScheduler, state: LoadState) -> None:
+def load_in(decode: DecodeScheduler, state: ScheduledState) -> None:
     """Bring a load into a state, as vLLM's hooks do."""
-    if state is LoadState.REFUSED:
+    if state is ScheduledState.REFUSED:
         decode.refuse(D1, len(TOKEN_IDS))
         return
-    is_early = state is LoadState.WAITING
+    is_early = state in (ScheduledState.EARLY, ScheduledState.ASIDE)
     decode.on_new_request(prompt_of(), offered(is_early=is_early).params(None))
-    if state in (LoadState.STARTED, LoadState.RETRACTED):
+    if state is ScheduledState.ASIDE:
+        decode.get_num_new_matched_tokens(D1, 0)
+    if state in (ScheduledState.STARTED, ScheduledState.RETRACTED):
         decode.update_state_after_alloc(D1, [TABLE], 19)
-    if state is LoadState.RETRACTED:
+    if state is ScheduledState.RETRACTED:
         decode.reset_cache()
 
 
 @pytest.mark.parametrize(
     ("state", "event", "after"),
-    [(state, *move) for state, moves in LOAD_TRANSITIONS.items() for move in moves.items()],
+    [(state, *move) for state, moves in SCHEDULED_TRANSITIONS.items() for move in moves.items()],
     ids=lambda each: getattr(each, "name", "over"),
 )
 def test_each_transition_of_a_load(
-    decode: DecodeScheduler, state: LoadState, event: LoadEvent, after: LoadState | None
+    decode: DecodeScheduler,
+    state: ScheduledState,
+    event: ScheduledEvent,
+    after: ScheduledState | None,
 ) -> None:
     load_in(decode, state)
     assert decode._loads[D1].state is state
     match event:
-        case LoadEvent.COMPUTING:
+        case ScheduledEvent.COMPUTING:
             decode.on_ready([D1])
-        case LoadEvent.ALLOCATED:
+        case ScheduledEvent.MISSED:
+            decode.get_num_new_matched_tokens(D1, 0)
+        case ScheduledEvent.ALLOCATED:
             decode.update_state_after_alloc(D1, [TABLE], 19)
-        case LoadEvent.RESET:
+        case ScheduledEvent.RESET:
             decode.reset_cache()
     load = decode._loads.get(D1)
     assert (None if load is None else load.state) is after
+    assert decode.aside == ({D1} if after is ScheduledState.ASIDE else set())
 
 
 # --- which loads are verified

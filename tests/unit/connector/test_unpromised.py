@@ -76,6 +76,7 @@ KINDS: Final = {
     "request": "Request EngineCoreRequest",
     "prefill_stats": "PrefillStats",
     "requests": "a mapping",
+    "waiting": "RequestQueue",
     "requests[]": "Request",
     "scheduler": "Scheduler",
     "outputs": "EngineCoreOutputs",
