@@ -23,6 +23,7 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.admission import Admission
+from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.pair_slots import PairSlots
@@ -105,7 +106,7 @@ class RankSpec:
     features: tuple[BuildFeature, ...] = FEATURES
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[int], Executor] = _background_threads
-    clock: Callable[[], float] = time.monotonic
+    make_clock: Callable[[], LoopClock] = LoopClock
 
     @property
     def roles(self) -> str:
@@ -210,16 +211,15 @@ class TransferEngine:
         spec = self.spec
         _use_own_gpu(spec.layout)
         with contextlib.ExitStack() as undo:
-            parts = build_parts(spec, undo)
+            clock = spec.make_clock()
+            parts = build_parts(spec, clock, undo)
             undo.pop_all()
         return Loop(
             parts,
             self._commands,
             self._results,
-            clock=spec.clock,
-            report_status=partial(
-                build_status, parts, spec.rank, spec.roles, spec.clock, spec.clock()
-            ),
+            clock=clock,
+            report_status=partial(build_status, parts, spec.rank, spec.roles, clock, clock()),
             on_load_ended=self._load_ended.set,
         )
 
@@ -274,7 +274,7 @@ def _use_own_gpu(layout: CacheLayout) -> None:
             make_current(layout.device)
 
 
-def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
+def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) -> Parts:
     """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
     event_log, counts = EventLog(), events.Counts()
@@ -282,7 +282,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     digests = open_digests(
         layout,
         counts,
-        spec.clock,
+        clock,
         is_prefill=spec.is_prefill,
         verifies=spec.is_decode and config.verify > 0,
     )
@@ -291,7 +291,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(control.close)
     background = spec.make_background(1)
     undo.callback(background.shutdown)
-    admission = Admission(spec.ports, config.allowed_hosts, spec.clock)
+    admission = Admission(spec.ports, config.allowed_hosts, clock)
     setup = RankSetup(
         layout=layout,
         config=config,
@@ -300,7 +300,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         wake=control.wake,
         background=spec.make_background(PREPARING_THREADS),
         counts=counts,
-        clock=spec.clock,
+        clock=clock,
     )
     features = tuple(build(setup) for build in spec.features)
     for feature in features:
@@ -320,7 +320,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         peers,
         counts,
         memory=tuple(each for feature in features for each in feature.read_into),
-        clock=spec.clock,
+        clock=clock,
         make_background=spec.make_background,
         introduce=admission.introduction,
     )
@@ -346,7 +346,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             lambda agent: register(agent, layout, slots, served),
             background=spec.make_background(1),
             measure=counts.measure,
-            clock=spec.clock,
+            clock=clock,
         )
         undo.callback(serving.close)
     port = control.listen(spec.host, spec.port)

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from nixl_kv.engine.admission import Admission
+from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.errors import (
     REQUEST_LINES,
@@ -246,7 +247,7 @@ class Loop:
         commands: deque[events.Command],
         results: deque[events.Result],
         *,
-        clock: Callable[[], float],
+        clock: LoopClock,
         report_status: Callable[[messages.StatusRequest], messages.Status],
         on_load_ended: Callable[[], None],
     ) -> None:
@@ -456,7 +457,10 @@ class Loop:
 
     def _receive(self) -> None:
         if not self._received:  # messages beyond those wait at their senders
-            self._received.extend(self.parts.control.poll(self._wait_s()))
+            wait_s = self._wait_s()
+            self._clock.begin_wait(wait_s)
+            self._received.extend(self.parts.control.poll(wait_s))
+        self._clock.end_wait()
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
         # the command.
         while self._commands:

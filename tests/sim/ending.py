@@ -134,7 +134,7 @@ def _wait_until_over(world: World, invariants: Invariants, *, others: Sequence[s
         for engine in asked:
             _check_time(engine, since, world.clock.now, *limits)
         _round(world, invariants)
-        world.clock.now += PAUSE_S
+        world.advance(PAUSE_S)
 
 
 def _round(world: World, invariants: Invariants) -> None:
@@ -170,7 +170,7 @@ def _check_idle(world: World, invariants: Invariants) -> None:
             for rank in world.ranks()
         )
         _round(world, invariants)
-        world.clock.now += LINGER_S
+        world.advance(LINGER_S)
         if count >= IDLE_ROUNDS and not is_changing:
             break
     for rank in world.ranks():

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from harness.local.engine import HOST_PATHS
-from nixl_kv.connector.decode import DecodeScheduler, LoadState
+from nixl_kv.connector.decode import DecodeScheduler, ScheduledState
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.ids import EngineId, RequestId
@@ -302,12 +302,12 @@ def landed_before_a_reset(patch: pytest.MonkeyPatch) -> None:
 
     def take_all(decode: DecodeScheduler, *given: Any) -> dict[RequestId, int | None]:
         loads = decode._loads.values()
-        retracted = [load for load in loads if load.state is LoadState.RETRACTED]
+        retracted = [load for load in loads if load.state is ScheduledState.RETRACTED]
         for load in retracted:
-            load.state = LoadState.STARTED
+            load.state = ScheduledState.STARTED
         landed = take(decode, *given)
         for load in retracted:
-            load.state = LoadState.RETRACTED
+            load.state = ScheduledState.RETRACTED
         return landed
 
     patch.setattr(DecodeScheduler, "take_landed", take_all)

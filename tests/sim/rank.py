@@ -11,6 +11,7 @@ from harness.local.engine import features_with
 from harness.local.machines import by_name
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import Config
+from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
 from nixl_kv.engine.pair_slots import UnwrittenOffers
@@ -126,6 +127,7 @@ class RankLife:
         self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
         self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
+        self.clock = LoopClock(environment.clock, cpu=lambda: 0.0)
         self.control.on_reply = lambda payload: environment.observer.on_reply(self, payload)
         self.control.on_send = lambda at, payload: environment.observer.on_send(self, at, payload)
         seat.slots.start_life(self.faults)
@@ -152,7 +154,7 @@ class RankLife:
                     make_memory=lambda _length: seat.staging,
                     num_slots=RING_SLOTS,
                 ),
-                clock=environment.clock,
+                make_clock=lambda: self.clock,
             )
         )
         self.loop = self.engine.start_stepped(
@@ -226,6 +228,7 @@ class RankLife:
                 if clock.now > until:
                     raise Violation("does not stop", f"{self.seat.name}: {error}") from error
             clock.now += WORK_S
+            self.clock.keep_up()
             self.background.work(1)
         block_at = self.seat.cache.block_at
         reads = [block_at(read.addresses[0]) for read in self._environment.fabric.reads()]

@@ -353,7 +353,7 @@ def _stop(*, is_stopped: bool) -> Step:
 
 
 def _wait(world: World, seconds: float) -> None:
-    world.clock.now += seconds
+    world.advance(seconds)
 
 
 def _turns(rank: RankLife) -> Iterator[str]:

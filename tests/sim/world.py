@@ -155,6 +155,13 @@ class World(Environment):
     def alive(self) -> list[Engine]:
         return [engine for engine in self.engines.values() if engine is not None]
 
+    def advance(self, seconds: float) -> None:
+        """Time passes. The loops of ranks that do not hang could run all the while."""
+        self.clock.now += seconds
+        for rank in self.ranks():
+            if not rank.is_stopped:
+                rank.clock.keep_up()
+
     def ranks(self) -> Iterator[RankLife]:
         for engine in self.alive():
             yield from engine.ranks

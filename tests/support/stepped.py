@@ -4,6 +4,7 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 `waits`.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -14,6 +15,7 @@ from harness.local.engine import MODEL, features_with
 from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
+from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import HOLD_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Loop
@@ -133,7 +135,7 @@ class Stepped:
                 make_memory=lambda _length: allocate(STAGING_BYTES),
                 num_slots=RING_SLOTS,
             ),
-            clock=world.clock,
+            make_clock=lambda: LoopClock(world.clock, world.max_gap_s, lambda: 0.0),
         )
         self.engine = TransferEngine(spec)
         self.loop: Loop = self.engine.start_stepped(self.results)
@@ -231,9 +233,16 @@ class World:
     """A prefill and a decode rank."""
 
     def __init__(
-        self, sizes: Sizes, config: Config, roles: tuple[str, str], *, hold_s: float = HOLD_S
+        self,
+        sizes: Sizes,
+        config: Config,
+        roles: tuple[str, str],
+        *,
+        hold_s: float = HOLD_S,
+        max_gap_s: float = math.inf,  # see `LoopClock`: loops run whenever time has passed
     ) -> None:
         self.sizes, self.config, self.hold_s = sizes, config, hold_s
+        self.max_gap_s = max_gap_s
         self.clock, self.fabric, self.network = Clock(), Fabric(), MemoryNetwork()
         self.prefill = Stepped("prefill", self, roles=roles[0], seed=1)
         self.decode = Stepped("decode", self, roles=roles[1], seed=2)

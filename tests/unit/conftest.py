@@ -18,8 +18,9 @@ def make_world() -> Iterator[MakeWorld]:
         def make(
             config: Config | None = None,
             roles: tuple[str, str] = ("prefill and decode", "prefill and decode"),
+            **options: float,
         ) -> World:
-            world = World(Sizes(), config or Config(), roles)
+            world = World(Sizes(), config or Config(), roles, **options)
             stack.callback(world.close)
             return world
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from harness.local.machines import by_name
 from harness.local.memory import MemoryTransport
 from harness.local.memory_control import MemoryControl
+from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
     LINK_KEPT_S,
@@ -133,6 +134,31 @@ class Stranger:
         incarnation = self.rank.parts.description.incarnation
         self.send(encode(ask(incarnation=incarnation, **changed)))
         return decode_answer(self.answer())
+
+
+# --- a machine that stands still
+
+
+@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("who", ["both ranks", "decode"])
+def test_time_in_which_the_loop_did_not_run_makes_no_load_late(
+    make_world: MakeWorld, who: str, turns: int
+) -> None:
+    """In whatever phase of a load. If decode alone stands still, prefill's lease must hold."""
+    seconds = {"both ranks": 100.0, "decode": 12.0}[who]
+    config = Config(request_timeout_s=5, lease_s=20)
+    world = make_world(config, max_gap_s=1.0)
+    world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    for turn in range(40):
+        if turn == turns:
+            world.clock.now += seconds
+            if who == "decode":
+                world.prefill.turn()
+        (world.prefill if turn % 2 else world.decode).turn()
+        world.clock.now += 0.01
+    (end,) = (each for each in world.decode.ends() if isinstance(each, LoadEnded))
+    assert end.failure is None
 
 
 # --- a whole transfer

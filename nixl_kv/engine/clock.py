@@ -1,0 +1,60 @@
+"""A clock that stands still while its loop should run but does not.
+
+A machine whose CPUs are busy, or a debugger, can stop the transfer thread for a long time: 25 s
+were seen beside busy loops. Its peers' answers wait in its sockets meanwhile. So the thread must
+not call a peer late before it has run for that time itself.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+# A turn that waits for a device or a lock is running too.
+MAX_GAP_S: Final = 1.0
+
+
+class LoopClock:
+    """Monotonic seconds, without the gaps in which the loop did not run. For the loop's thread.
+
+    A gap is time after the end of a wait, or after a turn began, in which the thread used no CPU.
+    Of each gap, the first `max_gap_s` seconds count.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_gap_s: float = MAX_GAP_S,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock = clock
+        self._max_gap_s = max_gap_s
+        self._cpu = cpu
+        self._left_out = 0.0  # seconds
+        self._due = clock()  # since when the thread should be running
+        self._used = cpu()  # CPU time until then
+
+    def __call__(self) -> float:
+        self._due = now = self._note()
+        return now - self._left_out
+
+    def begin_wait(self, wait_s: float | None) -> None:
+        """The thread waits for so long; None: without a limit."""
+        now = self._note()
+        self._due = math.inf if wait_s is None else now + wait_s
+
+    def end_wait(self) -> None:
+        """The thread runs."""
+        self._due = self._note()
+
+    def keep_up(self) -> None:
+        """In a simulation: the loop could have run until now."""
+        self._due = max(self._due, self._clock())
+
+    def _note(self) -> float:
+        """Leave out the gap until now, if there is one."""
+        now, used = self._clock(), self._cpu()
+        gap_s = now - self._due - (used - self._used)
+        self._left_out += max(0.0, gap_s - self._max_gap_s)
+        self._used = used
+        return now

@@ -1,0 +1,87 @@
+"""The loop's clock leaves out the time in which the loop should run but does not."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.engine.clock import MAX_GAP_S, LoopClock
+
+
+class Machine:
+    """Wall time and the thread's CPU time, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now, self.used = 1000.0, 5.0
+        self.clock = LoopClock(lambda: self.now, cpu=lambda: self.used)
+
+    def stand_still(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.used += seconds
+
+    def wait(self, limit_s: float | None, seconds: float) -> None:
+        self.clock.begin_wait(limit_s)
+        self.now += seconds
+        self.clock.end_wait()
+
+
+def test_a_wait_counts_as_long_as_it_was_meant_to_be() -> None:
+    machine = Machine()
+    begin = machine.clock()
+    machine.wait(30.0, 30.0)
+    machine.wait(None, 500.0)
+    machine.wait(30.0, 10.0)  # a message came
+    assert machine.clock() - begin == 540.0
+
+
+def test_of_a_longer_wait_only_the_beginning_counts() -> None:
+    machine = Machine()
+    begin = machine.clock()
+    machine.wait(3.0, 28.0)
+    assert machine.clock() - begin == 3.0 + MAX_GAP_S
+
+
+def test_of_a_turn_that_stands_still_only_the_beginning_counts() -> None:
+    machine = Machine()
+    machine.wait(0, 0)
+    begin = machine.clock()
+    machine.stand_still(25.0)
+    machine.wait(5.0, 5.0)
+    assert machine.clock() - begin == MAX_GAP_S + 5.0
+
+
+def test_a_turn_that_computes_counts_whole() -> None:
+    machine = Machine()
+    machine.wait(0, 0)
+    begin = machine.clock()
+    machine.compute(7.0)
+    machine.wait(0, 0)
+    assert machine.clock() - begin == 7.0
+
+
+TURNS = st.lists(
+    st.tuples(*[st.floats(0, 50)] * 3, st.none() | st.floats(0, 50)), min_size=1, max_size=20
+)
+
+
+@given(turns=TURNS)
+def test_the_clock_never_goes_back_nor_beyond_the_wall_clock(
+    turns: list[tuple[float, float, float, float | None]],
+) -> None:
+    machine = Machine()
+    begin, times = machine.now, [machine.clock()]
+    for computes, stands, waits, limit in turns:
+        machine.compute(computes)
+        machine.stand_still(stands)
+        machine.wait(limit, waits)
+        times.append(machine.clock())
+    assert all(earlier <= later + 1e-6 for earlier, later in itertools.pairwise(times))
+    assert times[-1] - times[0] <= machine.now - begin + 1e-6
+    least = sum(
+        computes + min(waits, waits if limit is None else limit)
+        for computes, _, waits, limit in turns
+    )
+    assert times[-1] - times[0] >= least - 1e-6
