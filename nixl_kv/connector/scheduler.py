@@ -373,6 +373,13 @@ class Scheduler:
         proof = self._trust.promise(new_nonce())  # shows that the API server has the same key
         return {**asdict(self._prefill.address), PROMISE: proof}
 
+    # Called by `SchedulerHooks`.
+    def on_pause(self, *, is_paused: bool) -> None:
+        """VLLM begins no request, or goes on: a paused engine does not look hung."""
+        self._decode.ignore_hints()
+        if self._directory is not None and self._is_prefill:
+            self._directory.tell_ranks(is_paused=is_paused)
+
     def may_compute(self, request: Request) -> bool:
         """Whether this engine may compute a request that loaded its KV, after a preemption."""
         return self._is_decode and request.request_id not in self._decode.must_load
@@ -392,10 +399,6 @@ class Scheduler:
             self.stats.count("early_ends", len(landed))
             self._early = KVConnectorOutput(finished_recving=set(landed))
             end_loads(self._early)
-
-    def ignore_hints(self) -> None:
-        """The engine pauses or goes on: see `DecodeScheduler.ignore_hints`."""
-        self._decode.ignore_hints()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output is self._early:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -97,10 +98,10 @@ class SchedulerHooks:
         running, waiting = super().get_request_counts()  # type: ignore[misc]
         return running, waiting + len(self._aside)
 
-    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
-        super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)  # type: ignore[misc]
         for connector in self._connectors:
-            connector.ignore_hints()
+            connector.on_pause(is_paused=pause_state is not PauseState.UNPAUSED)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         # A request may have failed in this step: its token must not leave. vLLM aborts here too.

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -30,7 +31,14 @@ from nixl_kv.errors import (
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.protocol import messages
-from nixl_kv.transport.base import NEEDS_ENGINE_KEY, Bounds, ControlPlane, FromPeer, Proved
+from nixl_kv.transport.base import (
+    LINK_KEPT_S,
+    NEEDS_ENGINE_KEY,
+    Bounds,
+    ControlPlane,
+    FromPeer,
+    Proved,
+)
 
 logger = get_logger(__name__)
 
@@ -99,6 +107,7 @@ class DirectoryServer:
         self.count_awaited = count_awaited
         self.weights = weights
         self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
+        self._to_tell: deque[bool] = deque()
         self._has_key = has_key
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
@@ -113,6 +122,11 @@ class DirectoryServer:
         """Serve this description from now on. It is encoded once, not per question."""
         self._shown = messages.encode(messages.without_memory(description))
         self._published = description, messages.encode(description)
+
+    def tell_ranks(self, *, is_paused: bool) -> None:
+        """Tell this engine's ranks whether it begins requests. Any thread may call this."""
+        self._to_tell.append(is_paused)
+        self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
         """The hints since the last call. The scheduler's thread calls this."""
@@ -133,10 +147,23 @@ class DirectoryServer:
         for item in self._control.poll(timeout_s):
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
+        while self._to_tell:
+            self._tell(is_paused=self._to_tell.popleft())
+        for link in self._control.links():
+            if link.idle_s >= LINK_KEPT_S:
+                self._control.disconnect(link.endpoint)
+
+    def _tell(self, *, is_paused: bool) -> None:
+        ranks = () if self._published is None else self._published[0].ranks
+        for rank in ranks:
+            paused = messages.Paused(incarnation=rank.incarnation, is_paused=is_paused)
+            with suppress(TransportError):  # without it, a pause looks like a hung engine
+                self._control.send(rank.endpoint, messages.encode(paused))
 
     def _main(self) -> None:
         while not self._is_stopping:
-            run_guarded(partial(self.turn, None), FAILED)
+            timeout_s = LINK_KEPT_S if self._control.links() else None
+            run_guarded(partial(self.turn, timeout_s), FAILED)
 
     def _serve(self, item: FromPeer) -> None:
         try:

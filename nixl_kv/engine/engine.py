@@ -131,6 +131,7 @@ class TransferEngine:
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
+        self._num_steps = 0  # begins and ends, from the end of the first one on
         self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
         self._started: Future[Loop] = Future()
         self._is_stopped = False  # no command comes any longer
@@ -166,6 +167,11 @@ class TransferEngine:
         self._commands.extend(commands)
         if self.loop is not None and commands:
             self.loop.wake()
+
+    def note_step(self, *, has_ended: bool) -> None:
+        """A step of the caller begins or has ended: its engine does not hang."""
+        if has_ended or self._num_steps:
+            self._num_steps += 1
 
     def pop_results(self) -> list[events.Result]:
         """The results since the last call: one per started load and published offer, and counts."""
@@ -219,6 +225,7 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=clock,
+            count_steps=lambda: self._num_steps,
             report_status=partial(build_status, parts, spec.rank, spec.roles, clock, clock()),
             on_load_ended=self._load_ended.set,
         )
@@ -361,6 +368,7 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
         hold_s=spec.hold_s,
+        stall_s=config.request_timeout_s / 3,
         num_ring_slots=0 if ring is None else ring.num_slots,
     )
     description = messages.RankDescription(

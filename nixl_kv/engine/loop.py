@@ -35,6 +35,7 @@ from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.paths import Feature, Packer
 from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import (
+    LINK_KEPT_S,
     NEEDS_ENGINE_KEY,
     ControlPlane,
     FromEndpoint,
@@ -60,8 +61,6 @@ RECEIVING_S: Final = 0.05
 BACKGROUND_BYTES: Final = 32 << 10
 # Descriptions that wait for that thread. Decoding further ones here slows down their senders.
 MAX_DECODING: Final = 8
-# How long an idle link stays open. Opening it again costs one or two round trips.
-LINK_KEPT_S: Final = 5.0
 STORY_LINES: Final = 16  # transitions that the log shows below the line about a failed load
 UNUSABLE: Final = (
     "%s cannot be used: %s; loads from it fail at once, and it is tried again after 1, 2, 4, ... "
@@ -238,16 +237,18 @@ class _Admitting(NamedTuple):
 class Loop:
     """Runs one turn after another. If a turn raises, only `restart` may follow.
 
+    `count_steps` counts the begins and ends of vLLM's steps, from the end of the first one on.
     `report_status` makes the answer to a tool. `on_load_ended` is called when a load has a result.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one rank is made of
         self,
         parts: Parts,
         commands: deque[events.Command],
         results: deque[events.Result],
         *,
         clock: LoopClock,
+        count_steps: Callable[[], int],
         report_status: Callable[[messages.StatusRequest], messages.Status],
         on_load_ended: Callable[[], None],
     ) -> None:
@@ -256,6 +257,8 @@ class Loop:
         self._commands = commands
         self._results = results
         self._clock = clock
+        self._count_steps = count_steps
+        self._num_steps = 0
         self._report_status = report_status
         self._on_load_ended = on_load_ended
         self._received: deque[Received] = deque()
@@ -461,6 +464,9 @@ class Loop:
             self._clock.begin_wait(wait_s)
             self._received.extend(self.parts.control.poll(wait_s))
         self._clock.end_wait()
+        if self._num_steps != self._count_steps():
+            self._num_steps = self._count_steps()
+            self._handle(events.Stepped())
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
         # the command.
         while self._commands:
@@ -548,6 +554,10 @@ class Loop:
             )
             self.parts.control.reply(item.route, messages.encode(refusal))
             raise RemoteProtocolError(refusal.reason)
+        if isinstance(message, messages.Paused):
+            if message.incarnation == self.parts.description.incarnation:
+                self._handle(events.Paused(message.is_paused))
+            return
         reader = Incarnation(message.reader.incarnation)
         if isinstance(message, messages.Leave):
             # One for a former life must not end what the reader has asked for in this one.

@@ -358,6 +358,9 @@ class DecodeMachine:
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
         actions = HANDLERS[type(message)](load, read, message, now)
+        failure = load.failure
+        if isinstance(message, messages.Pending) and failure and message.state == "stalled":
+            actions += self.peers.on_stalled(load.peer, message, failure, now)
         if isinstance(message, messages.Grant):
             self._hurry_heartbeat(read, now)
         return actions

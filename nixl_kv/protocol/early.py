@@ -1,18 +1,21 @@
-"""Asks that precede their offer: a pair ticket lets both legs of a request start together.
+"""Asks that precede their offer: an early ticket lets both legs of a request start together.
 
-A pair ticket names an offer before prefill has computed its request, or even received it. Decode
-asks at once. A prefill rank remembers such asks until it can grant the offer, and answers each with
-the state of the request. Asks are bounded in number, in total and for each reader, and in time:
-decode repeats an unanswered ask, and one that is not repeated expires.
+An early ticket names an offer before prefill has computed its request. Decode asks at once. A
+prefill rank remembers such asks until it can grant the offer, and answers each with the state of
+the request. Asks are bounded in number, in total and for each reader, and in time: decode repeats
+an unanswered ask, and one that is not repeated expires.
 """
 
+import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.machine import Deadlines
+from nixl_kv.protocol.machine import Deadlines, MachineState
 from nixl_kv.protocol.messages import PrefillState
 
 # How long a rank remembers an ask for a request of which it has not heard. Prefill may tokenize a
@@ -32,26 +35,91 @@ class RoutedAsk(NamedTuple):
     expires_at: float = math.inf
 
 
+class Demand(MachineState):
+    """Whether decode needs the offer of an early ticket on this rank."""
+
+    WANTED = enum.auto()  # as far as this rank knows
+    UNNEEDED = enum.auto()  # its readers have all bytes: they read another rank's copy
+    GIVEN_UP = enum.auto()  # a reader has given up
+    REPORTED = enum.auto()  # likewise, and the engine was told to end the request
+
+
+class DemandEvent(MachineState):
+    COMPLETE = enum.auto()  # a reader needs nothing more from this rank
+    RELEASE = enum.auto()  # a reader gives up
+    REPORT = enum.auto()  # the request has arrived, and no ask waits
+
+
+DEMAND_TRANSITIONS: Final[Mapping[Demand, Mapping[DemandEvent, Demand]]] = {
+    Demand.WANTED: {
+        DemandEvent.COMPLETE: Demand.UNNEEDED,
+        DemandEvent.RELEASE: Demand.GIVEN_UP,
+    },
+    Demand.UNNEEDED: {
+        DemandEvent.COMPLETE: Demand.UNNEEDED,
+        DemandEvent.RELEASE: Demand.GIVEN_UP,
+    },
+    Demand.GIVEN_UP: {
+        DemandEvent.COMPLETE: Demand.GIVEN_UP,
+        DemandEvent.RELEASE: Demand.GIVEN_UP,
+        DemandEvent.REPORT: Demand.REPORTED,
+    },
+    Demand.REPORTED: {
+        DemandEvent.COMPLETE: Demand.REPORTED,
+        DemandEvent.RELEASE: Demand.REPORTED,
+    },
+}
+
+
 @dataclass
 class _Pair:
-    """A request with a pair ticket on this rank, until its offer has ended."""
+    """A request with an early ticket on this rank, until its offer has ended."""
 
-    expected: events.ExpectOffer | None = None  # None: only its asks have come
-    state: PrefillState = "unknown"
-    known_by: float = math.inf  # an unknown request is forgotten then
-    is_declined: bool = False  # decode does not need the offer
-    # A reader has given up. One that releases `complete` may read another rank's copy.
-    is_given_up: bool = False
-    is_reported: bool = False  # that no reader is left
-    asks: dict[tuple[Claim, _Reader], RoutedAsk] = field(
-        default_factory=dict
-    )  # in order of arrival
+    state: PrefillState = "unknown"  # never "stalled", which is a fact about the engine
+    demand: Demand = Demand.WANTED
+    #: Unless its request is unknown: then only asks and releases have come.
+    expected: events.ExpectOffer | None = None
+    #: Finite while its request is unknown: it is forgotten then.
+    known_by: float = math.inf
+    expected_at: float = math.inf
+    #: In order of arrival.
+    asks: dict[tuple[Claim, _Reader], RoutedAsk] = field(default_factory=dict)
+
+    def move(self, event: DemandEvent) -> None:
+        self.demand = DEMAND_TRANSITIONS[self.demand][event]
+
+
+class Steps:
+    """Whether this engine hangs: vLLM steps while any request waits, even if no step does much.
+
+    A paused engine does not step, nor does an idle one. The first step may compile for minutes.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._stepped_at = math.inf  # when a step last began or ended; finite after the first one
+        self._is_paused = False
+
+    def on_step(self, now: float) -> None:
+        self._stepped_at = now
+
+    def on_pause(self, now: float, *, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if not is_paused:
+            self._stepped_at = max(self._stepped_at, now)
+
+    def is_stalled(self, since: float, now: float) -> bool:
+        """Whether no step has begun or ended for `stall_s`, in which a request waits `since`."""
+        last = max(self._stepped_at, since)
+        return not self._is_paused and now - last > self._stall_s
 
 
 class EarlyAsks:
-    """The requests with pair tickets of one prefill rank. `now` is monotonic, in seconds."""
+    """The requests with early tickets of one prefill rank. `now` is monotonic, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_s: float) -> None:
+        """`stall_s`: how long a step may take."""
+        self.steps = Steps(stall_s)
         self.due = Deadlines[Nonce]()
         self._pairs: dict[Nonce, _Pair] = {}
         self._num_asks = 0
@@ -71,10 +139,11 @@ class EarlyAsks:
         pair = self._pairs.get(nonce)
         return None if pair is None else pair.expected
 
-    def expect(self, event: events.ExpectOffer) -> list[RoutedAsk]:
+    def expect(self, event: events.ExpectOffer, now: float) -> list[RoutedAsk]:
         """The request has arrived. Returns the asks for another prompt, to be denied."""
         pair = self._pairs.setdefault(event.nonce, _Pair())
         pair.expected, pair.state, pair.known_by = event, "queued", math.inf
+        pair.expected_at = now
         self._set_due(event.nonce, pair)
         others = {k: each for k, each in pair.asks.items() if each.ask.context != event.context}
         for key in others:
@@ -102,7 +171,7 @@ class EarlyAsks:
             pair = self._pairs[ask.nonce] = _Pair(known_by=now + UNKNOWN_S)
         pair.asks[key] = RoutedAsk(route, ask, now + REPEATED_S)
         self._set_due(ask.nonce, pair)
-        return pair.state
+        return "stalled" if self.steps.is_stalled(pair.expected_at, now) else pair.state
 
     def release(self, release: messages.Release, now: float) -> None:
         """Decode does not need the offer, of which this rank may not have heard."""
@@ -110,23 +179,26 @@ class EarlyAsks:
         if pair is None and len(self._pairs) < MAX_ASKS:
             pair = self._pairs[release.nonce] = _Pair(known_by=now + UNKNOWN_S)
             self._set_due(release.nonce, pair)
-        if pair is not None:
-            pair.is_declined = True
-            pair.is_given_up |= not release.complete
-            self._drop(release.nonce, pair, _key(release))
+        if pair is None:
+            return
+        # Another decode engine may have the same ticket, as after a router's retry.
+        if all(claim == release.claim for claim, _ in pair.asks):
+            pair.move(DemandEvent.COMPLETE if release.complete else DemandEvent.RELEASE)
+        self._drop(release.nonce, pair, _key(release))
 
     def is_declined(self, nonce: Nonce) -> bool:
         pair = self._pairs.get(nonce)
-        return pair is not None and pair.is_declined
+        return pair is not None and pair.demand is not Demand.WANTED
 
     def pop_given_up(self, nonce: Nonce) -> RequestId | None:
         """The request whose offer no reader needs any longer, if it has arrived; given once."""
         pair = self._pairs.get(nonce)
         if pair is None or pair.expected is None or pair.asks:
             return None
-        is_new = pair.is_given_up and not pair.is_reported
-        pair.is_reported |= is_new
-        return pair.expected.request if is_new else None
+        if pair.demand is not Demand.GIVEN_UP:
+            return None
+        pair.move(DemandEvent.REPORT)
+        return pair.expected.request
 
     def pop(self, nonce: Nonce) -> list[RoutedAsk]:
         """The offer can be granted: its asks, in order of arrival."""
@@ -171,12 +243,33 @@ class EarlyAsks:
         self._of_reader[key[1]] -= 1
         if not self._of_reader[key[1]]:
             del self._of_reader[key[1]]
-        is_kept = pair.is_declined and len(self._pairs) <= MAX_ASKS
+        is_kept = pair.demand is not Demand.WANTED and len(self._pairs) <= MAX_ASKS
         if pair.expected is None and not pair.asks and not is_kept:
             del self._pairs[nonce]
             self.due.set(nonce, math.inf)
         else:
             self._set_due(nonce, pair)
+
+    def check(self) -> None:
+        """Check what the states promise.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        for nonce, pair in self._pairs.items():
+            is_unknown = pair.state == "unknown"
+            rules = {
+                f"expected {pair.expected}": is_unknown != (pair.expected is None),
+                f"known by {pair.known_by}": is_unknown != (pair.known_by < math.inf),
+                "reported": is_unknown and pair.demand is Demand.REPORTED,
+            }
+            for rule, is_broken in rules.items():
+                if is_broken:
+                    raise LocalProtocolError(f"early ask {short(nonce)} is {pair.state}: {rule}")
+        of_readers = sum(self._of_reader.values())
+        num_asks = sum(len(pair.asks) for pair in self._pairs.values())
+        if not self._num_asks == of_readers == num_asks:
+            raise LocalProtocolError(f"{num_asks} asks, counted {self._num_asks}, {of_readers}")
 
     def _set_due(self, nonce: Nonce, pair: _Pair) -> None:
         first = min((ask.expires_at for ask in pair.asks.values()), default=math.inf)

@@ -173,6 +173,16 @@ class RevokeAll(msgspec.Struct, frozen=True):
     """The cache was reset: end each offer whose ticket is out, even while it is being read."""
 
 
+class Stepped(msgspec.Struct, frozen=True):
+    """A step of this engine has begun or ended, and the first one has ended."""
+
+
+class Paused(msgspec.Struct, frozen=True):
+    """This engine begins no request, or goes on."""
+
+    is_paused: bool
+
+
 # --- events of the sockets
 
 
@@ -483,6 +493,7 @@ class FailureKind(enum.Enum):
     NOT_ARRIVED = "not_arrived"
     UNREACHABLE = "unreachable"
     INCOMPATIBLE = "incompatible"
+    STALLED = "stalled"
     LATE = "late"
     BROKEN = "broken"
     FENCED = "fenced"
@@ -619,7 +630,9 @@ ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | DigestCompared
 PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
-PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
+PrefillEvent: TypeAlias = (
+    PrefillCommand | Asked | DigestMade | ChunkPacked | Stepped | Paused | Tick
+)
 DataAction: TypeAlias = (
     StartHandshake | Connect | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
 )

@@ -397,9 +397,7 @@ class Load:
             if self.lacks_only_blocks:
                 return math.inf
             due = max(self.since, self.told_at) + self.timeout_s
-            if self.state in (LoadState.CONNECTING, LoadState.ASKED):
-                return min(due, self.prepared_at + self.wait_for_prefill_s)
-            return due
+            return min(due, self.prepared_at + self.wait_for_prefill_s)
         unfinished = [read for read in self.reads.values() if read.state not in ENDED]
         return min(map(self._late_at, unfinished), default=math.inf)
 
@@ -546,13 +544,18 @@ class Load:
             read.fence_token = grant.fence_token
             self._move_read(read, ReadState.GRANTED, grant, now)
         elif read.is_partial and read.state in (ReadState.GRANTED, ReadState.READING):
-            # Prefill has written more, or has repeated its answer: it is alive.
-            read.grant, read.granted_at, read.moved_at = grant, self.numbers.last, now
+            before, after = read.grant, grant.num_tokens
+            has_grown = before is None or after is None or after > (before.num_tokens or 0)
+            read.grant, read.granted_at = grant, self.numbers.last
             read.ask_again_at = now + ASK_AGAIN_S
+            if has_grown or self.start is None:  # a repeated answer is not progress
+                read.moved_at = now
         return []
 
     def on_pending(self, read: RankRead, pending: messages.Pending, now: float) -> Actions:
-        """The rank grants when it can. Prefill's queue has no deadline while it answers."""
+        """The rank grants when it can."""
+        if pending.state == "stalled":
+            return self._on_stalled(read)
         if read.state is ReadState.GRANTED:
             self._lose_grant(read, pending, now)
         if read.state is not ReadState.ASKING:
@@ -562,10 +565,15 @@ class Load:
         self.told = pending.state
         if pending.state == "computing":
             self._note_begun(pending)
-        # Blocks while ASKED are due to a failure on another rank: then the load must end.
-        is_ended_elsewhere = self.state is LoadState.ASKED and self.start is not None
-        if pending.state != "unknown" and not is_ended_elsewhere:
+        # With local blocks, only new tokens are progress: these blocks serve nobody meanwhile.
+        if pending.state != "unknown" and self.start is None:
             self.told_at = read.moved_at = now
+        return []
+
+    def _on_stalled(self, read: RankRead) -> Actions:
+        if self.is_early and read.state in (ReadState.ASKING, ReadState.GRANTED):
+            detail = f"the engine of prefill rank {read.rank} hangs: no step of it begins or ends"
+            self.fail(Failure(FailureKind.STALLED, detail))
         return []
 
     def _note_begun(self, event: messages.Grant | messages.Pending) -> None:

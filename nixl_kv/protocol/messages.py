@@ -272,8 +272,9 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
     num_cached: _Token = 0
 
 
-# Of a request whose offer cannot be granted yet: it has not arrived, waits, or is in a step.
-PrefillState: TypeAlias = Literal["unknown", "queued", "computing"]
+# Of a request whose offer cannot be granted yet: it has not arrived, waits, or is in a step; or its
+# engine hangs (`early/stalls.py`).
+PrefillState: TypeAlias = Literal["unknown", "queued", "computing", "stalled"]
 
 
 class Pending(_OfClaim, frozen=True, kw_only=True):
@@ -370,6 +371,12 @@ class Admitted(_Message, frozen=True, kw_only=True):
     refused: _Addresses = ()
 
 
+class Paused(_Message, frozen=True, kw_only=True):
+    """The scheduler of this rank's engine: vLLM was told to begin no request, or to go on."""
+
+    is_paused: bool
+
+
 class Leave(_Message, frozen=True, kw_only=True):
     """The reader has no connection to UCX's ports any longer, and begins none."""
 
@@ -443,7 +450,7 @@ class KeyRefusal(_Message, frozen=True, kw_only=True):
 Hint: TypeAlias = Ready | Landed
 ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest | Hint
 ToPrefill: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
-ToRank: TypeAlias = ToPrefill | Admit | Leave
+ToRank: TypeAlias = ToPrefill | Admit | Leave | Paused
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = (
     Description | Refusal | ClaimAnswer | HeartbeatReply | Admitted | KeyRefusal | VersionRefusal

@@ -70,10 +70,12 @@ TRANSITIONS: Final[Table[State]] = {
     },
     State.HANDSHAKING: {
         events.HandshakeDone: (State.READY,),
+        messages.Pending: (State.UNUSABLE,),  # its engine hangs
         events.PeerRefused: (State.UNUSABLE,),
         events.EndpointLost: (State.UNUSABLE,),
     },
     State.READY: {
+        messages.Pending: (State.UNUSABLE,),  # as above
         events.PeerBroken: (State.UNUSABLE,),
         events.EndpointLost: (State.UNUSABLE,),
         events.Tick: (None,),
@@ -324,6 +326,15 @@ class PeerBook:
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
         return self._fail(peer, event, Failure(FailureKind.UNREACHABLE, detail), now)
 
+    def on_stalled(
+        self, key: events.PeerKey, event: messages.Pending, failure: Failure, now: float
+    ) -> Actions:
+        """Its engine hangs. Each of its loads hears that itself, unless prefill has computed it."""
+        peer = self.known.get(key)
+        if peer is None or messages.Pending not in TRANSITIONS[peer.state]:
+            return []
+        return self._fail(peer, event, failure, now, fails_loads=False)
+
     def on_read(self, key: events.PeerKey) -> Actions:
         """A read has succeeded: failures count from the beginning."""
         peer = self.known.get(key)
@@ -389,11 +400,11 @@ class PeerBook:
         now: float,
         *,
         is_cheap: bool = False,
+        fails_loads: bool = True,
     ) -> Actions:
-        """The peer is unusable: the caller fails its loads, unless one of its ranks was lost.
+        """The peer is unusable: the caller fails its loads, unless each read knows its own fate.
 
-        Then each of their reads knows whether it needs prefill. `is_cheap`: no load has paid for
-        this, so it does not count.
+        `is_cheap`: no load has paid for this, so it does not count.
         """
         before, does_fit = peer.state, failure.kind is not FailureKind.INCOMPATIBLE
         self._move(peer, State.UNUSABLE, event, failure.detail)
@@ -408,9 +419,10 @@ class PeerBook:
         peer.pause_ends_at = now + pause_s
         peer.is_silent = before is State.CONNECTING
         is_lost = isinstance(event, events.EndpointLost)
+        fails_loads &= peer.is_silent or not is_lost
         peer.is_dead = isinstance(event, events.PeerBroken) or (is_lost and not peer.is_silent)
         peer.awaited.clear()
-        if peer.is_silent or not is_lost:
+        if fails_loads:
             self.failed.append(peer)
         actions: Actions = []
         if peer.is_silent:

@@ -372,11 +372,12 @@ class PrefillMachine:
         offer_ttl_s: float,  # how long an offer waits for its first ask
         lease_s: float,  # how long a reader may be silent
         hold_s: float,  # how long a granted offer waits for its first read
+        stall_s: float = math.inf,  # how long a step of this engine may take
         num_ring_slots: int = 0,  # of the staging ring; 0 if this rank does not pack
     ) -> None:
         self.offers: dict[Nonce, Offer] = {}
         self.ring = RingBook(num_ring_slots)
-        self.early = EarlyAsks()
+        self.early = EarlyAsks(stall_s)
         self._incarnation = incarnation
         self._record = record
         self._offer_ttl_s = offer_ttl_s
@@ -400,6 +401,12 @@ class PrefillMachine:
                 actions = self._on_digest_made(event)
             case events.ChunkPacked():
                 actions = self._on_packed(event)
+            case events.Stepped():
+                self.early.steps.on_step(now)
+                return []
+            case events.Paused():
+                self.early.steps.on_pause(now, is_paused=event.is_paused)
+                return []
             case _:
                 actions = self._on_command(event, now)
         # Slots that the event has freed take waiting chunks.
@@ -437,6 +444,7 @@ class PrefillMachine:
         for offer in self.offers.values():
             offer.check()
         self.ring.check()
+        self.early.check()
 
     def clear(self, writing: Collection[int] = ()) -> None:
         """Forget all but the ring slots that are still written. Clear all fence slots before."""
@@ -456,7 +464,7 @@ class PrefillMachine:
         if isinstance(command, events.RevokeAll):
             return self._revoke_all(command)
         if isinstance(command, events.ExpectOffer):
-            denials = self._deny_all(self.early.expect(command), OTHER_PROMPT)
+            denials = self._deny_all(self.early.expect(command, now), OTHER_PROMPT)
             return denials + self._report_given_up(command.nonce)
         if isinstance(command, events.PrepareOffer):
             return self._prepare(command)
@@ -576,6 +584,10 @@ class PrefillMachine:
         binding.routes[rank], binding.asked[rank] = route, ask
         binding.leases[rank] = now + self._lease_s
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        is_computed = offer.is_written or not offer.prepared.is_pair
+        if not is_computed and self.early.steps.is_stalled(-math.inf, now):
+            pending = messages.Pending(**self._fields(ask), state="stalled")
+            return [*actions, events.Reply(route, pending)]
         if not offer.can_be_granted:
             offer.early[type(ask), rank] = events.Asked(route, ask)
             return actions

@@ -30,6 +30,10 @@ SEGMENT_FACT: Final = "2m"
 
 PAGE_BYTES: Final = 4096
 
+# How long an idle link stays open: it costs a socket and heartbeats at both ends. Opening it again
+# costs one or two round trips.
+LINK_KEPT_S: Final = 5.0
+
 
 class Transport(Protocol):
     """One-sided reads. Errors are TransportErrors.

@@ -5,6 +5,7 @@
                      the offer's time if no rank had asked
     prefill dies     every load ends
     prefill sleeps   the same while prefill's processes stand still; then they go on
+    prefill hangs    its transfer threads go on, but no step begins: every load ends
     prefill drains   prefill takes no new request, and vLLM pauses on decode, where the transfer
                      threads go on: prefill's blocks are free all the same; then decode resumes
 
@@ -16,11 +17,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from nixl_kv.engine.loop import LINK_KEPT_S, Parts
+from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.transport.base import LINK_KEPT_S
 from nixl_kv.transport.ucx.serving import LINGER_S
 from sim.cache import CONTENT
 from sim.engine import Engine
@@ -37,7 +39,14 @@ LONGEST_LOAD: Final = 8  # in rounds: a grant, a few chunks, the slot, a digest
 ROUNDING_S: Final = 1e-6  # the clock is a sum of tenths
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """Enough to submit the last commands, carry them out, and handle the messages that they sent."""
-ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
+ENDINGS: Final = (
+    "calm",
+    "decode dies",
+    "prefill dies",
+    "prefill sleeps",
+    "prefill hangs",
+    "prefill drains",
+)
 
 
 def _allowed(world: World) -> tuple[float, float]:
@@ -57,8 +66,6 @@ def _allowed(world: World) -> tuple[float, float]:
     read = load
     if world.liars:
         read = max(load, world.shape.patience)
-        # While they hold prefill's blocks, decode waits for a pair that prefill has preempted.
-        load += world.shape.patience
     granted = HOLD_S + RECALL_S + read + config.lease_s
     offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
     return load, offer + (granted if world.decodes() or world.liars else 0)
@@ -74,6 +81,13 @@ def end(world: World, ending: str, invariants: Invariants) -> None:
         _do(world, "stop", prefills)
         _wait_until_over(world, invariants, others=prefills)
         _do(world, "cont", prefills)
+    if ending == "prefill hangs":
+        _do(world, "stall", prefills)
+        load_s, offer_s = _allowed(world)
+        # Also loads that wait for prefill without blocks: decode learns that prefill hangs.
+        most_s = offer_s if world.shape.both else load_s
+        _wait_until_over(world, invariants, others=prefills, all_s=most_s)
+        _do(world, "unstall", prefills)
     if ending == "prefill drains":
         _do(world, "drain", prefills)
         decodes = [name for name in decodes if not _computes_pair(world, name)]
@@ -114,15 +128,18 @@ def _end_faults(world: World) -> None:
     for engine in world.alive():
         engine.settle()
         engine.scheduler.vacate()
-        engine.is_paused = False
+        engine.pause(is_paused=False)
+        engine.is_stalled = False
         engine.wake()
 
 
-def _wait_until_over(world: World, invariants: Invariants, *, others: Sequence[str] = ()) -> None:
+def _wait_until_over(
+    world: World, invariants: Invariants, *, others: Sequence[str] = (), all_s: float = ALL_S
+) -> None:
     """Rounds until nothing is left, but on some engines, of which nothing is asked."""
     since = dict[str, float]()
     limits = _allowed(world)
-    until = world.clock.now + ALL_S + limits[0]
+    until = world.clock.now + all_s + limits[0]
     _round(world, invariants)  # for commands that no rank has yet
     while True:
         asked = [engine for engine in world.alive() if engine.name not in others]

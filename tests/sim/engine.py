@@ -34,7 +34,8 @@ class Engine:
         self.is_prefill, self.is_decode = seats[0].is_prefill, seats[0].is_decode
         self._freed: list[int] = []  # blocks that a step may write as soon as it begins
         self._overwrite(list(range(seats[0].cache.num_blocks)))
-        self.is_paused = False  # vLLM makes no steps; the transfer threads go on
+        self.is_paused = False  # vLLM makes no steps; the transfer threads go on, and know that
+        self.is_stalled = False  # likewise, but they do not know
         self.is_draining = False  # it takes no new request
         self.is_asleep = False
         self.is_going_to_sleep = False  # as soon as nothing is held
@@ -85,7 +86,7 @@ class Engine:
     def piece(self) -> bool:
         """Go on with the step, or begin one; False if a stopped rank is in the way."""
         if not self._pieces:
-            if not self._is_resting:
+            if not self.is_resting:
                 self._begin()
             return True
         rank, call = self._pieces[0]
@@ -108,7 +109,7 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        if not self._pieces and not self._is_resting:
+        if not self._pieces and not self.is_resting:
             self._begin()
         return self.settle()
 
@@ -134,8 +135,14 @@ class Engine:
             self._start_life()
 
     @property
-    def _is_resting(self) -> bool:
-        return self.is_paused or self.is_asleep
+    def is_resting(self) -> bool:
+        return self.is_paused or self.is_stalled or self.is_asleep
+
+    def pause(self, *, is_paused: bool) -> None:
+        if self._directory is not None and is_paused != self.is_paused:
+            self._directory.tell_ranks(is_paused=is_paused)
+            self.serve_directory()
+        self.is_paused = is_paused
 
     def _start_life(self) -> None:
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]

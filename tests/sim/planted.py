@@ -4,6 +4,7 @@ No second defence keeps one from doing harm, or the schedules would be right to 
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
@@ -18,7 +19,7 @@ from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
-from nixl_kv.protocol.early import EarlyAsks, _Pair
+from nixl_kv.protocol.early import EarlyAsks, Steps, _Pair
 from nixl_kv.protocol.load import Load, ReadState
 from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine, RingBook
 from nixl_kv.reading import replace
@@ -240,6 +241,30 @@ def fence_of_a_part_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, events.ReadDone: on_done})
 
 
+@breaks("load too long", "not over", in_="stalled")
+def an_answer_counts_as_progress(patch: pytest.MonkeyPatch) -> None:
+    """Prefill's transfer thread answers, although no step of its engine ends."""
+    on_pending, on_grant = Load.on_pending, Load.on_grant
+
+    def pending_moves(load: Load, read: Any, pending: Any, now: float) -> list[events.Action]:
+        actions = on_pending(load, read, structs.replace(pending, state="queued"), now)
+        load.told_at = read.moved_at = now
+        return actions
+
+    def grant_moves(load: Load, read: Any, grant: Any, now: float) -> list[events.Action]:
+        actions = on_grant(load, read, grant, now)
+        read.moved_at = now
+        return actions
+
+    moved = {messages.Pending: pending_moves, messages.Grant: grant_moves}
+    patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, **moved})
+
+
+@breaks("not over", "load too long", in_="stalled")
+def a_hung_engine_looks_alive(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Steps, "is_stalled", lambda *_: False)
+
+
 @breaks("wrong bytes", in_="foreign")
 def pair_granted_for_another_prompt(patch: pytest.MonkeyPatch) -> None:
     why = PrefillMachine._why_denied
@@ -252,9 +277,9 @@ def pair_granted_for_another_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EarlyAsks, "expect", _expect_any)
 
 
-def _expect_any(early: EarlyAsks, event: events.ExpectOffer) -> list[events.Asked]:
+def _expect_any(early: EarlyAsks, event: events.ExpectOffer, _now: float) -> list[events.Asked]:
     pair = early._pairs.setdefault(event.nonce, _Pair())
-    pair.expected, pair.state, pair.known_by = event, "queued", FOREVER
+    pair.expected, pair.state, pair.known_by = event, "queued", math.inf
     return []
 
 

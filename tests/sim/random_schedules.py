@@ -43,6 +43,7 @@ DEADLY: Final = (
     "kill 0.3, start 1.5, stop 1, cont 3, hang 0.7, break 0.4, refuse 0.3, damage 0.5, fail 0.3, "
     "die 0.6, mute 0.5, wait 3"
 )
+STALLED: Final = "stall 0.5, unstall 1.5, wait 2"
 EARLY: Final = "pair 6, arrive 8, prefill 2"
 RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
 IN_STEP: Final = "prefill 5, decode once 8, beat 8"
@@ -115,6 +116,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         gentle=True,
     ),
     "early": Profile(_weights(EVERY_DAY, GENTLE, EARLY), gentle=True),
+    "stalled": Profile(_weights(EVERY_DAY, BUSY, EARLY, STALLED, "resume 1, pause 0.5, preempt 3")),
     "foreign": Profile(_weights(EVERY_DAY, EARLY, "foreign 8")),
     "early, faults": Profile(
         _weights(EVERY_DAY, BUSY, EARLY, NETWORK, DEADLY, RESTING, "preempt 4, abort 4")

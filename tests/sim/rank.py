@@ -38,7 +38,7 @@ FAILED: Final = TransportError("the schedule let it fail")
 RING_SLOTS: Final = 4
 # Short, so that schedules reach their ends.
 HOLD_S: Final = 2.0
-WAIT_FOR_PREFILL_S: Final = 8.0
+WAIT_FOR_PREFILL_S: Final = 30.0
 WORK_S: Final = 0.5
 """How long it takes to create or destroy an agent, while a rank stops."""
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
@@ -240,6 +240,7 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
+        self.engine.note_step(has_ended=False)
         with self._on_step_thread():
             commands = self.engine.pair_slots.apply(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
@@ -256,6 +257,7 @@ class RankLife:
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
         """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""
+        self.engine.note_step(has_ended=True)
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():

@@ -9,7 +9,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
     foreign D TICKET                 another prompt, with a ticket for it that names this offer
     step E, piece E                  vLLM's step, or a piece of it
-    pause E, resume E                vLLM makes no steps; the transfer threads go on
+    pause E, resume E                vLLM makes no steps; the transfer threads go on, and know that
+    stall E, unstall E               the same, but the transfer threads do not know
     sleep E, freeze E                all requests end, or stay, and the cache is discarded
     wake E                           a new life begins
     drain E                          no new request is accepted
@@ -397,9 +398,14 @@ STEPS: Final[Mapping[str, Step]] = {
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
     "reset": (lambda _, engine: engine.scheduler.reset(), Argument(_running, _any_engine)),
-    "pause": (_set("is_paused", value=True), ENGINE),
+    "pause": (lambda _, engine: engine.pause(is_paused=True), ENGINE),
+    "stall": (_set("is_stalled", value=True), ENGINE),
+    "unstall": (
+        _set("is_stalled", value=False),
+        Argument(_settled, _engine_where(lambda engine: engine.is_stalled)),
+    ),
     "resume": (
-        _set("is_paused", value=False),
+        lambda _, engine: engine.pause(is_paused=False),
         Argument(_settled, _engine_where(lambda engine: engine.is_paused)),
     ),
     "sleep": (lambda _, engine: engine.go_to_sleep(), ENGINE),

@@ -158,9 +158,13 @@ class World(Environment):
     def advance(self, seconds: float) -> None:
         """Time passes. The loops of ranks that do not hang could run all the while."""
         self.clock.now += seconds
-        for rank in self.ranks():
-            if not rank.is_stopped:
-                rank.clock.keep_up()
+        for engine in self.alive():
+            for rank in engine.ranks:
+                if not rank.is_stopped:
+                    rank.clock.keep_up()
+                # vLLM steps all the while, even if nothing can be computed.
+                if not (engine.is_resting or engine.is_stopped):
+                    rank.engine.note_step(has_ended=True)
 
     def ranks(self) -> Iterator[RankLife]:
         for engine in self.alive():
