@@ -10,6 +10,7 @@ process on the same machine.
 No error ends the thread: without its directory, no decode engine could meet this engine.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -107,7 +108,8 @@ class DirectoryServer:
         self.count_awaited = count_awaited
         self.weights = weights
         self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
-        self._to_tell: deque[bool] = deque()
+        self._to_tell: deque[tuple[int, bool]] = deque()
+        self._numbers = itertools.count(1)  # of `Paused`
         self._has_key = has_key
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
@@ -125,7 +127,7 @@ class DirectoryServer:
 
     def tell_ranks(self, *, is_paused: bool) -> None:
         """Tell this engine's ranks whether it begins requests. Any thread may call this."""
-        self._to_tell.append(is_paused)
+        self._to_tell.append((next(self._numbers), is_paused))
         self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
@@ -148,15 +150,17 @@ class DirectoryServer:
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
         while self._to_tell:
-            self._tell(is_paused=self._to_tell.popleft())
+            self._tell(*self._to_tell.popleft())
         for link in self._control.links():
             if link.idle_s >= LINK_KEPT_S:
                 self._control.disconnect(link.endpoint)
 
-    def _tell(self, *, is_paused: bool) -> None:
+    def _tell(self, number: int, is_paused: bool) -> None:  # noqa: FBT001 - an entry of `_to_tell`
         ranks = () if self._published is None else self._published[0].ranks
         for rank in ranks:
-            paused = messages.Paused(incarnation=rank.incarnation, is_paused=is_paused)
+            paused = messages.Paused(
+                incarnation=rank.incarnation, number=number, is_paused=is_paused
+            )
             with suppress(TransportError):  # without it, a pause looks like a hung engine
                 self._control.send(rank.endpoint, messages.encode(paused))
 

@@ -99,13 +99,16 @@ class Steps:
         self._stall_s = stall_s
         self._stepped_at = math.inf  # when a step last began or ended; finite after the first one
         self._is_paused = False
+        self._number = 0  # of the latest `Paused`
 
     def on_step(self, now: float) -> None:
         self._stepped_at = now
 
-    def on_pause(self, now: float, *, is_paused: bool) -> None:
-        self._is_paused = is_paused
-        if not is_paused:
+    def on_pause(self, event: events.Paused, now: float) -> None:
+        if event.number <= self._number:
+            return
+        self._number, self._is_paused = event.number, event.is_paused
+        if not event.is_paused:
             self._stepped_at = max(self._stepped_at, now)
 
     def is_stalled(self, since: float, now: float) -> bool:
@@ -153,7 +156,7 @@ class EarlyAsks:
     def set_state(self, nonce: Nonce, state: PrefillState) -> list[RoutedAsk]:
         """Note the state of a request; returns the asks whose readers have to be told."""
         pair = self._pairs.get(nonce)
-        if pair is None or pair.state == state:
+        if pair is None or pair.expected is None or pair.state == state:
             return []
         pair.state = state
         return list(pair.asks.values())

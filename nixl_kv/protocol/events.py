@@ -178,8 +178,9 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class Paused(msgspec.Struct, frozen=True):
-    """This engine begins no request, or goes on."""
+    """This engine begins no request, or goes on. The event with the highest number counts."""
 
+    number: int
     is_paused: bool
 
 

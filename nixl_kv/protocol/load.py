@@ -100,7 +100,8 @@ READ_TRANSITIONS: Final[Table[ReadState]] = {
     ReadState.VERIFYING: {
         events.DigestCompared: (ReadState.DONE, ReadState.FAILED),
         messages.Deny: _FAILED,
-        messages.HeartbeatReply: _FAILED,
+        # To ASKING: prefill has preempted an early request, and computes other bits.
+        messages.HeartbeatReply: (ReadState.ASKING, ReadState.FAILED),
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
@@ -582,8 +583,11 @@ class Load:
 
     def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
         """The rank does not grant, or no longer does, or cannot be reached."""
-        is_lost = isinstance(event, messages.HeartbeatReply) and read.state is ReadState.GRANTED
-        if is_lost and self.is_early:
+        # The fence slot decides about a posted read. A comparison goes on once both digests are
+        # here, because the fence has proven those bytes.
+        is_undecided = read.state is ReadState.VERIFYING and read.digest is None
+        is_lost = isinstance(event, messages.HeartbeatReply)
+        if is_lost and self.is_early and (is_undecided or read.state is ReadState.GRANTED):
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if isinstance(event, messages.Deny):
@@ -592,9 +596,6 @@ class Load:
             kind, what = _REFUSALS[type(event)]
         reason = f": {event.reason}" if isinstance(event, events.EndpointLost) else ""
         failure = Failure(kind, f"prefill rank {read.rank} {what}{reason}")
-        # The fence slot decides about a posted read. A comparison goes on once both digests are
-        # here, because the fence has proven those bytes.
-        is_undecided = read.state is ReadState.VERIFYING and read.digest is None
         if is_undecided or read.state in (ReadState.ASKING, ReadState.GRANTED):
             self.fail(failure)
             self._move_read(read, ReadState.FAILED, event, now)

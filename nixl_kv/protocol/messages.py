@@ -374,6 +374,7 @@ class Admitted(_Message, frozen=True, kw_only=True):
 class Paused(_Message, frozen=True, kw_only=True):
     """The scheduler of this rank's engine: vLLM was told to begin no request, or to go on."""
 
+    number: Annotated[int, Meta(ge=1, le=2**62)]  # the latest one counts
     is_paused: bool
 
 

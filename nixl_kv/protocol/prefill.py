@@ -405,7 +405,7 @@ class PrefillMachine:
                 self.early.steps.on_step(now)
                 return []
             case events.Paused():
-                self.early.steps.on_pause(now, is_paused=event.is_paused)
+                self.early.steps.on_pause(event, now)
                 return []
             case _:
                 actions = self._on_command(event, now)
@@ -467,7 +467,7 @@ class PrefillMachine:
             denials = self._deny_all(self.early.expect(command, now), OTHER_PROMPT)
             return denials + self._report_given_up(command.nonce)
         if isinstance(command, events.PrepareOffer):
-            return self._prepare(command)
+            return self._prepare(command, now)
         offer = self.offers.get(command.nonce)
         if isinstance(command, events.WithdrawOffer):
             return self._withdraw(command, offer, now)
@@ -482,7 +482,7 @@ class PrefillMachine:
                 return self._mark_written(offer, command, now)
         return []
 
-    def _prepare(self, command: events.PrepareOffer) -> Actions:
+    def _prepare(self, command: events.PrepareOffer, now: float) -> Actions:
         offer = self.offers.get(command.nonce)
         if offer is None:
             self.offers[command.nonce] = Offer(command, self._record)
@@ -493,7 +493,12 @@ class PrefillMachine:
             offer.prepared = command
         else:  # a preempted request without a pair gets a new nonce
             raise LocalProtocolError(f"offer of request {command.request!r} exists already")
-        return self._tell(command.nonce, "computing")
+        # A restart of the thread may have lost the command that the request has arrived.
+        denials: Actions = []
+        if command.is_pair and self.early.expected(command.nonce) is None:
+            expect = events.ExpectOffer(command.nonce, command.request, command.context)
+            denials = self._deny_all(self.early.expect(expect, now), OTHER_PROMPT)
+        return denials + self._tell(command.nonce, "computing")
 
     def _mark_written(self, offer: Offer, command: events.MarkWritten, now: float) -> Actions:
         """Grant the tokens written so far, also to readers that have a grant of fewer."""

@@ -45,6 +45,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
         (
             *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa9Heartbeat"),
             *(b"\xa7Release", b"\xadStatusRequest", b"\xa5Admit", b"\xa5Leave"),
+            b"\xa6Paused",
         ),
         messages.decode_to_rank,
     ),

@@ -5,6 +5,7 @@ A stranger, a client without a key or a peer can add to most of them.
 
 import ast
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def kinds_of_log_lines() -> Growth:
 
 
 def early_asks() -> Growth:
-    early = EarlyAsks()
+    early = EarlyAsks(math.inf)
     for number in range(MANY):
         early.add(ask(nonce=nonce_of(number), reader=reader(engine=f"d{number}")), b"", 0.0)
         assert len(early) == early.num_asks
@@ -100,21 +101,21 @@ def early_asks() -> Growth:
 
 
 def early_asks_for_one_offer() -> Growth:
-    early = EarlyAsks()
+    early = EarlyAsks(math.inf)
     for number in range(MANY):
         early.add(ask(claim=Claim(hex32(number)), reader=reader(engine=f"d{number}")), b"", 0.0)
         yield early.num_asks
 
 
 def early_releases() -> Growth:
-    early = EarlyAsks()
+    early = EarlyAsks(math.inf)
     for number in range(MANY):
         early.release(release(nonce=nonce_of(number)), 0.0)
         yield len(early)
 
 
 def early_asks_that_are_released() -> Growth:
-    early = EarlyAsks()
+    early = EarlyAsks(math.inf)
     for number in range(MANY):
         early.add(ask(nonce=nonce_of(number)), b"", 0.0)
         early.release(release(nonce=nonce_of(number)), 0.0)
@@ -122,7 +123,7 @@ def early_asks_that_are_released() -> Growth:
 
 
 def early_asks_of_a_reader() -> Growth:
-    early = EarlyAsks()
+    early = EarlyAsks(math.inf)
     for number in range(MANY):
         early.add(ask(nonce=nonce_of(number)), b"", 0.0)
         yield early.num_asks
@@ -302,6 +303,7 @@ NO_TABLES: Final = {
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["engine.event_log.MAX_REQUESTS", "protocol.messages.MAX_REASON"],
     "protocol.ticket.MAX_LENGTH",
+    "engine.clock.MAX_GAP_S",
     *[
         "protocol.ticket.MAX_REASON",
         "protocol.ticket.MAX_WHY",

@@ -63,7 +63,7 @@ HOOKS = sorted(
         for name in vars(owner)
         if not name.startswith("_") and callable(getattr(owner, name))
     }
-    - {"early_address", "end_landed", "ignore_hints"}  # our own hooks call them
+    - {"early_address", "end_landed", "on_pause"}  # our own hooks call them
     - {"may_compute", "pop_failed", "pop_released"}
 )
 

@@ -20,6 +20,7 @@ from nixl_kv.protocol.events import (
     Introduction,
     LinkBroken,
     LoadEnded,
+    LoadReady,
     PeerBroken,
     PeerFits,
     PeerKey,
@@ -149,6 +150,7 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
+HANGS = Failure(FailureKind.STALLED, "rank 0 hangs")
 CANNOT_BE_READ = "engine 'prefill' answers but cannot be read: refused"
 UNREADABLE = unreachable(CANNOT_BE_READ)
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
@@ -376,6 +378,22 @@ PEERS: dict[str, Script] = {
         (103.0, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
         (PeerRefused(PEER, "late"),),
     ),
+    "one that hangs is left alone: its next load fails at once": [
+        (100.0, prepare_load(is_early=True), DESCRIBE),
+        (fits(), Send(RANK_0, ask(is_early=True))),
+        (HandshakeDone(PEER),),
+        (answered(pending("stalled")), GIVEN_UP, LoadReady(D1)),
+        (START, failed(HANGS)),
+        (SECOND,),
+        (START_2, failed(HANGS, D2)),
+    ],
+    "one that hangs while it is joined": [
+        (100.0, prepare_load(is_early=True), DESCRIBE),
+        (fits(), Send(RANK_0, ask(is_early=True))),
+        (answered(pending("stalled")), GIVEN_UP, LoadReady(D1)),
+        (HandshakeDone(PEER),),
+        (START, failed(HANGS)),
+    ],
     "a refusal of an unknown peer is ignored": [(answered(refusal("no"), HOME),), *PREPARED],
     "a silent one is given up": after(
         PREPARED,

@@ -149,6 +149,7 @@ LOST_LEASE = failed(FailureKind.LEASE_LOST, "rank 0")
 RECALLED = failed(FailureKind.RECALLED, "rank 0")
 UNREACHABLE = failed(FailureKind.UNREACHABLE, "closed")
 LATE = failed(FailureKind.LATE, f"{TIMEOUT_S:g} s")
+STALLED = failed(FailureKind.STALLED, "rank 0 hangs")
 CORRUPT = failed(FailureKind.CORRUPT, "K of head 0")
 
 DIGEST = (answered(digest_reply()),)
@@ -767,13 +768,27 @@ EARLY_LOADS: dict[str, Script] = {
         (START, LATE),
     ),
     "a queued request is never late while prefill answers": QUEUED_LONG,
-    "nor when it has blocks": after(
+    "when it has blocks, an answer is not progress": after(
         EARLY,
         (PENDING["computing"], READY),
         (START,),
         (125.0, PENDING["computing"]),
-        (150.0, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
-        (125.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+        (129.9, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
+        (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+    ),
+    "the engine hangs": after(EARLY, (PENDING["stalled"], GIVEN_UP, READY), (START, STALLED)),
+    "the engine hangs, and it has blocks": after(
+        EARLY,
+        (PENDING["computing"], READY),
+        (START,),
+        (PENDING["stalled"], GIVEN_UP, STALLED),
+    ),
+    "the engine hung, but has granted meanwhile": after(
+        EARLY,
+        (answered(GRANT), READY),
+        (START, READ),
+        (PENDING["stalled"],),
+        (read_done(), RELEASED, GOOD),
     ),
     # Its own blocks are due to another rank of this engine, whose part has failed.
     "with blocks before prefill computes, it is late in time": after(
@@ -783,13 +798,13 @@ EARLY_LOADS: dict[str, Script] = {
         (139.9, PENDING["queued"]),
         (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, READY, LATE),
     ),
-    "preempted, it is not late while prefill answers": after(
+    "preempted, it is late in time": after(
         EARLY,
         (PENDING["computing"], READY),
         (110.0, START),
         (125.0, PENDING["queued"]),
-        (125.0 + TIMEOUT_S - 0.1, PENDING["queued"]),
-        (125.0 + TIMEOUT_S, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
+        (139.9, Tick(), Send(RANK_0, ask(is_early=True, number=2))),
+        (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
     ),
     "cancelled before it is granted": after(EARLY, (cancel_load(), GIVEN_UP)),
     "an answer after its end": after(
@@ -883,13 +898,15 @@ PARTS: dict[str, Script] = {
         (answered(WHOLE),),
         (110.0, START, replace(READ, grant=WHOLE)),
     ),
-    "it asks for the rest, and is never late while prefill answers": after(
+    "it asks for the rest; the same answer again is not progress": after(
         IN_PARTS,
         (read_done(),),
         (111.5, Tick(), AGAIN),
         (139.0, answered(PART)),
-        (150.0, Tick(), replace(AGAIN, message=ask(is_early=True, number=3))),
-        (139.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+        (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+    ),
+    "the engine hangs between two parts": after(
+        IN_PARTS, (read_done(),), (PENDING["stalled"], GIVEN_UP, STALLED)
     ),
     "prefill preempts the request: the part is asked for again": after(
         IN_PARTS,
@@ -923,12 +940,13 @@ PARTS: dict[str, Script] = {
     "prefill says that it has preempted the request": after(
         IN_PARTS, (read_done(),), (PENDING["queued"],), (answered(WHOLE), READ_REST)
     ),
-    "between two parts, a preempted request has no deadline either": after(
+    "between two parts, a preempted request has its time once more": after(
         IN_PARTS,
         (read_done(),),
         (125.0, PENDING["queued"]),
+        (150.0, Tick(), AGAIN),
         (154.9, PENDING["queued"]),
-        (125.0 + TIMEOUT_S, Tick(), AGAIN),
+        (125.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
     ),
     "prefill forgot the claim between two parts": after(
         IN_PARTS,
@@ -998,6 +1016,21 @@ PARTS: dict[str, Script] = {
         (read_done(), ASK_DIGEST, TO_DIGEST),
         TO_COMPARE,
         (digest_compared(), RELEASED, replace(GOOD_SUM, verified=True)),
+    ),
+    "prefill preempts the request before its digest comes": after(
+        VERIFIED_PART,
+        (
+            answered(WHOLE),
+            StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
+            replace(TO_DIGEST, has_landed=False),
+        ),
+        (read_done(), ASK_DIGEST, TO_DIGEST),
+        (answered(renewed(CLAIM, number=2)), AGAIN),
+        (
+            answered(OTHER_WHOLE),
+            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
+            replace(TO_DIGEST, has_landed=False),
+        ),
     ),
     "to be verified, all is read again after a preemption": after(
         VERIFIED_PART,

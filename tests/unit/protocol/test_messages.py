@@ -197,6 +197,10 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         ["Landed", 11, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
     ),
     "status": (status(), ["Status", 11, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
+    "paused": (
+        messages.Paused(incarnation=RANK_LIFE, number=3, is_paused=True),
+        ["Paused", 11, RANK_LIFE, 3, True],
+    ),
     "admit": (
         messages.Admit(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.9",), listens=("fd00::9",)
@@ -253,7 +257,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
-        *["Admit", "Leave"],
+        *["Admit", "Leave", "Paused"],
     },
     messages.decode_answer: {
         "Description",
@@ -505,7 +509,7 @@ def test_a_version_refusal_is_read_in_every_version_for_ever() -> None:
     for longer in (wire, [*wire, "more", {"of": "a later version"}]):
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
-    with pytest.raises(ForeignVersion, match="wire version 11"):
+    with pytest.raises(ForeignVersion, match="wire version 12"):
         decode(msgspec.msgpack.encode([wire[0], 12, wire[2]]))
 
 
