@@ -1,7 +1,7 @@
 """A clock that stands still while its loop should run but does not.
 
-A machine whose CPUs are busy, or a debugger, can stop the transfer thread for a long time: 25 s
-were seen beside busy loops. Its peers' answers wait in its sockets meanwhile. So the thread must
+A busy machine, or a debugger, can stop the transfer thread for a long time: 25 s were seen beside
+busy loops. Its peers' answers wait in its sockets meanwhile. So the thread must
 not call a peer late before it has run for that time itself.
 """
 
@@ -17,7 +17,7 @@ MAX_GAP_S: Final = 1.0
 class LoopClock:
     """Monotonic seconds, without the gaps in which the loop did not run. For the loop's thread.
 
-    A gap is time after the end of a wait, or after a turn began, in which the thread used no CPU.
+    A gap is time after the end of a wait, or after a turn began, in which the thread did no work.
     Of each gap, the first `max_gap_s` seconds count.
     """
 
@@ -25,14 +25,14 @@ class LoopClock:
         self,
         clock: Callable[[], float] = time.monotonic,
         max_gap_s: float = MAX_GAP_S,
-        cpu: Callable[[], float] = time.thread_time,
+        work: Callable[[], float] = time.thread_time,
     ) -> None:
         self._clock = clock
         self._max_gap_s = max_gap_s
-        self._cpu = cpu
+        self._work = work
         self._left_out = 0.0  # seconds
         self._due = clock()  # since when the thread should be running
-        self._used = cpu()  # CPU time until then
+        self._worked = work()  # seconds of computing time until then
 
     def __call__(self) -> float:
         self._due = now = self._note()
@@ -53,8 +53,8 @@ class LoopClock:
 
     def _note(self) -> float:
         """Leave out the gap until now, if there is one."""
-        now, used = self._clock(), self._cpu()
-        gap_s = now - self._due - (used - self._used)
+        now, worked = self._clock(), self._work()
+        gap_s = now - self._due - (worked - self._worked)
         self._left_out += max(0.0, gap_s - self._max_gap_s)
-        self._used = used
+        self._worked = worked
         return now

@@ -127,7 +127,7 @@ class RankLife:
         self.background, self.joining, self.copying = (Background(is_held=True) for _ in range(3))
         self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
         self.control.clock = environment.clock
-        self.clock = LoopClock(environment.clock, cpu=lambda: 0.0)
+        self.clock = LoopClock(environment.clock, work=lambda: 0.0)
         self.control.on_reply = lambda payload: environment.observer.on_reply(self, payload)
         self.control.on_send = lambda at, payload: environment.observer.on_send(self, at, payload)
         seat.slots.start_life(self.faults)

@@ -16,6 +16,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -253,3 +254,13 @@ def test_without_the_hooks_an_engine_that_takes_media_does_not_decode(
         SteppedScheduler(config)
     hook_scheduler(config)
     SteppedScheduler(config, config.scheduler_config.get_scheduler_cls()).connector.shutdown()
+
+
+@pytest.mark.parametrize("state", PauseState)
+def test_the_connector_hears_whether_vllm_pauses(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, state: PauseState
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(engine.connector, "on_pause", lambda *, is_paused: told.append(is_paused))
+    engine.vllm.set_pause_state(state)
+    assert told == [state is not PauseState.UNPAUSED]

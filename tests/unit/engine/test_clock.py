@@ -13,7 +13,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.now, self.used = 1000.0, 5.0
-        self.clock = LoopClock(lambda: self.now, cpu=lambda: self.used)
+        self.clock = LoopClock(lambda: self.now, work=lambda: self.used)
 
     def stand_still(self, seconds: float) -> None:
         self.now += seconds

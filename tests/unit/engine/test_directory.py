@@ -36,6 +36,7 @@ from nixl_kv.protocol.messages import (
     Drain,
     Draining,
     Hint,
+    Paused,
     Refusal,
     SetWeights,
     Status,
@@ -44,6 +45,7 @@ from nixl_kv.protocol.messages import (
     VersionRefusal,
     WeightsSet,
     decode_answer,
+    decode_to_rank,
     decode_to_tool,
     encode,
 )
@@ -397,3 +399,35 @@ def test_its_status_tells_whether_it_is_described_and_drains(starting: Directory
     assert isinstance(status(starting).facts["draining_s"], float)
     starting.tell(drain(undo=True))
     assert status(starting).facts["draining_s"] is None
+
+
+# A pause
+
+
+def test_ranks_hear_of_a_pause_in_order(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the links to them close, as an idle directory has none."""
+    rank = MemoryControl(directory.network)
+    endpoint = endpoint_at(HOST, rank.listen(HOST, 0))
+    known = description().ranks[0]
+    described = msgspec.structs.replace(known, endpoint=endpoint)
+    directory.server.publish(msgspec.structs.replace(description(), ranks=(described,)))
+    for is_paused in (True, False):
+        directory.server.tell_ranks(is_paused=is_paused)
+    directory.server.turn(0)
+    heard = [decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)]
+    of_life = {"incarnation": known.incarnation}
+    assert heard == [
+        Paused(**of_life, number=1, is_paused=True),
+        Paused(**of_life, number=2, is_paused=False),
+    ]
+    assert len(directory.control.links()) == 1
+    monkeypatch.setattr("nixl_kv.engine.directory.LINK_KEPT_S", 0.0)
+    directory.server.turn(0)
+    assert not directory.control.links()
+
+
+def test_a_rank_that_cannot_be_told_costs_nothing(directory: Directory) -> None:
+    directory.server.tell_ranks(is_paused=True)
+    assert directory.answers(encode(describe())) == [description()]

@@ -14,7 +14,6 @@ from harness.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
-    LINK_KEPT_S,
     MAX_DECODING,
     RECEIVING_S,
     SERVING_PAUSE_S,
@@ -56,6 +55,7 @@ from nixl_kv.protocol.messages import (
     Deny,
     Grant,
     Leave,
+    Paused,
     Pending,
     Status,
     StatusRequest,
@@ -67,10 +67,10 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
-from nixl_kv.transport.base import FromEndpoint, Received
+from nixl_kv.transport.base import LINK_KEPT_S, FromEndpoint, Received
 from nixl_kv.transport.ucx.serving import LINGER_S
 from nixl_kv.verify.queue import DigestQueue
-from support.records import CONTEXT, HOME, ask, description, hex32, reader
+from support.records import CONTEXT, HOME, NONCE, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -159,6 +159,33 @@ def test_time_in_which_the_loop_did_not_run_makes_no_load_late(
         world.clock.now += 0.01
     (end,) = (each for each in world.decode.ends() if isinstance(each, LoadEnded))
     assert end.failure is None
+
+
+# --- an engine that hangs
+
+
+def state_told(stranger: Stranger, nonce: str) -> str:
+    answer = stranger.ask(nonce=nonce, is_early=True)
+    assert isinstance(answer, Pending)
+    return answer.state
+
+
+def test_a_rank_knows_whether_its_engine_steps_or_is_paused(world: World) -> None:
+    rank, stranger = world.prefill, Stranger(world, world.prefill)
+    stall_s = world.config.request_timeout_s / 3
+    rank.submit(ExpectOffer(Nonce(NONCE), RequestId("p1"), CONTEXT))
+    rank.engine.note_step(has_ended=False)
+    world.clock.now += 2 * stall_s
+    assert state_told(stranger, NONCE) == "queued", "the first step may compile"
+    rank.engine.note_step(has_ended=True)
+    assert state_told(stranger, NONCE) == "queued"
+    world.clock.now += 1.1 * stall_s
+    assert state_told(stranger, NONCE) == "stalled"
+    paused = Paused(incarnation=hex32(99), number=1, is_paused=True)
+    stranger.send(encode(paused))
+    assert state_told(stranger, NONCE) == "stalled", "that was a former life"
+    stranger.send(encode(structs.replace(paused, incarnation=rank.parts.description.incarnation)))
+    assert state_told(stranger, NONCE) == "queued"
 
 
 # --- a whole transfer

@@ -26,12 +26,14 @@ from nixl_kv.protocol.events import (
     PackChunk,
     PairReleased,
     PairSlotFree,
+    Paused,
     PrepareOffer,
     ReclaimBlocks,
     Record,
     Reply,
     RevokeAll,
     RevokeOffer,
+    Stepped,
     Tick,
     Transition,
     WithdrawOffer,
@@ -124,6 +126,7 @@ def new_machine(
         offer_ttl_s=TTL_S,
         lease_s=lease_s,
         hold_s=HOLD_S,
+        stall_s=STALL_S,
         num_ring_slots=num_ring_slots,
     )
     play(machine, script)
@@ -744,9 +747,11 @@ OTHER_CLAIM = {"claim": RIVAL, "reader": STRANGER}
 EARLY_RIVAL = asked(ask(is_early=True, **OTHER_CLAIM))
 EXPECT = ExpectOffer(NONCE, P1, CONTEXT)
 QUEUED, COMPUTING = replied(pending("queued")), replied(pending("computing"))
+STALLED = replied(pending("stalled"))
 ASKED_EARLY: Script = [(90.0, EARLY, replied(pending("unknown")))]
 AWAITED: Script = after(ASKED_EARLY, (91.0, EXPECT))
 COMPUTED: Script = after(AWAITED, (92.0, prepare_offer(is_pair=True), COMPUTING))
+STALL_S = 10.0
 PAIR_SLOT, PAIR_TOKEN = 9, fence_token(0x77)
 
 
@@ -912,10 +917,43 @@ PAIRS: dict[str, Script] = {
         (RELEASE_INCOMPLETE,),
         (asked(release(complete=False, reader=SECOND)), GIVEN_UP),
     ),
-    "one of two claims gives up": after(
+    "one of two claims gives up, and the other is granted": after(
         AWAITED,
         (EARLY_RIVAL, replied(pending("queued", **OTHER_CLAIM))),
         (asked(release(complete=False, **OTHER_CLAIM)),),
+        (92.0, prepare_offer(is_pair=True), COMPUTING),
+        (93.0, publish_offer(), WRITTEN, GRANT),
+    ),
+    "the engine hangs while a request waits": after(
+        AWAITED,
+        (Stepped(),),
+        (91.0 + STALL_S, EARLY, QUEUED),
+        (91.1 + STALL_S, EARLY, STALLED),
+        (Stepped(),),
+        (EARLY, QUEUED),
+    ),
+    "and while it computes it": after(
+        COMPUTED, (Stepped(),), (92.1 + STALL_S, EARLY, STALLED), (publish_offer(), WRITTEN, GRANT)
+    ),
+    "and between two parts": after(
+        PARTS, (Stepped(),), (93.1 + STALL_S, EARLY, STALLED), (mark_pair(8), granted_pair(None))
+    ),
+    "a request that has just arrived does not wait for long": after(
+        [(10.0, Stepped())], *AWAITED, (91.0 + STALL_S, EARLY, QUEUED)
+    ),
+    "an engine whose first step goes on does not hang": after(AWAITED, (900.0, EARLY, QUEUED)),
+    "nor does one that is paused": after(
+        AWAITED,
+        (Stepped(),),
+        (92.0, Paused(2, is_paused=True)),
+        (Paused(1, is_paused=False),),
+        (900.0, EARLY, QUEUED),
+        (901.0, Paused(3, is_paused=False)),
+        (901.0 + STALL_S, EARLY, QUEUED),
+        (901.1 + STALL_S, EARLY, STALLED),
+    ),
+    "an engine of which nobody knows a request may be idle": after(
+        [(10.0, Stepped())], (90.0, EARLY, replied(pending("unknown")))
     ),
     "decode reads another rank's copy": after(
         [(90.0, EXPECT)],
