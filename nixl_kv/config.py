@@ -266,8 +266,8 @@ class Config:
     # How long a load on decode may make no progress before it fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
 
-    # Whether decode schedules a request as soon as its KV has landed, instead of with a step's
-    # output.
+    # Whether prefill answers before it has computed, and decode schedules a request as soon as its
+    # KV has landed, instead of with a step's output.
     overlap: Annotated[str, OVERLAP] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from nixl_kv.connector import decode
-from nixl_kv.protocol import load, peers, prefill
+from nixl_kv.protocol import early, load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
 
@@ -26,6 +26,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "peer": peers.TRANSITIONS,
     "rank": ranks.TRANSITIONS,
     "scheduled": decode.SCHEDULED_TRANSITIONS,
+    "demand": early.DEMAND_TRANSITIONS,
 }
 
 

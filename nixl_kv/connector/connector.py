@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from nixl_kv.connector import unpromised
-from nixl_kv.connector.plugin import causes_noted, check_address, log_like_vllm
+from nixl_kv.connector.own import log_like_vllm
+from nixl_kv.connector.plugin import causes_noted, check_address
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import (

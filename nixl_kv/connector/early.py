@@ -6,7 +6,7 @@ ticket with the hash of the prompt. The engine gets a promise (`early/answers.py
 the answer, and offers the KV under the promised nonce.
 
 The address of each rank comes from the engine by a utility call, and from the tickets in the
-engine's own answers, which nobody reads for a request that was answered early.
+engine's own answers, which the front end of a request that was answered early does not get.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from nixl_kv.connector.plugin import answers_early, has_ours, log_like_vllm, own_config
+from nixl_kv.connector.own import answers_early, has_ours, log_like_vllm, own_config
 from nixl_kv.connector.prefill import Address
 from nixl_kv.connector.vllm_config import PARAMS, MediaReader, prompt_of_client
 from nixl_kv.early.answers import PROMISE, OpenAnswers
@@ -191,7 +191,8 @@ class EarlyAnswers:
         """VLLM's own output of a request that has ended without a token."""
         params = self._trust.seal(ticket, for_in_tree=self._for_in_tree)
         # The engine has not counted them. Dynamo would tell its client of 0.
-        cached, uncounted = state.num_cached_tokens, None
+        cached: Any = state.num_cached_tokens
+        uncounted: Any = None
         state.num_cached_tokens = uncounted
         try:
             answer: Any = state.make_request_output(

@@ -15,20 +15,20 @@ import enum
 import errno
 import functools
 import itertools
-import logging
 import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv import addresses
-from nixl_kv.config import DYNAMO_VARIABLE, EXTRA, HOST_VARIABLE, ON, Config, own_transfers
+from nixl_kv.config import DYNAMO_VARIABLE, Config, own_transfers
 from nixl_kv.connector import unpromised
+from nixl_kv.connector.own import answers_early, has_ours, without_host
 from nixl_kv.errors import ConfigError, NixlKVError, TicketRefused, get_logger, printable
 
 logger = get_logger(__name__)
@@ -67,15 +67,6 @@ def register() -> None:
             check_with_arguments(sys.modules[ARGUMENTS].EngineArgs)
     except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
-
-
-def log_like_vllm() -> None:
-    """Use vLLM's handlers and level, which vLLM gives only to loggers under its own name."""
-    ours, vllms = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(vllms.handlers)
-        ours.setLevel(vllms.level)
-        ours.propagate = vllms.propagate
 
 
 def port_of(config: Config, vllm_config: Any) -> int:
@@ -217,18 +208,12 @@ It raises a ConfigError for a start that would fail, or go wrong, after the weig
 """
 
 
-def has_ours(vllm_config: Any) -> bool:
-    """Whether an engine will have this connector, in any MultiConnector."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and bool(own_transfers(vars(transfer)))
-
-
 def run_checks(vllm_config: Any, where: Where) -> None:
     """Run the checks for each connector of ours that an engine will have, in any MultiConnector."""
     whole = vllm_config.kv_transfer_config
     for transfer in () if whole is None else own_transfers(vars(whole)):
         is_here = where >= Where.MACHINE
-        config = Config.of(transfer, os.environ) if is_here else _without_host(transfer)
+        config = Config.of(transfer, os.environ) if is_here else without_host(transfer)
         seen = vllm_config
         if transfer is not vars(whole):
             seen = copy.copy(vllm_config)
@@ -288,12 +273,6 @@ def check_with_arguments(arguments: Any) -> None:
     arguments.create_engine_config = make_and_check
 
 
-def answers_early(vllm_config: Any) -> bool:
-    """Whether prefill may answer before it has computed."""
-    config, roles = own_config(vllm_config)
-    return config.overlap == ON and "prefill" in roles
-
-
 def wrap_engine_client() -> None:
     """Let vLLM's engine client answer early, if it has all parts that this needs."""
     if unpromised.warn(unpromised.EARLY_ANSWER):
@@ -346,19 +325,3 @@ def print_cause_at_exit() -> None:
             sys.stderr.write(f"nixl_kv: {printable(cause)}\n")
 
     atexit.register(print_cause)
-
-
-def own_config(vllm_config: Any) -> tuple[Config, tuple[str, ...]]:
-    """The settings, but for `host`, and the roles of this connector, in any MultiConnector."""
-    whole = vars(vllm_config.kv_transfer_config)
-    transfer = next(iter(own_transfers(whole)), whole)
-    roles = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
-    return _without_host(transfer), roles.get(transfer.get("kv_role", ""), ("prefill", "decode"))
-
-
-def _without_host(transfer: Mapping[str, Any]) -> Config:
-    """The settings of an engine that may run on another machine, whose names are not known here."""
-    extra = transfer.get(EXTRA) or {}
-    settings = {**transfer, EXTRA: {key: extra[key] for key in extra if key != "host"}}
-    environ = {key: value for key, value in os.environ.items() if key != HOST_VARIABLE}
-    return Config.of(settings, environ)

@@ -37,6 +37,7 @@ from nixl_kv.connector.vllm_config import (
     engine_id,
     for_workers,
     keep_private,
+    may_copy_blocks,
     media_rules,
     model_facts,
     pagings,
@@ -225,7 +226,11 @@ class Scheduler:
             logger.info(NO_CHUNKS)
         is_off = is_child or unpromised.is_off(unpromised.CHUNKS)
         has_one_group = len(self._kv_cache_config.transfer_groups) == 1
-        return has_one_group and not is_off and not zeroes_blocks(self._kv_cache_config)
+        # vLLM's V2 model runner copies and zeroes new blocks before it calls the workers' hooks.
+        # It copies a block if a prompt may end within a cached one.
+        copies = may_copy_blocks(self._vllm_config.cache_config)
+        writes_early = copies or zeroes_blocks(self._kv_cache_config)
+        return has_one_group and not is_off and not writes_early
 
     @property
     def may_take_hints(self) -> bool:
@@ -366,7 +371,7 @@ class Scheduler:
         return list(ended.values())
 
     def early_address(self) -> dict[str, Any] | None:
-        """What an early ticket needs beside its request; None while there should be none."""
+        """The fields of each early ticket, and a promise; None: answer nothing early now."""
         is_draining = self._directory is not None and self._directory.is_draining
         if is_draining or self._prefill.address is None or not self._is_prefill:
             return None

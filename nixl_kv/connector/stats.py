@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 import nixl_kv
 from nixl_kv.config import Config
 from nixl_kv.connector.media import FAIL_REASONS
-from nixl_kv.connector.plugin import own_config
+from nixl_kv.connector.own import own_config
 from nixl_kv.errors import TICKET_REASONS, get_logger
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events, peers

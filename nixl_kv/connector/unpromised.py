@@ -358,7 +358,7 @@ PARTS: Final = (
     ),
     Part(
         f"{_CONFIG}:CacheConfig",
-        ("block_size", "cache_dtype", "enable_prefix_caching"),
+        ("block_size", "cache_dtype", "enable_prefix_caching", "prefix_match_unit"),
         "settings of the cache",
     ),
     Part(

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeGuard, cast
 
 import torch
-from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import (
     get_dcp_group,
@@ -64,6 +70,12 @@ else:
 def has_sleep_hooks() -> bool:
     """Whether vLLM reports when the memory of the cache goes away, and when it is back (0.33)."""
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def may_copy_blocks(cache_config: CacheConfig) -> bool:
+    """Whether a prompt may reuse a part of a cached block, which vLLM then copies."""
+    unit = cache_config.prefix_match_unit
+    return unit is not None and unit != cache_config.block_size
 
 
 def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:

@@ -566,7 +566,7 @@ class Load:
         self.told = pending.state
         if pending.state == "computing":
             self._note_begun(pending)
-        # With local blocks, only new tokens are progress: these blocks serve nobody meanwhile.
+        # With local blocks, which other requests lack meanwhile, only new tokens are progress.
         if pending.state != "unknown" and self.start is None:
             self.told_at = read.moved_at = now
         return []

@@ -45,8 +45,9 @@ class Decode(SteppedScheduler):
         transfer = KVTransferConfig(**OURS, kv_role="kv_consumer", kv_connector_extra_config=extra)
         room = tokens + ANSWER
         blocks = (conversations * tokens + RUNNING * room) // BLOCK + 1024
-        seats = {"max_num_seqs": 2 * RUNNING, "max_num_batched_tokens": room}
-        config = make_config(transfer, blocks, **seats)
+        config = make_config(
+            transfer, blocks, max_num_seqs=2 * RUNNING, max_num_batched_tokens=room
+        )
         config.model_config = copy.copy(config.model_config)
         config.model_config.max_model_len = config.scheduler_config.max_model_len = room
         super().__init__(config, hooked(config))
@@ -87,7 +88,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                 engine.wait_for_prefill(number)
         num_waiting = wanted
         for engine in engines.values():
-            engine.step()  # vLLM asks about the new ones
+            for _ in range(TURN):  # in the first, vLLM asks about the new ones
+                engine.step()
         times: dict[str, list[float]] = {name: [] for name in ENGINES}
         for _ in range(options.repeat // TURN):
             for name, engine in engines.items():

@@ -210,8 +210,8 @@ def slot_of_a_preempted_pair_stays_valid(patch: pytest.MonkeyPatch) -> None:
 def pair_granted_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     prepare = PrefillMachine._prepare
 
-    def prepare_as_written(machine: PrefillMachine, offer: Any) -> list[events.Action]:
-        actions = prepare(machine, offer)
+    def prepare_as_written(machine: PrefillMachine, offer: Any, now: float) -> list[events.Action]:
+        actions = prepare(machine, offer, now)
         machine.offers[offer.nonce].written = offer.computed or offer.num_tokens
         return actions
 
@@ -256,7 +256,7 @@ def an_answer_counts_as_progress(patch: pytest.MonkeyPatch) -> None:
         read.moved_at = now
         return actions
 
-    moved = {messages.Pending: pending_moves, messages.Grant: grant_moves}
+    moved: dict[type, Any] = {messages.Pending: pending_moves, messages.Grant: grant_moves}
     patch.setattr(decode, "HANDLERS", {**decode.HANDLERS, **moved})
 
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from harness.local.memory import Fabric
-from nixl_kv.connector import plugin
+from nixl_kv.connector import own, plugin
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.scheduler import Scheduler
@@ -211,10 +211,10 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.NullHandler()
     vllms.handlers, vllms.propagate = [handler], False
     vllms.setLevel(logging.ERROR)
-    plugin.log_like_vllm()
+    own.log_like_vllm()
     assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.ERROR, False)
     vllms.addHandler(logging.NullHandler())
-    plugin.log_like_vllm()
+    own.log_like_vllm()
     assert ours.handlers == [handler], "a logger that has handlers keeps them"
 
 

@@ -668,3 +668,13 @@ def test_only_a_complete_prompt_is_offered() -> None:
     assert [name for name, reason in reasons.items() if not reason] == good
     request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, 99
     assert why_not_offered(request) == "99 of 100 tokens computed"
+
+
+@pytest.mark.parametrize(("unit", "expected"), [(None, False), (32, False), (16, True)])
+def test_vllm_copies_blocks_if_a_prompt_may_end_within_one(
+    unit: int | None, *, expected: bool
+) -> None:
+    """Then decode reads no prompt in chunks: model runner V2 copies before it calls the hooks."""
+    config = vllm_config({"insecure": True, "port": 0})
+    config.cache_config.prefix_match_unit = unit
+    assert module.may_copy_blocks(config.cache_config) is expected

@@ -417,10 +417,9 @@ def test_ranks_hear_of_a_pause_in_order(
         directory.server.tell_ranks(is_paused=is_paused)
     directory.server.turn(0)
     heard = [decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)]
-    of_life = {"incarnation": known.incarnation}
     assert heard == [
-        Paused(**of_life, number=1, is_paused=True),
-        Paused(**of_life, number=2, is_paused=False),
+        Paused(incarnation=known.incarnation, number=1, is_paused=True),
+        Paused(incarnation=known.incarnation, number=2, is_paused=False),
     ]
     assert len(directory.control.links()) == 1
     monkeypatch.setattr("nixl_kv.engine.directory.LINK_KEPT_S", 0.0)

@@ -181,7 +181,7 @@ def test_a_rank_knows_whether_its_engine_steps_or_is_paused(world: World) -> Non
     assert state_told(stranger, NONCE) == "queued"
     world.clock.now += 1.1 * stall_s
     assert state_told(stranger, NONCE) == "stalled"
-    paused = Paused(incarnation=hex32(99), number=1, is_paused=True)
+    paused = Paused(incarnation=Incarnation(hex32(99)), number=1, is_paused=True)
     stranger.send(encode(paused))
     assert state_told(stranger, NONCE) == "stalled", "that was a former life"
     stranger.send(encode(structs.replace(paused, incarnation=rank.parts.description.incarnation)))
