@@ -556,7 +556,7 @@ class Loop:
             raise RemoteProtocolError(refusal.reason)
         if isinstance(message, messages.Paused):
             if message.incarnation == self.parts.description.incarnation:
-                self._handle(events.Paused(message.number, message.is_paused))
+                self._handle(events.Paused(number=message.number, is_paused=message.is_paused))
             return
         reader = Incarnation(message.reader.incarnation)
         if isinstance(message, messages.Leave):

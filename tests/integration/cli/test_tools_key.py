@@ -137,6 +137,7 @@ TO_RANK: Final[tuple[Any, ...]] = (
     release(),
     messages.Admit(reader=reader(), sources=("192.0.2.1",), listens=(), **LIFE),
     messages.Leave(reader=reader(), **LIFE),
+    messages.Paused(number=1, is_paused=True, **LIFE),
 )
 TO_ENGINE: Final[tuple[Any, ...]] = (
     messages.Drain(**LIFE),

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from harness.local.memory import Fabric
-from nixl_kv.connector import own, plugin
+from nixl_kv.connector import own
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.scheduler import Scheduler
@@ -207,7 +207,7 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives its handlers and level only to loggers under its own name."""
     ours, vllms = (logging.getLogger(f"{__name__}.{name}") for name in ("ours", "vllms"))
     lookup = SimpleNamespace(getLogger={"nixl_kv": ours, "vllm": vllms}.__getitem__)
-    monkeypatch.setattr(plugin, "logging", lookup)
+    monkeypatch.setattr(own, "logging", lookup)
     handler = logging.NullHandler()
     vllms.handlers, vllms.propagate = [handler], False
     vllms.setLevel(logging.ERROR)
