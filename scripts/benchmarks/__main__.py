@@ -25,7 +25,7 @@ BENCHMARKS: Final = (
     "transfer",  # needs NIXL
     "tcp",  # needs NIXL and root
     "gather",  # needs Triton, and a GPU or two
-    *("floor", "added", "load", "steps"),  # need vLLM
+    *("floor", "added", "load", "steps", "contacts"),  # need vLLM
     "overlap",  # needs vLLM and root
 )
 """Modules beside this one. `add_options` adds their options, `measure` yields their rows."""
