@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from nixl_kv.connector import decode
+from nixl_kv.connector import prefill as offers
 from nixl_kv.protocol import early, load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
@@ -26,6 +27,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "peer": peers.TRANSITIONS,
     "rank": ranks.TRANSITIONS,
     "scheduled": decode.SCHEDULED_TRANSITIONS,
+    "offered": offers.OFFER_TRANSITIONS,
     "demand": early.DEMAND_TRANSITIONS,
 }
 

@@ -14,9 +14,10 @@ granted offers that no rank reads yet.
 No vLLM here: the simulator runs this file alone.
 """
 
+import enum
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -24,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.connector.paging import Pins, RequestBlocks, distinct_ids
-from nixl_kv.errors import REQUEST_LINES, LimitedLog, get_logger, shown_id
+from nixl_kv.errors import REQUEST_LINES, LimitedLog, LocalProtocolError, get_logger, shown_id
 from nixl_kv.geometry.layout import BlockIds, Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
+from nixl_kv.protocol.machine import MachineState
 from nixl_kv.protocol.ticket import Ticket
 
 logger = get_logger(__name__)
@@ -61,29 +63,74 @@ class Address:
     weights: str = ""
 
 
+class OfferState(MachineState):
+    """The scheduler's view of an offer. It ends with the workers' report or the request's end."""
+
+    AWAITED = enum.auto()  # the workers know no blocks of it
+    PREPARED = enum.auto()  # a step computes its prompt, or a part that decode may read
+    OPEN = enum.auto()  # its ticket has left, and no rank has told that decode claims it
+    KEPT = enum.auto()  # decode claims it, or it was revoked: only the workers know when it ends
+
+
+class OfferEvent(MachineState):
+    COMPUTED = enum.auto()  # the workers get its blocks with a step
+    WITHDRAWN = enum.auto()  # vLLM has taken its blocks back
+    PUBLISHED = enum.auto()  # vLLM has finished the request, and keeps its blocks
+    CLAIMED = enum.auto()  # by decode, as a rank reports; or revoked
+    ENDED = enum.auto()  # on all ranks
+
+
+OFFER_TRANSITIONS: Final[Mapping[OfferState, Mapping[OfferEvent, OfferState | None]]] = {
+    OfferState.AWAITED: {
+        OfferEvent.COMPUTED: OfferState.PREPARED,
+        OfferEvent.WITHDRAWN: OfferState.AWAITED,
+    },
+    OfferState.PREPARED: {
+        OfferEvent.COMPUTED: OfferState.PREPARED,
+        OfferEvent.WITHDRAWN: OfferState.AWAITED,
+        OfferEvent.PUBLISHED: OfferState.OPEN,
+    },
+    OfferState.OPEN: {
+        OfferEvent.CLAIMED: OfferState.KEPT,
+        OfferEvent.ENDED: None,
+    },
+    OfferState.KEPT: {
+        OfferEvent.CLAIMED: OfferState.KEPT,
+        OfferEvent.ENDED: None,
+    },
+}
+
+
 @dataclass
 class _Offer:
     """A request that another engine decodes, from its arrival to the end of its offer."""
 
     request: RequestId
     num_tokens: int
-    # Hashes the prompt and its media with a nonce; deleted when the ticket leaves.
+    #: Hashes the prompt and its media with a nonce; deleted when the ticket leaves.
     make_hashes: Callable[[Nonce], tuple[str, str]] = field(repr=False)
+    state: OfferState = OfferState.AWAITED
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
     count_cached: Callable[[], int | None] = field(default=lambda: None, repr=False)
     num_cached: int = 0  # tokens that vLLM did not compute, as of the last step of the prompt
     pair: Nonce = _NO_NONCE  # of an early ticket; it outlives a preemption
     num_hashed: int = 0  # tokens that its hashes cover; an early ticket's cover the whole prompt
-    life: int = 0  # how often it was preempted
+    attempt: int = 0  # how often it was preempted
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
-    nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
+    #: Empty in AWAITED.
+    nonce: Nonce = _NO_NONCE
     granted: Sequence[Sequence[int]] = ()  # block ids that decode may read before the ticket left
     hashes: tuple[str, str] = ("", "")  # of the prompt and of its media
     tables: tuple[Table, ...] = ()
-    held: _Indices = field(init=False, repr=False)  # set when the ticket leaves
-    left_at: float = 0.0  # when that was, in Unix seconds
+    #: In OPEN and KEPT.
+    held: _Indices = field(init=False, repr=False)
+    left_at: float = 0.0  # when its ticket left, in Unix seconds
+
+    def move(self, event: OfferEvent) -> None:
+        """Change the state. In the state before None, the offer ends instead of moving."""
+        self.state = OFFER_TRANSITIONS[self.state][event] or self.state
 
 
 class PrefillScheduler:
@@ -340,6 +387,7 @@ class PrefillScheduler:
 
     def _prepare(self, offer: _Offer, *, computed: int | None = None) -> None:
         """This step computes all of the prompt, or the first `computed` tokens of a pair."""
+        offer.move(OfferEvent.COMPUTED)
         offer.nonce = offer.pair or new_nonce()
         if not offer.pair:
             offer.hashes = offer.make_hashes(offer.nonce)
@@ -360,7 +408,7 @@ class PrefillScheduler:
                 is_written=not (self._writes_late or offer.pair),
                 is_pair=bool(offer.pair),
                 in_parts=bool(offer.pair) and offer.in_parts,
-                life=offer.life,
+                attempt=offer.attempt,
                 computed=computed,
                 num_cached=offer.num_cached,
             )
@@ -382,7 +430,8 @@ class PrefillScheduler:
             is_over = is_final or not offer.pair
             self._commands.append(events.WithdrawOffer(nonce, is_over))
             offer.nonce = _NO_NONCE
-            offer.life += 1
+            offer.attempt += 1
+        offer.move(OfferEvent.WITHDRAWN)
 
     def _withdraw_changed(self, preempted: Iterable[RequestId]) -> None:
         """Withdraw the offers that have lost blocks, if vLLM freed them by an unknown method."""
@@ -397,6 +446,7 @@ class PrefillScheduler:
                 self._withdraw(offer)
 
     def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
+        offer.move(OfferEvent.PUBLISHED)
         offer.held = blocks.astype(np.intp)  # numpy converts other types at each use
         offer.left_at = time.time()
         self._offers[offer.request] = offer
@@ -412,12 +462,14 @@ class PrefillScheduler:
     def _count_as_claimed(self, nonce: Nonce) -> None:
         offer = self._revocable.pop(nonce, None)
         if offer is not None:
+            offer.move(OfferEvent.CLAIMED)
             self._unclaimed.remove(offer.held)
 
     def _forget(self, request: RequestId) -> None:
         offer = self._offers.pop(request, None)
         if offer is not None:
             self._count_as_claimed(offer.nonce)
+            offer.move(OfferEvent.ENDED)
             self._held.remove(offer.held)
             self._release(offer)
 
@@ -433,6 +485,26 @@ class PrefillScheduler:
         held = len(self._held) + self._num_expected
         # A prompt that is longer than the budget begins alone.
         return not held or held + self._blocks.count(offer.num_tokens) <= self._allowed
+
+    def check(self) -> None:
+        """Check that each offer's state fits the tables that have it, between two hooks.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        before = {OfferState.AWAITED, OfferState.PREPARED}
+        for offer in self._known():
+            name, is_awaited = offer.request, offer.state in before
+            rules = {
+                "not awaited": is_awaited != (name in self._awaited),
+                "without a ticket": is_awaited == (name in self._offers),
+                f"nonce {offer.nonce}": (offer.state is OfferState.AWAITED) == bool(offer.nonce),
+                "revocable": (offer.state is OfferState.OPEN) != (offer.nonce in self._revocable),
+                "readable": name in self._granted and offer.state is not OfferState.PREPARED,
+            }
+            for rule, is_broken in rules.items():
+                if is_broken:
+                    raise LocalProtocolError(f"offer of {name!r} is {offer.state.name}: {rule}")
 
     def _note_progress(self) -> None:
         self._needed, self._still_since = 0, None

@@ -96,7 +96,7 @@ class UnwrittenOffers:
 
     def add(self, commands: Iterable[events.Command]) -> None:
         self._current += [
-            events.MarkWritten(command.nonce, command.computed, command.life)
+            events.MarkWritten(command.nonce, command.computed, command.attempt)
             for command in commands
             if isinstance(command, events.PrepareOffer) and not command.is_written
         ]

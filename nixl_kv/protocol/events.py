@@ -121,7 +121,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
     is_pair: bool = False
     in_parts: bool = False  # of a pair: it may have a slot, and be granted before `PublishOffer`
-    life: int = 0  # counts the preemptions of the request
+    attempt: int = 0  # counts the preemptions of the request
     computed: int | None = None  # tokens in memory after the step; None: all
     num_cached: int = 0  # tokens that prefill did not compute; see `messages.Grant`
     slot: int | None = None  # of `PairSlots`
@@ -133,7 +133,7 @@ class MarkWritten(msgspec.Struct, frozen=True):
 
     nonce: Nonce
     num_tokens: int | None = None
-    life: int = 0
+    attempt: int = 0  # see `PrepareOffer`
 
 
 class AwaitWrites(msgspec.Struct, frozen=True):

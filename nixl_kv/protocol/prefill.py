@@ -503,7 +503,7 @@ class PrefillMachine:
     def _mark_written(self, offer: Offer, command: events.MarkWritten, now: float) -> Actions:
         """Grant the tokens written so far, also to readers that have a grant of fewer."""
         num_tokens = command.num_tokens or offer.prepared.num_tokens
-        if num_tokens <= offer.written or command.life != offer.prepared.life:
+        if num_tokens <= offer.written or command.attempt != offer.prepared.attempt:
             return []
         offer.written = num_tokens
         binding, actions = offer.binding, self._grant_early(offer, now)

@@ -224,9 +224,9 @@ def writes_of_a_former_life_count(patch: pytest.MonkeyPatch) -> None:
     withdraw = PrefillScheduler._withdraw
 
     def withdraw_in_one_life(scheduler: PrefillScheduler, offer: Any, **given: Any) -> None:
-        life = offer.life
+        attempt = offer.attempt
         withdraw(scheduler, offer, **given)
-        offer.life = life
+        offer.attempt = attempt
 
     patch.setattr(PrefillScheduler, "_withdraw", withdraw_in_one_life)
 

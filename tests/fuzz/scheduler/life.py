@@ -235,6 +235,7 @@ class Life:
             self._land_between_steps()
         output = self._vllm.schedule()
         self._check_counts()
+        self._engine.role._prefill.check()
         waits = self._engine.role._prefill._short_since is not None
         self.counts["steps that wait for offers"] += waits
         sampled, writes = [], []

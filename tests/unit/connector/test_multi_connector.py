@@ -215,7 +215,7 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
                 asked = ask(nonce=command.nonce, context=command.context, is_early=True)
                 actions += machine.handle(Asked(b"d", asked), step)
             elif isinstance(command, PrepareOffer):  # the step's writes are on the stream
-                mark = MarkWritten(command.nonce, command.computed, command.life)
+                mark = MarkWritten(command.nonce, command.computed, command.attempt)
                 actions += machine.handle(mark, step)
             replies = [each.message for each in actions if isinstance(each, Reply)]
             granted += [step for each in replies if isinstance(each, Grant)]

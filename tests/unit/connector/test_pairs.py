@@ -284,7 +284,7 @@ def offered(commands: Sequence[Command], table: Sequence[int]) -> Offered:
         assert (offer.nonce, offer.is_pair, offer.is_written) == (PAIR.nonce, True, False)
         num_blocks = -(-(offer.computed or NUM_TOKENS) // 4)
         assert offer.tables == (Table.of(table[:num_blocks]),), "no block that is not written"
-        return offer.computed, offer.life, offer.in_parts
+        return offer.computed, offer.attempt, offer.in_parts
     return None
 
 
@@ -319,7 +319,7 @@ def test_a_preemption_withdraws_a_part_before_the_next_one_is_offered() -> None:
     withdraw, prepare = prefill.step([(P1, range(4))])
     assert withdraw == WithdrawOffer(PAIR.nonce, is_final=False)
     assert isinstance(prepare, PrepareOffer)
-    assert (prepare.computed, prepare.life) == (4, 1)
+    assert (prepare.computed, prepare.attempt) == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def chunks() -> Prefill:
     prefill.manager.tables["p1"] = (TABLE[:3],)
     (first,) = prefill.step([(P1, range(10))])
     assert isinstance(first, PrepareOffer)
-    assert (first.computed, first.in_parts, first.life) == (10, True, 0)
+    assert (first.computed, first.in_parts, first.attempt) == (10, True, 0)
     return prefill
 
 
@@ -368,7 +368,7 @@ def test_a_table_that_grows_is_the_same(chunks: Prefill) -> None:
     chunks.manager.tables["p1"] = (TABLE,)
     (last,) = chunks.step([(P1, range(10, NUM_TOKENS))])
     assert isinstance(last, PrepareOffer)
-    assert (last.computed, last.life) == (None, 0)
+    assert (last.computed, last.attempt) == (None, 0)
     assert chunks.step() == []
     assert chunks.finish()[1] == [PublishOffer(PAIR.nonce, P1)]
     chunks.manager.tables["p1"] = (LATER,)
@@ -400,7 +400,7 @@ def test_a_request_that_loses_blocks_loses_its_grant_in_the_same_step(
     chunks.manager.tables["p1"] = (LATER,)
     (again,) = chunks.step([(P1, range(12))])
     assert isinstance(again, PrepareOffer)
-    assert (again.computed, again.life) == (12, 1)
+    assert (again.computed, again.attempt) == (12, 1)
 
 
 def test_a_request_that_vllm_names_as_preempted_loses_its_grant(chunks: Prefill) -> None:
@@ -416,7 +416,7 @@ def test_a_preempted_request_that_runs_again_at_once_has_another_life(chunks: Pr
     back, again = chunks.step([(P1, range(8))], [P1])
     assert back == BACK
     assert isinstance(again, PrepareOffer)
-    assert (again.computed, again.life) == (8, 1)
+    assert (again.computed, again.attempt) == (8, 1)
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
@@ -430,7 +430,7 @@ def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_pair: bool) -> Non
     assert isinstance(first, PrepareOffer)
     assert isinstance(again, PrepareOffer)
     assert back == WithdrawOffer(first.nonce, is_final=not is_pair)
-    assert (again.nonce == first.nonce, again.life) == (is_pair, 1)
+    assert (again.nonce == first.nonce, again.attempt) == (is_pair, 1)
     assert prefill.finish()[1] == [PublishOffer(again.nonce, P1)]
 
 

@@ -634,9 +634,9 @@ def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
         found += slots.apply(output.kv_connector_metadata.commands)
         prefill.end(output)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    lives = [one.life for one in found if isinstance(one, events.PrepareOffer)]
-    assert lives
-    assert set(lives) == {1}, "it is offered again, for its new blocks"
+    attempts = [one.attempt for one in found if isinstance(one, events.PrepareOffer)]
+    assert attempts
+    assert set(attempts) == {1}, "it is offered again, for its new blocks"
     assert RequestId("R") in prefill.connector._prefill._offers
 
 

@@ -761,8 +761,8 @@ def prepare_pair(computed: int | None, **changed: Any) -> PrepareOffer:
     return prepare_offer(**{**values, **slot, **changed})
 
 
-def mark_pair(num_tokens: int, life: int = 0) -> MarkWritten:
-    return MarkWritten(NONCE, num_tokens, life)
+def mark_pair(num_tokens: int, attempt: int = 0) -> MarkWritten:
+    return MarkWritten(NONCE, num_tokens, attempt)
 
 
 def granted_pair(num_tokens: int | None) -> Action:
@@ -1012,10 +1012,10 @@ PAIRS: dict[str, Script] = {
         PARTS,
         (94.0, WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
         (mark_pair(6),),  # of the step before it
-        (prepare_pair(4, life=1, slot=8, fence_token=fence_token(0x78)), COMPUTING),
+        (prepare_pair(4, attempt=1, slot=8, fence_token=fence_token(0x78)), COMPUTING),
         (mark_pair(6),),
         (
-            mark_pair(4, life=1),
+            mark_pair(4, attempt=1),
             replied(grant(slot=8, fence_token=fence_token(0x78), num_tokens=4)),
         ),
     ),
