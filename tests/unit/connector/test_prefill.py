@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
-from nixl_kv.connector.prefill import BLOCK_WAIT_S, Address, PrefillScheduler
+from nixl_kv.connector.prefill import (
+    BLOCK_WAIT_S,
+    OFFER_TRANSITIONS,
+    Address,
+    OfferEvent,
+    OfferState,
+    PrefillScheduler,
+)
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import EngineId, Nonce, RequestId
 from nixl_kv.protocol.events import (
@@ -97,6 +104,37 @@ def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) 
     assert prepare.tables == (Table.of([1, 2, 3, 4, 5]), Table.of([8, 9, 10], first=2))
     assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
     assert side.step((P1, range(20, 21))) == []
+
+
+HOOKS: dict[OfferEvent, Callable[[Side], object]] = {
+    OfferEvent.COMPUTED: lambda side: side.step((P1, range(NUM_TOKENS))),
+    OfferEvent.WITHDRAWN: lambda side: side.free(),
+    OfferEvent.PUBLISHED: lambda side: side.finish(),
+    OfferEvent.CLAIMED: lambda side: side.scheduler.on_granted([P1]),
+    OfferEvent.ENDED: lambda side: side.scheduler.update_connector_output([P1]),
+}
+BEFORE: dict[OfferState, list[OfferEvent]] = {
+    OfferState.AWAITED: [],
+    OfferState.PREPARED: [OfferEvent.COMPUTED],
+    OfferState.OPEN: [OfferEvent.COMPUTED, OfferEvent.PUBLISHED],
+    OfferState.KEPT: [OfferEvent.COMPUTED, OfferEvent.PUBLISHED, OfferEvent.CLAIMED],
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "after"),
+    [(state, *move) for state, moves in OFFER_TRANSITIONS.items() for move in moves.items()],
+    ids=lambda each: getattr(each, "name", "over"),
+)
+def test_each_transition_of_an_offer(
+    side: Side, state: OfferState, event: OfferEvent, after: OfferState | None
+) -> None:
+    side.arrive()
+    for earlier in (*BEFORE[state], event):
+        HOOKS[earlier](side)
+        side.scheduler.check()
+    known = {offer.request: offer.state for offer in side.scheduler._known()}
+    assert known.get(P1) is after
 
 
 def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
