@@ -116,7 +116,7 @@ def specs_of(options: argparse.Namespace) -> list[EngineSpec]:
     pair = [engines.with_overlap(each) for each in engines.pair_of("nixl-kv", options)]
     counts = options.prefills, options.decodes
     return [
-        replace(spec, name=f"{spec.name}-{number}")
+        replace(spec, name=f"{spec.name}-{number}", gpu_memory_utilization=0.8 / count)
         for spec, count in zip(pair, counts, strict=True)
         for number in range(count)
     ]
