@@ -71,27 +71,23 @@ class Prompt:
     rows: tuple[Rows, ...] = ()
     media: Media = NO_MEDIA
 
-    def context(self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None) -> str:
-        """Hash the first tokens (None: all), and the label of the weights."""
+    def context(self, nonce: Nonce, *, num_tokens: int | None = None) -> str:
+        """Hash the first tokens (None: all)."""
         count = self.num_tokens if num_tokens is None else num_tokens
         ids = self.token_ids
         if ids is not None and count < len(ids):
             ids = ids[:count]
-        return context_hash(nonce, ids, self._extras(count, weights))
+        return context_hash(nonce, ids, self._extras(count))
 
-    def hashes(
-        self, nonce: Nonce, weights: str = "", *, num_tokens: int | None = None
-    ) -> tuple[str, str]:
+    def hashes(self, nonce: Nonce, *, num_tokens: int | None = None) -> tuple[str, str]:
         """The hashes of the first tokens and of the prompt's media; see `Ticket`."""
-        return self.context(nonce, weights, num_tokens=num_tokens), self.media.hash(nonce)
+        return self.context(nonce, num_tokens=num_tokens), self.media.hash(nonce)
 
-    def _extras(self, num_tokens: int, weights: str = "") -> Iterator[bytes]:
+    def _extras(self, num_tokens: int) -> Iterator[bytes]:
         yield from self.extras
         for rows in self.rows:
             yield rows.name + rows.data[: num_tokens * rows.size]
         yield from self.media.before(num_tokens).geometries()
-        if weights:
-            yield b"weights" + weights.encode()
 
 
 class ScheduledState(MachineState):
@@ -474,7 +470,7 @@ class DecodeScheduler:
         nonce, num_tokens = ticket.nonce, ticket.num_tokens
         return (
             num_tokens <= prompt.num_tokens
-            and prompt.context(nonce, ticket.weights, num_tokens=num_tokens) == ticket.context
+            and prompt.context(nonce, num_tokens=num_tokens) == ticket.context
         )
 
     def _why_outdated(self, ticket: Ticket) -> str:

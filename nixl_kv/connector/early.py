@@ -11,8 +11,10 @@ engine's own answers, which the front end of a request that was answered early d
 
 import asyncio
 import functools
+import math
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -43,6 +45,9 @@ ADDRESS: Final = "nixl_kv_address"
 # A utility call waits for the engine's current step. The request is in its queue meanwhile.
 ASK_S: Final = 1.0
 
+# An engine's cache may be reset, or its weights replaced. Such a question takes 1 ms.
+CURRENT_S: Final = 1.0
+
 NO_ADDRESS: Final = "the engine drains, or has not told its address"
 FAILED: Final = "request %s is not answered early: %s"
 
@@ -54,7 +59,17 @@ class _Rank:
     identity: bytes
     open: OpenAnswers
     address: Address | None = None
+    told_at: float = -math.inf  # when the address was current, in monotonic seconds
     asking: asyncio.Future[None] | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether to ask for the address: no answer of the engine will tell another one soon."""
+        is_old = not len(self.open) and time.monotonic() > self.told_at + CURRENT_S
+        return self.address is None or is_old
+
+    def set_address(self, address: Address | None) -> None:
+        self.address, self.told_at = address, time.monotonic()
 
 
 class _Exchange:
@@ -82,7 +97,7 @@ class _Exchange:
         self.has_ended |= isinstance(answer, Exception) or bool(answer.finished)
         if not self.is_early:
             self._put(answer)
-        self._on_answer(self, answer)
+        self._on_answer(self, answer)  # raises nothing: vLLM's output handler would end
 
 
 class EarlyAnswers:
@@ -90,7 +105,8 @@ class EarlyAnswers:
 
     def __init__(self, client: AsyncLLM) -> None:
         log_like_vllm()
-        self._client: Any = client
+        # vLLM shuts a client down once nothing refers to it; its output handler must not.
+        self._get_client = weakref.ref(client)
         config, _ = own_config(client.vllm_config)
         self._trust = Trust.of(config)
         self._for_in_tree = config.in_tree_decode
@@ -130,9 +146,12 @@ class EarlyAnswers:
             _replace(request, {key: fields[key] for key in fields if key != PROMISE})
         if fields.get("do_remote_decode") is not True or self._why_late(request):
             return None
+        if request.request_id in self._client.output_processor.request_states:
+            return None  # a further part of a streamed input
         for identity in self._client.engine_core.core_engines:
             rank = self._rank(identity)
-            if rank.address is None:
+            if rank.is_outdated:
+                rank.address = None
                 self._begin_to_ask(rank)
         exchange = _Exchange(request, queue, self._on_answer)
         _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
@@ -177,7 +196,7 @@ class EarlyAnswers:
         self, request: EngineCoreRequest, num_tokens: int, exchange: _Exchange, address: Address
     ) -> Ticket:
         prompt = prompt_of_client(request, num_tokens, self._media)
-        context, media = prompt.hashes(exchange.nonce, address.weights)
+        context, media = prompt.hashes(exchange.nonce)
         return Ticket(
             **asdict(address),
             nonce=exchange.nonce,
@@ -205,6 +224,10 @@ class EarlyAnswers:
         return answer
 
     # --- ranks
+
+    @property
+    def _client(self) -> Any:
+        return self._get_client()
 
     @property
     def _has_balancer(self) -> bool:
@@ -236,7 +259,7 @@ class EarlyAnswers:
         try:
             core = self._client.engine_core
             found = await core._call_utility_async(ADDRESS, engine=rank.identity)  # noqa: SLF001 - no other names the rank
-            rank.address = None if found is None else self._address_of_own(found)
+            rank.set_address(None if found is None else self._address_of_own(found))
         except Exception as error:  # noqa: BLE001 - requests are answered by the engine
             self._log.warning("the engine does not tell its address: %s", repr(error))
         finally:
@@ -249,13 +272,13 @@ class EarlyAnswers:
 
     def _listen(self) -> None:
         """Hear of each step of the engine. A balancer's ranks are heard by their own answers."""
-        processor = self._client.output_processor
+        processor, ranks = self._client.output_processor, self._ranks
         note = processor.update_scheduler_stats
 
         @functools.wraps(note)
         def note_and_hear(scheduler_stats: Any) -> None:
             note(scheduler_stats)
-            for rank in () if self._has_balancer else self._ranks.values():
+            for rank in ranks.values() if len(ranks) == 1 else ():
                 rank.open.hear()
 
         processor.update_scheduler_stats = note_and_hear
@@ -263,22 +286,30 @@ class EarlyAnswers:
     # --- the engine's own answers
 
     def _on_answer(self, exchange: _Exchange, answer: Any) -> None:
-        if not exchange.has_ended:
-            return
+        try:
+            if exchange.has_ended:
+                self._note_end(exchange, answer)
+        except Exception as error:  # noqa: BLE001 - see `_Exchange`
+            self._log.warning("an early answer's end was lost: %s", repr(error))
+
+    def _note_end(self, exchange: _Exchange, answer: Any) -> None:
         rank = self._exchanges.pop(exchange.request_id, None)
         if rank is None:
             return
         rank.open.end(exchange.request_id)
-        if isinstance(answer, Exception):
+        is_refused = isinstance(answer, Exception)  # as by a paused engine of vLLM 0.33
+        ends = [] if is_refused else [one.finish_reason for one in answer.outputs]
+        if is_refused or "error" in ends:
+            rank.address = None
             self._withdraw(exchange, rank)
+        if is_refused:
             return
-        rank.open.hear()
+        if "abort" not in ends:  # which a front end may have done itself
+            rank.open.hear()
         if told := self._address_in(answer.kv_transfer_params):
-            rank.address = told
+            rank.set_address(told)
         else:  # it may drain, or decode has released the offer
             self._begin_to_ask(rank)
-        if answer.outputs[0].finish_reason == "error":
-            self._withdraw(exchange, rank)
 
     def _address_in(self, params: Any) -> Address | None:
         if not isinstance(params, Mapping) or FIELD not in params:
@@ -301,8 +332,10 @@ class EarlyAnswers:
         """The request may never have come to the engine, and decode waits for it."""
         if self._client.errored:
             return
-        core = self._client.engine_core
-        to = {"data_parallel_rank": core.core_engines.index(rank.identity)}
+        ranks: list[bytes] = self._client.engine_core.core_engines
+        if rank.identity not in ranks:
+            return
+        to = {"data_parallel_rank": ranks.index(rank.identity)}
         task = asyncio.ensure_future(
             self._client.notify_kv_transfer_request_rejected(
                 f"early-{uuid.uuid4().hex}",

@@ -30,7 +30,7 @@ from nixl_kv.geometry.layout import BlockIds, Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.machine import MachineState
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import Ticket, weights_hash
 
 logger = get_logger(__name__)
 
@@ -221,7 +221,7 @@ class PrefillScheduler:
             if len(self._pairs) > MAX_PAIRS:
                 del self._pairs[next(iter(self._pairs))]
             offer.hashes = make_hashes(pair)
-            expect = events.ExpectOffer(pair, request, "".join(offer.hashes))
+            expect = events.ExpectOffer(pair, request, self._context(offer))
             self._commands.append(expect)
 
     def decline(self, pair: Nonce) -> None:
@@ -232,8 +232,8 @@ class PrefillScheduler:
     def is_new(self, pair: Nonce) -> bool:
         """Whether no request has had this nonce before."""
         # Without a key, a client could name another request's offer.
-        names = ({offer.nonce, offer.pair} for offer in self._known())
-        return pair not in self._pairs and not any(pair in each for each in names)
+        is_used = any(pair in (offer.nonce, offer.pair) for offer in self._known())
+        return pair not in self._pairs and not is_used
 
     def awaited_of(self, pairs: Collection[Nonce]) -> dict[Nonce, RequestId]:
         """The requests with these early tickets that this engine has not computed."""
@@ -402,7 +402,7 @@ class PrefillScheduler:
             events.PrepareOffer(
                 offer.nonce,
                 offer.request,
-                "".join(offer.hashes),
+                self._context(offer),
                 offer.num_tokens,
                 offer.tables,
                 is_written=not (self._writes_late or offer.pair),
@@ -413,6 +413,12 @@ class PrefillScheduler:
                 num_cached=offer.num_cached,
             )
         )
+
+    def _context(self, offer: _Offer) -> str:
+        """`Ticket.hashes` of its ticket."""
+        address = self.address
+        weights = weights_hash(address.epoch, address.weights) if address is not None else ""
+        return "".join((*offer.hashes, weights))
 
     def _why_not_offered(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
         if self.address is None:

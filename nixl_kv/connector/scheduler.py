@@ -181,6 +181,7 @@ class Scheduler:
         )
         if self._media and self._config.media != "own":
             check_hooks(vllm_config)
+        self._is_paused = False
         self._released: set[Nonce] = set()  # early tickets that no decode engine needs any longer
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
@@ -373,7 +374,8 @@ class Scheduler:
     def early_address(self) -> dict[str, Any] | None:
         """The fields of each early ticket, and a promise; None: answer nothing early now."""
         is_draining = self._directory is not None and self._directory.is_draining
-        if is_draining or self._prefill.address is None or not self._is_prefill:
+        is_off = is_draining or self._is_paused or not self._is_prefill
+        if is_off or self._prefill.address is None:
             return None
         proof = self._trust.promise(new_nonce())  # shows that the API server has the same key
         return {**asdict(self._prefill.address), PROMISE: proof}
@@ -382,6 +384,7 @@ class Scheduler:
     def on_pause(self, *, is_paused: bool) -> None:
         """VLLM begins no request, or goes on: a paused engine does not look hung."""
         self._decode.ignore_hints()
+        self._is_paused = is_paused
         if self._directory is not None and self._is_prefill:
             self._directory.tell_ranks(is_paused=is_paused)
 
@@ -642,15 +645,10 @@ class Scheduler:
             shorten(request)
         # An early ticket is for the whole prompt.
         num_tokens = prompt.num_tokens if is_pair else request.num_prompt_tokens
-
-        def make_hashes(nonce: Nonce) -> tuple[str, str]:
-            # The label may change before the prompt is computed.
-            return prompt.hashes(nonce, self._decode.weights, num_tokens=num_tokens)
-
         self._prefill.on_new_request(
             prompt.request,
             request.num_prompt_tokens,
-            make_hashes,
+            partial(prompt.hashes, num_tokens=num_tokens),
             pair,
             num_hashed=num_tokens,
             count_cached=partial(count_cached, request),
@@ -663,7 +661,7 @@ class Scheduler:
             return None
         prompt = prompt_of(request, self._media)
         nonce = new_nonce()
-        context, media = prompt.hashes(nonce, self._prefill.address.weights)
+        context, media = prompt.hashes(nonce)
         reason = self._not_offered.get(prompt.request) or why_not_offered(request)
         ticket = Ticket(
             **asdict(self._prefill.address),

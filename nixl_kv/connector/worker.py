@@ -223,7 +223,7 @@ class Worker:
         if self._engine is None:
             self._answer_without_engine(step.commands)
             return
-        self._engine.note_step(has_ended=False)
+        self._engine.note_step()
         # Before anything else writes into the blocks.
         self._clear_slots(step)
         commands = step.commands
@@ -255,7 +255,7 @@ class Worker:
             if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
             results += self._pop_results(self._engine)
-            self._engine.note_step(has_ended=True)
+            self._engine.note_step(has_computed=self._computes)
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
         self.stats.count_rank(results)

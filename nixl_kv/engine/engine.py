@@ -131,7 +131,7 @@ class TransferEngine:
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
-        self._num_steps = 0  # begins and ends, from the end of the first one on
+        self._num_steps = 0  # begins and ends, from the end of the first that has computed on
         self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
         self._started: Future[Loop] = Future()
         self._is_stopped = False  # no command comes any longer
@@ -168,9 +168,12 @@ class TransferEngine:
         if self.loop is not None and commands:
             self.loop.wake()
 
-    def note_step(self, *, has_ended: bool) -> None:
-        """A step of the caller begins or has ended: its engine does not hang."""
-        if has_ended or self._num_steps:
+    def note_step(self, *, has_computed: bool = False) -> None:
+        """A step of the caller begins or has ended: its engine does not hang.
+
+        The steps before the first one that `has_computed` do not count: that one may compile.
+        """
+        if has_computed or self._num_steps:
             self._num_steps += 1
 
     def pop_results(self) -> list[events.Result]:

@@ -105,7 +105,7 @@ ENDED: Final = {
     OfferEnd.LOST: "the offer was lost when the transfer thread restarted",
 }
 """Why an ask for an ended offer is denied."""
-OTHER_PROMPT: Final = "another prompt"
+OTHER_PROMPT: Final = "another prompt, or a ticket from before a reset or other weights"
 NOT_ARRIVED: Final = "its request did not arrive"
 CAUSES: Final[Mapping[str, messages.DenyCause]] = {
     NOT_ARRIVED: "not_arrived",
@@ -165,6 +165,7 @@ class Offer:
     state: State = State.PREPARED
     ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
+    prepared_at: float = -math.inf  # when the latest step of a pair began
     written: int = field(init=False)  # tokens whose KV is in memory
     is_pinned: bool = field(init=False)  # an ask with its nonce proves that; not one of a pair
     # Messages to answer once it is written: each reader's last one of each kind.
@@ -485,7 +486,7 @@ class PrefillMachine:
     def _prepare(self, command: events.PrepareOffer, now: float) -> Actions:
         offer = self.offers.get(command.nonce)
         if offer is None:
-            self.offers[command.nonce] = Offer(command, self._record)
+            offer = self.offers[command.nonce] = Offer(command, self._record)
         elif command.is_pair and not offer.is_pinned:
             if offer.prepared.slot is not None:  # readers may have it
                 fence = {"slot": offer.prepared.slot, "fence_token": offer.prepared.fence_token}
@@ -493,6 +494,7 @@ class PrefillMachine:
             offer.prepared = command
         else:  # a preempted request without a pair gets a new nonce
             raise LocalProtocolError(f"offer of request {command.request!r} exists already")
+        offer.prepared_at = now
         # A restart of the thread may have lost the command that the request has arrived.
         denials: Actions = []
         if command.is_pair and self.early.expected(command.nonce) is None:
@@ -590,7 +592,7 @@ class PrefillMachine:
         binding.leases[rank] = now + self._lease_s
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
         is_computed = offer.is_written or not offer.prepared.is_pair
-        if not is_computed and self.early.steps.is_stalled(-math.inf, now):
+        if not is_computed and self.early.steps.is_stalled(offer.prepared_at, now):
             pending = messages.Pending(**self._fields(ask), state="stalled")
             return [*actions, events.Reply(route, pending)]
         if not offer.can_be_granted:

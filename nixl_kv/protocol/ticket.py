@@ -47,7 +47,7 @@ HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 MAX_NAME: Final = 256  # characters of an engine's id
 NAME: Final = Meta(min_length=1, max_length=MAX_NAME)
 
-Context = Annotated[str, Meta(pattern=r"^([0-9a-f]{32}){1,2}\Z")]  # `Ticket.hashes`
+Context = Annotated[str, Meta(pattern=r"^([0-9a-f]{32}){1,3}\Z")]  # `Ticket.hashes`
 _Hash = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # from `context_hash`, or empty
 
 _decoder = msgspec.msgpack.Decoder(list)
@@ -99,7 +99,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     @property
     def hashes(self) -> str:
         """Prefill compares them once more when decode asks."""
-        return self.context + self.media
+        return self.context + self.media + weights_hash(self.epoch, self.weights)
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer, as JSON types; without a `key` no MAC.
@@ -231,6 +231,16 @@ def _words(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def weights_hash(epoch: int, weights: str) -> str:
+    """Hash of which weights the KV is; empty before the first reset, without a label.
+
+    An API server may not have heard of the latest reset when it makes an early ticket.
+    """
+    if not (epoch or weights):
+        return ""
+    return hashlib.blake2b(f"{epoch} {weights}".encode(), digest_size=MAC_BYTES).hexdigest()
 
 
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:

@@ -240,6 +240,72 @@ def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client)
     assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
 
 
+# --- engines that hang, and that stand still
+
+HUNG_S = 6.0
+"""The requests' timeout here: an engine without a step for a third of it hangs."""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_hung_engine_looks_hung(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
+) -> None:
+    """Its core stands still, and its workers go on: decode computes, and routers get no answer."""
+    specs = (
+        replace(spec, connector_config={**spec.connector_config, "request_timeout_s": HUNG_S})
+        for spec in base_specs
+    )
+    prefill, decode = specs
+    with early_pair(cluster, (replace(prefill, tensor_parallel=2), decode), "hung") as pair:
+        found = re.findall(r"\(EngineCore\w* pid=(\d+)\)", pair.prefill.log_text())
+        prompts = [random_prompt(20 * CHUNK, seed=7650 + n) for n in range(3)]
+        expected = [single.complete(prompt).tokens for prompt in prompts]
+        tickets = [early_ticket(pair, prompt) for prompt in prompts]
+        with stopped(int(found[0])):
+            begin = time.monotonic()
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                answers = list(pool.map(pair.decode_with, tickets, prompts))
+            seconds = time.monotonic() - begin
+            assert [answer.tokens for answer in answers] == expected
+            print(f"answered after {seconds:.1f} s; an unknown request waits for 10 s")
+            with Pair(*pair.engines, timeout_s=3.0) as impatient:
+
+                def has_no_answer() -> bool:
+                    to_prefill = impatient.to_prefill
+                    asked = partial(to_prefill.timed_ticket, prompts[0], logprobs=None)
+                    return bool(ask(lambda: asked() and None).error)
+
+                assert wait_until(has_no_answer, EVENT_S)
+        expect_load(pair.to_decode, pair.complete)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_decode_engine_that_stood_still_loads(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
+) -> None:
+    """For longer than a request's timeout: its own time stood still too."""
+    prefill, decode = (
+        replace(spec, connector_config={**spec.connector_config, "request_timeout_s": 3.0})
+        for spec in base_specs
+    )
+    prompt = random_prompt(150, seed=7660)
+    with early_pair(cluster, (prefill, decode), "still") as pair, ThreadPoolExecutor(1) as pool:
+        pair.complete(PROBE, 1)
+        loads = CountersSince(pair.to_decode)
+        with no_free_seats(pair.to_prefill):
+            queued = CountersSince(pair.to_decode)
+            ticket = early_ticket(pair, prompt)
+            answer = pool.submit(pair.decode_with, ticket, prompt)
+            assert queued.wait(lambda now: now[QUEUED] == 1, EVENT_S, step=True)[QUEUED] == 1
+            pair.decode.suspend()
+            time.sleep(7.0)
+            pair.decode.resume()
+        assert answer.result().tokens == single.complete(prompt).tokens
+        assert loads.wait_for(LOADS, timeout_s=EVENT_S)[FAILURES] == 0
+
+
 # --- a kill in each phase
 
 LEASE_S = 5.0

@@ -240,7 +240,7 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        self.engine.note_step(has_ended=False)
+        self.engine.note_step()
         with self._on_step_thread():
             commands = self.engine.pair_slots.apply(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
@@ -257,7 +257,7 @@ class RankLife:
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
         """`Worker.pop_results` at the end of the step: the requests that ended, and that failed."""
-        self.engine.note_step(has_ended=True)
+        self.engine.note_step(has_computed=True)
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():

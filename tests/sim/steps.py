@@ -243,7 +243,7 @@ def _pair(world: World, length: int, engine: Engine) -> None:
         return
     prompt, nonce = world.new_prompt(length), new_nonce()
     request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
-    context, media = request.connector_prompt.hashes(nonce, address.weights)
+    context, media = request.connector_prompt.hashes(nonce)
     ticket = Ticket(
         **asdict(address),
         nonce=nonce,
@@ -286,7 +286,7 @@ def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
     prompt = world.new_prompt(ticket.prompt.length)
     named = SealedTicket.parse(ticket.params).open()
     request = Request(world.new_request_id(engine.name), prompt)
-    context, media = request.connector_prompt.hashes(named.nonce, named.weights)
+    context, media = request.connector_prompt.hashes(named.nonce)
     forged = structs.replace(named, context=context, media=media).params(None)
     _add_to_decode(world, engine, replace(ticket, prompt=prompt, params=forged), 0)
 

@@ -164,7 +164,7 @@ class World(Environment):
                     rank.clock.keep_up()
                 # vLLM steps all the while, even if nothing can be computed.
                 if not (engine.is_resting or engine.is_stopped):
-                    rank.engine.note_step(has_ended=True)
+                    rank.engine.note_step(has_computed=True)
 
     def ranks(self) -> Iterator[RankLife]:
         for engine in self.alive():

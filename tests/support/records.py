@@ -252,9 +252,7 @@ def ticket(**changed: Any) -> Ticket:
 def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -> Ticket:
     """A valid ticket for a prompt, of an engine on this machine; `num_tokens` cuts the prompt."""
     num_tokens = changed.get("num_tokens", len(token_ids))
-    label = changed.get("weights", "")
-    extras = [b"weights" + label.encode()] * bool(label)
-    context = context_hash(nonce, token_ids[:num_tokens], extras)
+    context = context_hash(nonce, token_ids[:num_tokens], [])
     values = {"nonce": nonce, "num_tokens": num_tokens, "context": context}
     return ticket(**{"host": "127.0.0.1", **values, **changed})
 

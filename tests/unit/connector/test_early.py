@@ -4,6 +4,8 @@ The front end, its state of each request and its outputs are vLLM's own. The tes
 """
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -194,7 +196,7 @@ def test_the_answer_has_a_ticket_for_the_prompt_and_the_engine_its_nonce() -> No
         found = early_ticket(await client.ask())
         assert found is not None
         prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS)
-        context, media = prompt.hashes(found.nonce, "step 7")
+        context, media = prompt.hashes(found.nonce)
         assert found == Ticket(
             **ADDRESS,
             nonce=found.nonce,
@@ -217,7 +219,7 @@ def test_the_hash_covers_the_adapter_and_the_salt() -> None:
         )
         assert found is not None
         prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS, extras)
-        assert found.context == prompt.context(found.nonce, "step 7")
+        assert found.context == prompt.context(found.nonce)
 
     run(test)
 
@@ -456,3 +458,104 @@ def test_a_hung_engine_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_address_is_what_the_connector_tells() -> None:
     assert Address(**ADDRESS).weights == "step 7"
+
+
+def test_a_part_of_a_streamed_input_is_not_answered_early() -> None:
+    """Its session's request has the same id, and the client waits for its tokens."""
+
+    async def test() -> None:
+        client = Client()
+        assert early_ticket(await client.ask("a", resumable=True)) is None
+        state = client.output_processor.request_states["a"]
+        client.output_processor.add_request = lambda *_: None  # type: ignore[method-assign]
+        assert early_ticket(await client.ask("a")) is None
+        assert client.output_processor.request_states["a"] is state
+
+    run(test)
+
+
+def test_an_engine_that_refuses_a_request_is_asked_again() -> None:
+    """A paused engine of vLLM 0.33 does so; until it goes on, it has no address."""
+
+    async def test() -> None:
+        client = Client()
+        queue = await client.ask("a")
+        assert early_ticket(queue) is not None
+        client.engine_core.address = None
+        queue.put(RuntimeError("engine_paused"))
+        assert early_ticket(await client.ask("b")) is None
+        assert [params[PROMISE] for params, _ in client.withdrawn] != []
+
+    run(test)
+
+
+def test_an_error_of_ours_ends_no_output_handler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(early.EarlyAnswers, "_address_in", fail)
+
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        client.end("a", ticket().params(None))
+        assert not client.output_processor.request_states
+
+    run(test)
+    assert "an early answer's end was lost: ZeroDivisionError()" in caplog.text
+
+
+def test_a_client_that_is_no_longer_used_is_collected() -> None:
+    """vLLM shuts it down then; its output handler keeps only the processor."""
+
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        client.end("a", ticket().params(None))
+        found, processor = weakref.ref(client), client.output_processor
+        del client
+        await asyncio.sleep(0)
+        gc.collect()
+        assert found() is None
+        processor.update_scheduler_stats(None)
+
+    run(test)
+
+
+def test_an_abort_by_the_client_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(early.time, "monotonic", lambda: now)
+
+    async def test() -> None:
+        nonlocal now
+        client = Client()
+        for name in ("a", "b"):
+            assert early_ticket(await client.ask(name)) is not None
+        now += LIFE_S + 1
+        client.output_processor.abort_requests(["b"], internal=True)
+        assert early_ticket(await client.ask("c")) is None
+
+    run(test)
+
+
+def test_an_idle_engine_is_asked_whether_its_address_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cache may have been reset since the last answer."""
+    now = 100.0
+    monkeypatch.setattr(early.time, "monotonic", lambda: now)
+
+    async def test() -> None:
+        nonlocal now
+        client = Client()
+        await client.ask("a")
+        client.end("a", ticket().params(None))
+        now += early.CURRENT_S + 0.1
+        client.engine_core.address = {**ADDRESS, "epoch": 4}
+        found = early_ticket(await client.ask("b"))
+        assert found is not None
+        assert found.epoch == 4
+
+    run(test)

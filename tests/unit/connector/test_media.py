@@ -42,7 +42,7 @@ def prompt_with(media: Media, tokens: list[int] = TOKENS) -> Prompt:
 
 def sealed(media: Media, tokens: list[int] = TOKENS, **changed: Any) -> Ticket:
     """Prefill's ticket for a prompt."""
-    context, hashed = prompt_with(media, tokens).hashes(NONCE, changed.get("weights", ""))
+    context, hashed = prompt_with(media, tokens).hashes(NONCE)
     values = {"nonce": NONCE, "num_tokens": len(tokens), "context": context, "media": hashed}
     return ticket(**{**values, **changed})
 

@@ -34,7 +34,8 @@ TABLE = [11, 12, 13, 14, 15]
 NONCE = Nonce(hex32(7))
 CONTEXT = context_hash(NONCE, TOKEN_IDS, [])
 PAIR = ticket(nonce=NONCE, num_tokens=NUM_TOKENS, context=CONTEXT, epoch=2, is_early=True)
-EXPECTED = ExpectOffer(NONCE, P1, CONTEXT)
+NOW = replace(PAIR, epoch=3).hashes
+EXPECTED = ExpectOffer(NONCE, P1, NOW)
 
 
 def prompt() -> Prompt:
@@ -80,7 +81,7 @@ def prefill() -> Prefill:
 def test_an_offer_has_the_nonce_of_its_pair_ticket(prefill: Prefill) -> None:
     assert prefill.arrive() == [EXPECTED]
     offer = prefill.compute()
-    assert (offer.nonce, offer.context, offer.is_pair) == (PAIR.nonce, CONTEXT, True)
+    assert (offer.nonce, offer.context, offer.is_pair) == (PAIR.nonce, NOW, True)
     ticket, commands = prefill.finish()
     assert commands == [PublishOffer(PAIR.nonce, P1)]
     assert ticket == replace(PAIR, is_early=False, epoch=3)

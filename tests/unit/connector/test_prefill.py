@@ -31,7 +31,7 @@ from nixl_kv.protocol.events import (
     RevokeOffer,
     WithdrawOffer,
 )
-from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash, weights_hash
 from support.cache_manager import CacheManager
 from support.records import ENGINE_LIFE, P1, P2, PREFILL
 from support.stepped import Clock
@@ -102,7 +102,8 @@ def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) 
     assert isinstance(prepare, PrepareOffer)
     assert (prepare.request, prepare.num_tokens) == (P1, NUM_TOKENS)
     assert prepare.tables == (Table.of([1, 2, 3, 4, 5]), Table.of([8, 9, 10], first=2))
-    assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
+    context = context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
+    assert prepare.context == context + weights_hash(3, "step 7")
     assert side.step((P1, range(20, 21))) == []
 
 
@@ -155,7 +156,7 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
         incarnation=ADDRESS.incarnation,
         nonce=prepare.nonce,
         num_tokens=NUM_TOKENS,
-        context=prepare.context,
+        context=context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"]),
         epoch=ADDRESS.epoch,
         weights=ADDRESS.weights,
     )

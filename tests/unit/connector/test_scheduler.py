@@ -703,13 +703,17 @@ def test_a_request_ends_whose_offer_decode_has_released(make: Make) -> None:
     assert scheduler.pop_released(requests) == []
 
 
-def test_an_engine_tells_its_address_unless_it_drains(make: Make) -> None:
+def test_an_engine_tells_its_address_unless_it_drains_or_is_paused(make: Make) -> None:
     scheduler = make()
     assert scheduler._prefill.address is not None
     told = scheduler.early_address()
     assert told is not None
     assert scheduler._trust.open_promise(told.pop(PROMISE)), "it has the key of its API servers"
     assert told == dataclasses.asdict(scheduler._prefill.address)
+    scheduler.on_pause(is_paused=True)
+    assert scheduler.early_address() is None
+    scheduler.on_pause(is_paused=False)
+    assert scheduler.early_address() is not None
     assert scheduler._directory is not None
     scheduler._directory.is_draining = True
     assert scheduler.early_address() is None

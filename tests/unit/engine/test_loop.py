@@ -174,10 +174,10 @@ def test_a_rank_knows_whether_its_engine_steps_or_is_paused(world: World) -> Non
     rank, stranger = world.prefill, Stranger(world, world.prefill)
     stall_s = world.config.request_timeout_s / 3
     rank.submit(ExpectOffer(Nonce(NONCE), RequestId("p1"), CONTEXT))
-    rank.engine.note_step(has_ended=False)
+    rank.engine.note_step()
     world.clock.now += 2 * stall_s
     assert state_told(stranger, NONCE) == "queued", "the first step may compile"
-    rank.engine.note_step(has_ended=True)
+    rank.engine.note_step(has_computed=True)
     assert state_told(stranger, NONCE) == "queued"
     world.clock.now += 1.1 * stall_s
     assert state_told(stranger, NONCE) == "stalled"

@@ -43,6 +43,7 @@ from nixl_kv.protocol.messages import Deny, DenyCause, DigestRequest, PackReques
 from nixl_kv.protocol.prefill import (
     CAUSES,
     ENDED,
+    OTHER_PROMPT,
     READING_S,
     READING_WANTED_S,
     RECALL_S,
@@ -231,7 +232,7 @@ DENIALS: dict[str, Script] = {
         )
         for name, changed, reason, shown in (
             ("for an unknown nonce", {"nonce": NONCE2}, UNKNOWN, {"nonce": NONCE2}),
-            ("of another prompt", {"context": hex32(7)}, "another prompt", {}),
+            ("of another prompt", {"context": hex32(7)}, OTHER_PROMPT, {}),
             ("for another life", {"incarnation": "abcdef01" + "2" * 24}, LIFE_IN_SHORT, {}),
             (
                 "of a reader that does not read",
@@ -875,11 +876,11 @@ PAIRS: dict[str, Script] = {
     ),
     "an ask for another prompt, before the request": after(
         [(90.0, asked(ask(is_early=True, context=hex32(7))), replied(pending("unknown")))],
-        (EXPECT, *denied("another prompt")),
+        (EXPECT, *denied(OTHER_PROMPT)),
     ),
     "an ask for another prompt, after it": [
         (90.0, EXPECT),
-        (asked(ask(is_early=True, context=hex32(7))), *denied("another prompt")),
+        (asked(ask(is_early=True, context=hex32(7))), *denied(OTHER_PROMPT)),
     ],
     "a request that ends without an offer": after(
         AWAITED, (WithdrawOffer(NONCE), GIVEN_UP, *denied(WITHDRAWN)), (EARLY, *denied(WITHDRAWN))
