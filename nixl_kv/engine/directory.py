@@ -32,6 +32,7 @@ from nixl_kv.errors import (
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.early import PAUSED_S
 from nixl_kv.transport.base import (
     LINK_KEPT_S,
     NEEDS_ENGINE_KEY,
@@ -89,7 +90,7 @@ class DirectoryServer:
     `has_key`: then only holders of the key reach this server.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the engine is
         self,
         control: ControlPlane,
         host: str,
@@ -98,6 +99,7 @@ class DirectoryServer:
         count_awaited: Callable[[], int] = lambda: 0,
         weights: str = "",
         has_key: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
         self.host = host
@@ -108,8 +110,10 @@ class DirectoryServer:
         self.count_awaited = count_awaited
         self.weights = weights
         self._hints: deque[messages.Hint] = deque(maxlen=MAX_HINTS)
-        self._to_tell: deque[tuple[int, bool]] = deque()
+        self._clock = clock
+        self._to_tell: deque[bool] = deque()
         self._numbers = itertools.count(1)  # of `Paused`
+        self._tell_again_at: float | None = None  # while the engine is paused
         self._has_key = has_key
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
@@ -127,7 +131,7 @@ class DirectoryServer:
 
     def tell_ranks(self, *, is_paused: bool) -> None:
         """Tell this engine's ranks whether it begins requests. Any thread may call this."""
-        self._to_tell.append((next(self._numbers), is_paused))
+        self._to_tell.append(is_paused)
         self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
@@ -150,12 +154,16 @@ class DirectoryServer:
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
         while self._to_tell:
-            self._tell(*self._to_tell.popleft())
+            self._tell(is_paused=self._to_tell.popleft())
+        if self._tell_again_at is not None and self._clock() >= self._tell_again_at:
+            self._tell(is_paused=True)  # the last one may be lost
         for link in self._control.links():
             if link.idle_s >= LINK_KEPT_S:
                 self._control.disconnect(link.endpoint)
 
-    def _tell(self, number: int, is_paused: bool) -> None:  # noqa: FBT001 - an entry of `_to_tell`
+    def _tell(self, *, is_paused: bool) -> None:
+        number = next(self._numbers)
+        self._tell_again_at = self._clock() + PAUSED_S / 4 if is_paused else None
         ranks = () if self._published is None else self._published[0].ranks
         for rank in ranks:
             paused = messages.Paused(
@@ -166,7 +174,8 @@ class DirectoryServer:
 
     def _main(self) -> None:
         while not self._is_stopping:
-            timeout_s = LINK_KEPT_S if self._control.links() else None
+            is_busy = self._control.links() or self._tell_again_at is not None
+            timeout_s = PAUSED_S / 4 if is_busy else None
             run_guarded(partial(self.turn, timeout_s), FAILED)
 
     def _serve(self, item: FromPeer) -> None:

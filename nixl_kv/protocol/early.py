@@ -26,6 +26,9 @@ REPEATED_S: Final = 5.0
 MAX_ASKS: Final = 8192  # of all readers; an ask takes up to 5 KiB
 MAX_ASKS_OF_READER: Final = 4096
 
+# How long a rank believes that its engine is paused. `DirectoryServer` repeats that more often.
+PAUSED_S: Final = 20.0
+
 _Reader: TypeAlias = tuple[EngineId, Rank]
 
 
@@ -98,7 +101,7 @@ class Steps:
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._stepped_at = math.inf  # when a step last began or ended; finite after the first one
-        self._is_paused = False
+        self._paused_until = -math.inf
         self._number = 0  # of the latest `Paused`
 
     def on_step(self, now: float) -> None:
@@ -107,14 +110,13 @@ class Steps:
     def on_pause(self, event: events.Paused, now: float) -> None:
         if event.number <= self._number:
             return
-        self._number, self._is_paused = event.number, event.is_paused
-        if not event.is_paused:
-            self._stepped_at = max(self._stepped_at, now)
+        self._number = event.number
+        self._paused_until = now + PAUSED_S if event.is_paused else now
 
     def is_stalled(self, since: float, now: float) -> bool:
         """Whether no step has begun or ended for `stall_s`, in which a request waits `since`."""
-        last = max(self._stepped_at, since)
-        return not self._is_paused and now - last > self._stall_s
+        last = max(self._stepped_at, since, self._paused_until)
+        return now - last > self._stall_s
 
 
 class EarlyAsks:

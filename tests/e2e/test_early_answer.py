@@ -259,7 +259,7 @@ def test_a_hung_engine_looks_hung(
     prefill, decode = specs
     with early_pair(cluster, (replace(prefill, tensor_parallel=2), decode), "hung") as pair:
         found = re.findall(r"\(EngineCore\w* pid=(\d+)\)", pair.prefill.log_text())
-        prompts = [random_prompt(20 * CHUNK, seed=7650 + n) for n in range(3)]
+        prompts = [random_prompt(20 * CHUNK, seed=7650 + n) for n in range(SEATS)]
         expected = [single.complete(prompt).tokens for prompt in prompts]
         tickets = [early_ticket(pair, prompt) for prompt in prompts]
         with stopped(int(found[0])):

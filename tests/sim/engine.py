@@ -43,7 +43,9 @@ class Engine:
         self._directory: DirectoryServer | None = None
         if self.is_prefill or environment.takes_hints:
             port = seats[0].port + DIRECTORY_PORT
-            self._directory = DirectoryServer(self.directory_control, HOST, port)
+            self._directory = DirectoryServer(
+                self.directory_control, HOST, port, clock=environment.clock
+            )
         blocks = BlockPool(seats[0].cache.num_blocks, self._freed.extend)
         self.scheduler = EngineScheduler(
             seats, BlockManager(blocks, environment.window), environment

@@ -159,6 +159,7 @@ class World(Environment):
         """Time passes. The loops of ranks that do not hang could run all the while."""
         self.clock.now += seconds
         for engine in self.alive():
+            engine.serve_directory()
             for rank in engine.ranks:
                 if not rank.is_stopped:
                     rank.clock.keep_up()

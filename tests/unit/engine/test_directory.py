@@ -30,6 +30,7 @@ from nixl_kv.ids import (
     engine_incarnation,
     new_incarnation,
 )
+from nixl_kv.protocol.early import PAUSED_S
 from nixl_kv.protocol.messages import (
     Answer,
     Describe,
@@ -430,3 +431,31 @@ def test_ranks_hear_of_a_pause_in_order(
 def test_a_rank_that_cannot_be_told_costs_nothing(directory: Directory) -> None:
     directory.server.tell_ranks(is_paused=True)
     assert directory.answers(encode(describe())) == [description()]
+
+
+def test_a_pause_is_repeated_while_it_lasts() -> None:
+    """A connection may break, and a rank believes a pause for a while only."""
+    now = 0.0
+    directory = Directory(clock=lambda: now)
+    rank = MemoryControl(directory.network)
+    endpoint = endpoint_at(HOST, rank.listen(HOST, 0))
+    described = msgspec.structs.replace(description().ranks[0], endpoint=endpoint)
+    directory.server.publish(msgspec.structs.replace(description(), ranks=(described,)))
+
+    def heard() -> list[bool]:
+        directory.server.turn(0)
+        found = [
+            decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)
+        ]
+        return [each.is_paused for each in found if isinstance(each, Paused)]
+
+    directory.server.tell_ranks(is_paused=True)
+    assert heard() == [True]
+    assert heard() == []
+    now += PAUSED_S / 4
+    assert heard() == [True]
+    directory.server.tell_ranks(is_paused=False)
+    assert heard() == [False]
+    now += PAUSED_S
+    assert heard() == []
+    directory.server.stop()

@@ -10,7 +10,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId, short
 from nixl_kv.protocol import prefill
-from nixl_kv.protocol.early import MAX_ASKS, MAX_ASKS_OF_READER, REPEATED_S, UNKNOWN_S
+from nixl_kv.protocol.early import MAX_ASKS, MAX_ASKS_OF_READER, PAUSED_S, REPEATED_S, UNKNOWN_S
 from nixl_kv.protocol.events import (
     OVER,
     Action,
@@ -948,10 +948,17 @@ PAIRS: dict[str, Script] = {
         (Stepped(),),
         (92.0, Paused(2, is_paused=True)),
         (Paused(1, is_paused=False),),
-        (900.0, EARLY, QUEUED),
-        (901.0, Paused(3, is_paused=False)),
+        (92.0 + PAUSED_S + STALL_S, EARLY, QUEUED),
+        (Paused(3, is_paused=True),),
+        (901.0, Paused(4, is_paused=False)),
         (901.0 + STALL_S, EARLY, QUEUED),
         (901.1 + STALL_S, EARLY, STALLED),
+    ),
+    "a pause that nobody repeats is over": after(
+        AWAITED,
+        (Stepped(),),
+        (92.0, Paused(1, is_paused=True)),
+        (92.1 + PAUSED_S + STALL_S, EARLY, STALLED),
     ),
     "an engine of which nobody knows a request may be idle": after(
         [(10.0, Stepped())], (90.0, EARLY, replied(pending("unknown")))
