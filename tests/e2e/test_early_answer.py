@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
+import httpx
 import pytest
 
 from harness.cluster.answers import Question
 from harness.cluster.client import Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import OVERLAP, Engine, EngineSpec
+from harness.cluster.engines import MODEL_NAME, OVERLAP, Engine, EngineSpec
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -46,6 +48,7 @@ SEATS = 2
 EARLY = (
     *("--max-num-batched-tokens", str(CHUNK)),
     *("--max-num-seqs", str(SEATS)),
+    "--enable-scale-out",  # has /inference/v1/generate
 )
 
 
@@ -115,6 +118,27 @@ def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
     assert answer.text == expected.text
     assert answer.prompt_tokens == expected.prompt_tokens  # vllm-router merges prefill's usage
     assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
+
+
+TALK: Final = [{"role": "user", "content": random_prompt(60, seed=7420)}]
+ENDPOINTS: Final[dict[str, dict[str, object]]] = {
+    "/v1/responses": {"input": random_prompt(60, seed=7421), "max_output_tokens": 1},
+    "/v1/messages": {"messages": TALK, "max_tokens": 1},
+    "/inference/v1/generate": {
+        "token_ids": list(range(100, 200)),
+        "sampling_params": {"max_tokens": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_other_endpoints_are_answered_early(pair: Pair, path: str) -> None:
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {"model": MODEL_NAME, **ENDPOINTS[path], "kv_transfer_params": wanted}
+    answer = httpx.post(f"{pair.prefill.url}{path}", json=body, timeout=EVENT_S)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    ticket = answer.json()["kv_transfer_params"]
+    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
 
 
 @pytest.mark.parametrize("workers", [1, 2])
