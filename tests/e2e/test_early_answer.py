@@ -257,6 +257,29 @@ def test_each_api_server_answers_early_and_aborts(
                     expect_abort(one, ticket)
 
 
+@pytest.mark.slow
+def test_the_ticket_names_the_data_parallel_rank_that_computes(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
+) -> None:
+    """vLLM's own balancer chooses it."""
+    prefill, decode = base_specs
+    prefill = replace(
+        prefill,
+        kv_cache_bytes=256 << 20,
+        extra_args=("--data-parallel-size", "2", *prefill.extra_args),
+    )
+    prompts = [random_prompt(150, seed=7580 + n) for n in range(8)]
+    with early_pair(cluster, (prefill, decode), "ranks") as pair:
+        loads, ports = CountersSince(pair.to_decode), set[int]()
+        for prompt in prompts:
+            ticket = early_ticket(pair, prompt)
+            ports.add(SealedTicket.parse({FIELD: ticket[FIELD]}).open().port)
+            assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
+        assert len(ports) == 2
+        changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
+        assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
+
+
 def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client) -> None:
     prompt = random_prompt(150, seed=7600)
     ticket = early_ticket(pair, prompt)
