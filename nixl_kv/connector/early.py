@@ -83,19 +83,19 @@ class _Exchange:
     ) -> None:
         self.request_id = request.request_id
         self.nonce: Nonce = new_nonce()
-        self.is_early = False  # the front end has its answer
+        self.rank: _Rank | None = None  # once the front end has its answer
         self.has_ended = False  # in the engine
         self._put = queue.put
         self._on_answer = on_answer
         setattr(queue, "put", self._take)  # noqa: B010 - of one object
 
-    def answer(self, answer: RequestOutput) -> None:
-        self.is_early = True
+    def answer(self, answer: RequestOutput, rank: _Rank) -> None:
+        self.rank = rank
         self._put(answer)
 
     def _take(self, answer: Any) -> None:
         self.has_ended |= isinstance(answer, Exception) or bool(answer.finished)
-        if not self.is_early:
+        if self.rank is None:
             self._put(answer)
         self._on_answer(self, answer)  # raises nothing: vLLM's output handler would end
 
@@ -113,7 +113,6 @@ class EarlyAnswers:
         self._media = MediaReader.of(client.vllm_config)
         self._seats: int = client.vllm_config.scheduler_config.max_num_seqs
         self._ranks: dict[bytes, _Rank] = {}
-        self._exchanges: dict[str, _Rank] = {}  # the ranks of requests that were answered early
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio's own references are weak
         self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
         self._listen()
@@ -144,7 +143,7 @@ class EarlyAnswers:
         fields = _fields(request)
         if PROMISE in fields:
             _replace(request, {key: fields[key] for key in fields if key != PROMISE})
-        if fields.get("do_remote_decode") is not True or self._why_late(request):
+        if fields.get("do_remote_decode") is not True or self._is_late(request):
             return None
         if request.request_id in self._client.output_processor.request_states:
             return None  # a further part of a streamed input
@@ -157,21 +156,22 @@ class EarlyAnswers:
         _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
         return exchange
 
-    def _why_late(self, request: EngineCoreRequest) -> str:
-        """Why the engine must answer: decode's answer lacks something, or the ticket would."""
-        params, fields = request.sampling_params, _fields(request)
+    def _is_late(self, request: EngineCoreRequest) -> bool:
+        """Whether the engine must answer: decode's answer lacks something, or the ticket would."""
+        params = request.sampling_params
         if params is None or params.max_tokens != 1 or params.n != 1:
-            return "it asks for several tokens or answers"
+            return True
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            return "it asks for log probabilities"
+            return True
         if request.resumable or request.abort_immediately:
-            return "it is resumable, or rejected"
-        if request.prompt_embeds is not None:
-            return "its prompt has embeddings, which take long to hash"
+            return True
+        if request.prompt_embeds is not None:  # they take long to hash
+            return True
+        # The engine has the sizes of media that it has cached, on which positions depend.
         reader, features = self._media, request.mm_features or ()
         if reader is not None and reader.has_geometry and any(not one.data for one in features):
-            return "the engine has the sizes of its media, on which positions depend"
-        return why_unbounded(fields)
+            return True
+        return bool(why_unbounded(_fields(request)))
 
     async def _answer(self, exchange: _Exchange, request: EngineCoreRequest) -> None:
         rank = self._rank_of(exchange.request_id)
@@ -189,8 +189,7 @@ class EarlyAnswers:
             self._ticket(request, state.prompt_len, exchange, address), state
         )
         rank.open.begin(exchange.request_id)
-        self._exchanges[exchange.request_id] = rank
-        exchange.answer(answer)
+        exchange.answer(answer, rank)
 
     def _ticket(
         self, request: EngineCoreRequest, num_tokens: int, exchange: _Exchange, address: Address
@@ -287,16 +286,14 @@ class EarlyAnswers:
 
     def _on_answer(self, exchange: _Exchange, answer: Any) -> None:
         try:
-            if exchange.has_ended:
-                self._note_end(exchange, answer)
+            if exchange.has_ended and exchange.rank is not None:
+                self._note_end(exchange, exchange.rank, answer)
         except Exception as error:  # noqa: BLE001 - see `_Exchange`
             self._log.warning("an early answer's end was lost: %s", repr(error))
 
-    def _note_end(self, exchange: _Exchange, answer: Any) -> None:
-        rank = self._exchanges.pop(exchange.request_id, None)
-        if rank is None:
+    def _note_end(self, exchange: _Exchange, rank: _Rank, answer: Any) -> None:
+        if not rank.open.end(exchange.request_id):  # an earlier output has ended it
             return
-        rank.open.end(exchange.request_id)
         is_refused = isinstance(answer, Exception)  # as by a paused engine of vLLM 0.33
         ends = [] if is_refused else [one.finish_reason for one in answer.outputs]
         if is_refused or "error" in ends:

@@ -1,8 +1,8 @@
 """A clock that stands still while its loop should run but does not.
 
 A busy machine, or a debugger, can stop the transfer thread for a long time: 25 s were seen beside
-busy loops. Its peers' answers wait in its sockets meanwhile. So the thread must
-not call a peer late before it has run for that time itself.
+busy loops. Its peers' answers wait in its sockets meanwhile. So the thread must not call a peer
+late before it has run for that time itself.
 """
 
 import math
