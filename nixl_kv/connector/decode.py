@@ -220,8 +220,8 @@ class DecodeScheduler:
         """
         # Checked before anything connects to its host.
         ticket = self._check_trust(params).open()
-        hint_key, is_early = new_hint_key(), ticket.is_early
-        prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), is_early, hint_key)
+        hint_key = new_hint_key()
+        prepare = events.PrepareLoad(prompt.request, ticket, new_claim(), hint_key)
         self._forget_used()
         if ticket.nonce in self._used:
             if is_rejected:  # the client hung up after the request had arrived
@@ -250,7 +250,7 @@ class DecodeScheduler:
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
-        state = ScheduledState.EARLY if is_early else ScheduledState.READY
+        state = ScheduledState.EARLY if ticket.is_early else ScheduledState.READY
         load = _Load(prompt.request, num_tokens, state, hint_key)
         self._loads[load.request] = self._by_hint_key[hint_key] = load
         self._commands.append(prepare)

@@ -303,7 +303,7 @@ class Worker:
             if isinstance(one, events.PublishOffer):
                 end = events.OfferEnd.NOT_NEEDED
                 self._late_results.append(events.OfferEnded(one.nonce, one.request, end))
-            elif isinstance(one, events.PrepareLoad) and one.is_early:
+            elif isinstance(one, events.PrepareLoad) and one.ticket.is_early:
                 self._late_results.append(events.LoadReady(one.request))
             elif isinstance(one, events.StartLoad):
                 self._late_results.append(events.LoadEnded(one.request, one.num_tokens, STOPPED))

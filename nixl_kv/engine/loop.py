@@ -140,7 +140,7 @@ class Outstanding:
         The blocks of an offer that has ended may belong to another request by now.
         """
         match command:
-            case events.PrepareLoad() if command.is_early:
+            case events.PrepareLoad() if command.ticket.is_early:
                 self._unready.add(command.request)
             case events.CancelLoad():
                 self._unready.discard(command.request)

@@ -178,14 +178,13 @@ class DecodeMachine:
         if known is not None and known.state is not LoadState.RELEASING:
             # Later commands name only the request, so this rank loads neither of the two.
             known.fail(SAME_ID)
-            return [events.LoadReady(command.request)] if command.is_early else []
+            return [events.LoadReady(command.request)] if command.ticket.is_early else []
         load = Load(
             reader=self.reader,
             request=command.request,
             ticket=ticket,
             claim=command.claim,
             peer=key,
-            is_early=command.is_early,
             hint_key=command.hint_key,
             timeout_s=self._timeout_s,
             wait_for_prefill_s=self._wait_for_prefill_s,
@@ -204,7 +203,7 @@ class DecodeMachine:
         """Open the load if its peer is known; else ask for the peer's description."""
         key = load.peer
         self._by_peer.setdefault(key, {})[load.claim] = load
-        peer, actions = self.peers.want(key, event, now, is_sealed=not load.is_early)
+        peer, actions = self.peers.want(key, event, now, is_sealed=not load.ticket.is_early)
         if peer.failure is not None and self._is_hopeless(peer):
             load.fail(msgspec.structs.replace(peer.failure, is_known=True))
         elif peer.description is not None:

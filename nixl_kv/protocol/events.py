@@ -53,9 +53,8 @@ OVER = "OVER"  # the name of the state after the last transition
 
 class PrepareLoad(msgspec.Struct, frozen=True):
     request: RequestId
-    ticket: Ticket  # a pair ticket has got the prompt's length and hash
+    ticket: Ticket
     claim: Claim
-    is_early: bool = False  # by a pair ticket
     hint_key: HintKey = NO_HINTS  # goes back with hints, and to no peer
 
 

@@ -306,7 +306,6 @@ class Load:
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
     tell: Callable[[messages.Hint], Actions] = field(repr=False)  # the scheduler of this engine
-    is_early: bool = False  # by a pair ticket
     hint_key: HintKey = field(default=events.NO_HINTS, repr=False)
     num_cached: int | None = None  # by the latest grant
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
@@ -478,7 +477,7 @@ class Load:
                     context=self.ticket.hashes,
                     number=self.numbers.next(),
                     readers=read.route.readers,
-                    is_early=self.is_early,
+                    is_early=self.ticket.is_early,
                 )
                 return [events.Send(read.endpoint, ask)]
             case ReadState.READING:
@@ -572,7 +571,7 @@ class Load:
         return []
 
     def _on_stalled(self, read: RankRead) -> Actions:
-        if self.is_early and read.state in (ReadState.ASKING, ReadState.GRANTED):
+        if self.ticket.is_early and read.state in (ReadState.ASKING, ReadState.GRANTED):
             detail = f"the engine of prefill rank {read.rank} hangs: no step of it begins or ends"
             self.fail(Failure(FailureKind.STALLED, detail))
         return []
@@ -587,7 +586,7 @@ class Load:
         # here, because the fence has proven those bytes.
         is_undecided = read.state is ReadState.VERIFYING and read.digest is None
         is_lost = isinstance(event, messages.HeartbeatReply)
-        if is_lost and self.is_early and (is_undecided or read.state is ReadState.GRANTED):
+        if is_lost and self.ticket.is_early and (is_undecided or read.state is ReadState.GRANTED):
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if isinstance(event, messages.Deny):
@@ -625,7 +624,8 @@ class Load:
         start, part, is_reading = self.start, read.part, read.state is ReadState.READING
         # Prefill may have granted another computation meanwhile, which it digests.
         is_renewed = read.grant is not None and read.grant.fence_token != read.fence_token
-        if is_reading and self.is_early and (not slot_valid or (is_renewed and self.is_verified)):
+        is_lost = not slot_valid or (is_renewed and self.is_verified)
+        if is_reading and self.ticket.is_early and is_lost:
             self._lose_grant(read, event, now)
             return self.ask(read, now)
         if is_reading and start is not None and part is not None and part.end < start.end:
@@ -643,7 +643,7 @@ class Load:
         has_bytes = bool(read.slices) or event.num_bytes > 0
         if self.is_verified and has_bytes:
             self._move_read(read, ReadState.VERIFYING, event, now)
-            asked = self.ask_digest(read, now) if self.is_early else []
+            asked = self.ask_digest(read, now) if self.ticket.is_early else []
             return asked + self._compare(read)
         return self._end_read(read, ReadState.DONE, event, now)
 
@@ -717,7 +717,7 @@ class Load:
     def ask_digest(self, read: RankRead, now: float) -> Actions:
         # Until all parts have landed, prefill may preempt an early request and compute other bits,
         # which a digest of the first ones does not fit.
-        may_change = self.is_early and read.state is not ReadState.VERIFYING
+        may_change = self.ticket.is_early and read.state is not ReadState.VERIFYING
         if self.start is None or not read.slices or may_change:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
@@ -788,7 +788,7 @@ class Load:
         self.state = LOAD.move(self.record, (before, after), event, about, detail, reason=reason)
         was_waiting = before in (LoadState.CONNECTING, LoadState.ASKED)
         of_use = (LoadState.READY, LoadState.UNREACHED, LoadState.FAILING)
-        if self.is_early and was_waiting and after in of_use:
+        if self.ticket.is_early and was_waiting and after in of_use:
             self.outbox += [events.LoadReady(self.request), *self.tell(self.ready())]
 
     def _about(self, read: RankRead) -> tuple[str, str, str]:

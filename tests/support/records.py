@@ -277,9 +277,9 @@ def publish_offer(nonce: Nonce = NONCE, request: RequestId = P1) -> events.Publi
 
 
 def prepare_load(
-    request: RequestId = D1, claim: Claim = CLAIM, *, is_early: bool = False, **changed: Any
+    request: RequestId = D1, claim: Claim = CLAIM, **changed: Any
 ) -> events.PrepareLoad:
-    return events.PrepareLoad(request, ticket(**changed), claim, is_early, HINT_KEY)
+    return events.PrepareLoad(request, ticket(**changed), claim, HINT_KEY)
 
 
 def start_load(

@@ -323,7 +323,7 @@ class Life:
                 self._prepared.pop(command.nonce, None)
                 self._readable.pop(command.nonce, None)
                 self.counts["pairs preempted"] += not command.is_final
-            case events.PrepareLoad() if command.is_early:
+            case events.PrepareLoad() if command.ticket.is_early:
                 self._early.append(command.request)
             case events.PublishOffer():
                 self.counts["offered"] += 1

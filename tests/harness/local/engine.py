@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from harness.local.machines import by_name
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
@@ -211,7 +213,8 @@ class LocalEngine:
         self, request: str, ticket: Ticket, claim: Claim | None = None, *, is_early: bool = False
     ) -> None:
         claim = claim or new_claim()
-        self.submit(events.PrepareLoad(RequestId(request), ticket, claim, is_early))
+        early = msgspec.structs.replace(ticket, is_early=is_early)
+        self.submit(events.PrepareLoad(RequestId(request), early, claim))
 
     def start_load(
         self, request: str, tables: Tables, tokens: range, *, verify: bool = False

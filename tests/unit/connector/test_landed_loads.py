@@ -328,7 +328,7 @@ def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: E
     engine.add("d", PROMPT, pair)
     output = engine.vllm.schedule()
     (prepare,) = output.kv_connector_metadata.commands
-    assert prepare.is_early
+    assert prepare.ticket.is_early
     engine.hear(prepare, 0, kind=ready)
     (start,) = engine.vllm.schedule().kv_connector_metadata.commands
     assert type(start).__name__ == "StartLoad"

@@ -457,7 +457,7 @@ def decode() -> DecodeScheduler:
 def test_decode_asks_before_prefill_has_computed(decode: DecodeScheduler) -> None:
     (command,) = decode.build_connector_meta()
     assert isinstance(command, PrepareLoad)
-    assert command.is_early
+    assert command.ticket.is_early
     assert command.ticket == PAIR
 
 

@@ -121,7 +121,7 @@ class Engine(SteppedScheduler):
         found: dict[type, Any] = {}
         while StartLoad not in found:
             found |= {type(each): each for each in self.step()[0]}
-            if found[PrepareLoad].is_early:
+            if found[PrepareLoad].ticket.is_early:
                 self.connector._decode.on_ready([found[PrepareLoad].request])
         return found[PrepareLoad], found[StartLoad]
 
