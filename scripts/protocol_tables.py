@@ -10,7 +10,8 @@ from typing import Any, Final, TypeAlias
 
 from nixl_kv.connector import decode
 from nixl_kv.connector import prefill as offers
-from nixl_kv.protocol import early, load, peers, prefill
+from nixl_kv.early import asks as early
+from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
 

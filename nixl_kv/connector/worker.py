@@ -37,9 +37,8 @@ from nixl_kv.connector.vllm_config import (
     transfer_config,
     worker_rank,
 )
-from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.engine import RankSpec, TransferEngine, UnwrittenOffers
 from nixl_kv.engine.loop import STOPPED
-from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout
@@ -210,7 +209,7 @@ class Worker:
     def _clear_slots(self, step: StepMetadata) -> None:
         if self._engine is not None and not step.is_cleared:
             step.is_cleared = True  # a step may withdraw an offer and prepare it again
-            step.commands = self._engine.pair_slots.apply(step.commands)
+            step.commands = self._engine.before_step(step.commands)
 
     # Before the forward of each step. vLLM 0.32 calls `start_load_kv` after it.
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -278,8 +277,6 @@ class Worker:
         for one in results:
             if isinstance(one, events.NewLife):
                 self._new_life = self._handshake = HandshakeMetadata(encode(one.description))
-            elif isinstance(one, events.PairSlotFree):
-                engine.pair_slots.free(one)
         return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:

@@ -21,6 +21,7 @@ from typing import Final
 
 import nixl_kv
 from nixl_kv.addresses import is_local
+from nixl_kv.early.asks import PAUSED_S
 from nixl_kv.errors import (
     ForeignVersion,
     LimitedLog,
@@ -32,7 +33,6 @@ from nixl_kv.errors import (
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.early import PAUSED_S
 from nixl_kv.transport.base import (
     LINK_KEPT_S,
     NEEDS_ENGINE_KEY,

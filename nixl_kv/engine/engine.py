@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +22,14 @@ from typing import Final
 import msgspec
 
 from nixl_kv.config import Config
+from nixl_kv.early.part import build as build_early
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
-from nixl_kv.engine.pair_slots import PairSlots
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
+from nixl_kv.feature import BuildFeature, Feature, RankSetup, StepPart
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
@@ -36,13 +37,13 @@ from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
 from nixl_kv.reading.gather import build as build_gather
-from nixl_kv.reading.paths import BuildFeature, RankSetup
+from nixl_kv.reading.paths import PathFeature
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, SlotPage, Transport
 from nixl_kv.transport.ucx.serving import Serving
-from nixl_kv.verify.queue import open_digests
+from nixl_kv.verify import build as build_verify
 
 logger = get_logger(__name__)
 
@@ -59,8 +60,6 @@ def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
 
 
-# Offers that are computed and granted at a time. Others are granted when they are complete.
-NUM_PAIR_SLOTS: Final = 256
 # How long prefill keeps claimed blocks whose reader does not begin to read. Heartbeats renew a
 # lease for ever, so without this bound a decode engine without free blocks would keep prefill's.
 HOLD_S: Final = 60.0
@@ -69,10 +68,12 @@ HOLD_S: Final = 60.0
 # waits in.
 WAIT_FOR_PREFILL_S: Final = 3600.0
 
-# Ways to read besides direct reads, in the order in which an agent asks them.
+# An agent asks the paths among them in this order.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
     build_gather,
     build_staged,
+    build_verify,
+    build_early,
 )
 
 
@@ -100,7 +101,6 @@ class RankSpec:
 
     # Simulations replace these:
     num_slots: int | None = None
-    num_pair_slots: int = NUM_PAIR_SLOTS
     hold_s: float = HOLD_S
     wait_for_prefill_s: float = WAIT_FOR_PREFILL_S
     features: tuple[BuildFeature, ...] = FEATURES
@@ -127,7 +127,6 @@ class TransferEngine:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.loop: Loop | None = None
-        self.pair_slots: PairSlots  # once it is started; for the caller's thread
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
@@ -155,9 +154,24 @@ class TransferEngine:
         return self._take(self._build_loop())
 
     def _take(self, loop: Loop) -> Loop:
-        self.loop, parts = loop, loop.parts
-        self.pair_slots = PairSlots(parts.slots, parts.prefill.num_slots)
+        self.loop = loop
         return loop
+
+    @property
+    def _steps(self) -> list[StepPart]:
+        """The parts on the caller's thread, once it is started."""
+        features = () if self.loop is None else self.loop.parts.features
+        return [each.step for each in features if each.step is not None]
+
+    def before_step(self, commands: Iterable[events.Command]) -> list[events.Command]:
+        """Clear the fence slots of blocks that the next step may reuse; call it before that step.
+
+        Returns the commands of the step to `submit`.
+        """
+        commands = list(commands)
+        for each in self._steps:
+            commands = each.before_step(commands)
+        return commands
 
     def submit(self, commands: Iterable[events.Command]) -> None:
         """Hand over commands, in order. The thread executes them even if no result is popped."""
@@ -179,7 +193,11 @@ class TransferEngine:
     def pop_results(self) -> list[events.Result]:
         """The results since the last call: one per started load and published offer, and counts."""
         self._load_ended.clear()
-        return [self._results.popleft() for _ in range(len(self._results))]
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        for each in self._steps:
+            for result in results:
+                each.on_result(result)
+        return results
 
     def wait_load(self, timeout_s: float) -> None:
         self._load_ended.wait(timeout_s)
@@ -289,14 +307,6 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
     config, layout = spec.config, spec.layout
     event_log, counts = EventLog(), events.Counts()
     incarnation = new_incarnation()
-    digests = open_digests(
-        layout,
-        counts,
-        clock,
-        is_prefill=spec.is_prefill,
-        verifies=spec.is_decode and config.verify > 0,
-    )
-    undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
     background = spec.make_background(1)
@@ -312,24 +322,27 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         counts=counts,
         clock=clock,
     )
-    features = tuple(build(setup) for build in spec.features)
-    for feature in features:
+    features: list[Feature] = []
+    for build in spec.features:
+        features.append(feature := build(setup))
         undo.callback(feature.close)
-    served = tuple(each for feature in features for each in feature.served)
-    packer = next((each.packer for each in features if each.packer is not None), None)
+        if feature.worker is not None:
+            undo.callback(feature.worker.close)
+    paths = [each for each in features if isinstance(each, PathFeature)]
+    served = tuple(each for path in paths for each in path.served)
     peers = RemotePeers(
         layout,
         spec.rank,
         spec.model,
         config.allowed_hosts,
         extras=spec.extras,
-        paths=[each.path for each in features if each.path is not None],
+        paths=[each.path for each in paths if each.path is not None],
     )
     agents = Agents(
         spec.make_transport,
         peers,
         counts,
-        memory=tuple(each for feature in features for each in feature.read_into),
+        memory=tuple(each for path in paths for each in path.read_into),
         clock=clock,
         make_background=spec.make_background,
         introduce=admission.introduction,
@@ -340,15 +353,20 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
     decode = DecodeMachine(
         messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
         event_log.record,
-        digests.name_slices,
         timeout_s=config.request_timeout_s,
         wait_for_prefill_s=spec.wait_for_prefill_s,
         heartbeat_interval_s=config.heartbeat_interval_s,
         bytes_per_token=layout.bytes_per_token,
         entry_size=math.lcm(*(group.entry_size for group in layout.groups)),
+        parts=[each.load for each in features if each.load is not None],
     )
     num_slots = spec.num_slots or slots_for(layout)
-    slots = spec.make_slots(num_slots + spec.num_pair_slots * spec.is_prefill)
+    steps = [each.step for each in features if each.step is not None]
+    slots = spec.make_slots(num_slots + sum(each.num_slots for each in steps))
+    first = num_slots
+    for step in steps:
+        step.bind(slots, first)
+        first += step.num_slots
     serving = None
     if spec.is_prefill:
         serving = Serving(
@@ -361,9 +379,8 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         undo.callback(serving.close)
     port = control.listen(spec.host, spec.port)
     described: messages.PathFields = {}
-    for feature in features:
-        described.update(feature.description)
-    ring = described.get("ring")
+    for path in paths:
+        described.update(path.description)
     prefill = PrefillMachine(
         incarnation,
         event_log.record,
@@ -371,8 +388,7 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
         hold_s=spec.hold_s,
-        stall_s=config.request_timeout_s / 3,
-        num_ring_slots=0 if ring is None else ring.num_slots,
+        parts=[each.prefill for each in features if each.prefill is not None],
     )
     description = messages.RankDescription(
         incarnation=incarnation,
@@ -389,11 +405,9 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         prefill=prefill,
         decode=decode,
         agents=agents,
-        digests=digests,
-        packs=packer,
         serving=serving,
         admission=admission,
-        features=features,
+        features=tuple(features),
         slots=slots,
         event_log=event_log,
         counts=counts,
@@ -405,3 +419,33 @@ def slots_for(layout: CacheLayout) -> int:
     # The slots bound the offers that are granted at a time. Each has a block of its own.
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
+
+
+class UnwrittenOffers:
+    """Offers that prefill must not grant before an event on the GPU's stream.
+
+    With speculative decoding, a step's output leaves before the draft model writes the KV of its
+    own layers. An offer in parts is granted while prefill still computes it. For the caller's
+    thread, which submits what `pop` returns.
+    """
+
+    def __init__(self, record_event: Callable[[], Callable[[], bool] | None]) -> None:
+        """`record_event` tells whether all writes that are on the stream now have ended.
+
+        It returns None if they have ended already.
+        """
+        self._record_event = record_event
+        self._current: list[events.MarkWritten] = []  # of the current step
+
+    def add(self, commands: Iterable[events.Command]) -> None:
+        self._current += [
+            events.MarkWritten(command.nonce, command.computed, command.attempt)
+            for command in commands
+            if isinstance(command, events.PrepareOffer) and not command.is_written
+        ]
+
+    def pop(self) -> Sequence[events.Command]:
+        """All writes of the step are on the stream. May be called twice per step."""
+        marks, self._current = self._current, []
+        is_done = self._record_event() if marks else None
+        return marks if is_done is None else [events.AwaitWrites(tuple(marks), is_done)]

@@ -27,12 +27,11 @@ from nixl_kv.errors import (
     get_logger,
     shown_id,
 )
+from nixl_kv.feature import Feature, Worker
 from nixl_kv.ids import Endpoint, Incarnation, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.reading.paths import Feature, Packer
 from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import (
     LINK_KEPT_S,
@@ -46,7 +45,6 @@ from nixl_kv.transport.base import (
     SlotPage,
 )
 from nixl_kv.transport.ucx.serving import Serving
-from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)
 
@@ -91,8 +89,6 @@ class Parts:
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
-    digests: DigestQueue
-    packs: Packer | None  # if this rank packs
     serving: Serving | None  # lets peers read this rank; None if it only decodes
     admission: Admission
     features: tuple[Feature, ...]
@@ -102,9 +98,8 @@ class Parts:
     description: messages.RankDescription
 
     @property
-    def writing(self) -> list[int]:
-        """The slots of the ring into which copies are in progress."""
-        return [] if self.packs is None else self.packs.writing
+    def workers(self) -> list[Worker]:
+        return [each.worker for each in self.features if each.worker is not None]
 
 
 class Outstanding:
@@ -272,7 +267,9 @@ class Loop:
         self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
         self._known_log = LimitedLog(logger, clock, interval_s=KNOWN_LOG_S)
-        own = (parts.control, parts.packs, parts.digests, parts.agents, parts.serving)
+        self._workers = parts.workers
+        self._worker_of = {action: each for each in self._workers for action in each.actions}
+        own = (parts.control, *self._workers, parts.agents, parts.serving)
         self._to_close: list[Any] = [part for part in (*own, *parts.features) if part is not None]
 
     def wake(self) -> None:
@@ -325,8 +322,6 @@ class Loop:
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
         parts = self.parts
-        if parts.serving is not None:
-            self._results.append(events.PairSlotFree(None))
         parts.counts.count("thread_restarts")
         parts.slots.clear_all()  # first of all: no grant is valid any longer
         for queue in (self._received, self._writes, self._decoding, self._doubted):
@@ -334,8 +329,9 @@ class Loop:
         self._admitting.clear()
         parts.admission.drop_peers()
         parts.decode.clear()
-        parts.prefill.clear(parts.writing)
-        parts.digests.clear()
+        self._execute_all(parts.prefill.clear())
+        for worker in self._workers:
+            worker.clear()
         parts.agents.forget_peers()
         for link in parts.control.links():
             parts.control.disconnect(link.endpoint)
@@ -349,11 +345,9 @@ class Loop:
         parts = self.parts
         for event in (*self._pop_written(), *parts.agents.poll()):
             self._handle(event)
-        digests = parts.digests
-        for made in digests.poll(self._is_wanted) if digests.jobs or digests.waiting else ():
-            self._handle(made)
-        for packed in parts.packs.poll() if parts.packs else ():
-            self._handle(packed)
+        for worker in self._workers:
+            for ended in worker.poll():
+                self._handle(ended)
         if self.outstanding.orphans:
             for orphan in self.outstanding.drained(parts.agents.is_read):
                 self._report(orphan)
@@ -380,15 +374,13 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None: without a limit."""
-        parts, digests = self.parts, self.parts.digests
-        digests_wait_s = digests.wait_s if digests.jobs else None
+        parts = self.parts
         has_decoded = self._decoding and self._decoding[0][1].done()
-        if self._commands or has_decoded or digests_wait_s == 0:
+        if self._commands or has_decoded:
             return 0
-        if digests_wait_s is not None:
-            return digests_wait_s
-        if parts.packs:
-            return READING_PAUSE_S
+        works = [each.wait_s for each in self._workers]
+        if any(wait_s is not None for wait_s in works):
+            return min(wait_s for wait_s in works if wait_s is not None)
         if self._writes:
             return WRITING_PAUSE_S
         if parts.agents.is_busy:
@@ -435,26 +427,14 @@ class Loop:
         # The agent was replaced. Peers know the old one, so all offers of this life end.
         parts = self.parts
         incarnation, metadata = new_incarnation(), serving.metadata()
-        self._results.append(events.PairSlotFree(None))
         parts.slots.clear_all()
-        parts.prefill.begin_life(incarnation, parts.writing)
+        self._execute_all(parts.prefill.begin_life(incarnation))
         self.outstanding.lose_offers()
         parts.counts.count("replaced_agents", label="closed_listener")
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
         )
         self._results.append(events.NewLife(parts.description))
-
-    def _free_pair_slot(self, offer: events.PrepareOffer) -> None:
-        if offer.slot is not None:
-            self._results.append(events.PairSlotFree(offer.slot, offer.fence_token))
-
-    def _with_valid_slot(self, offer: events.PrepareOffer) -> events.PrepareOffer:
-        """Without its slot, if a restart has cleared that since the caller's thread wrote it."""
-        if offer.slot is None or self.parts.slots.read(offer.slot) == offer.fence_token:
-            return offer
-        self._free_pair_slot(offer)
-        return msgspec.structs.replace(offer, slot=None, fence_token=events.NO_TOKEN)
 
     # --- commands and messages
 
@@ -488,13 +468,10 @@ class Loop:
                 self.parts.decode.set_engine(command.engine, command.directory)
             case events.AwaitWrites():
                 self._writes.append(command)
-            case events.PrepareOffer():
-                if self.outstanding.admit(command):
-                    self._handle(self._with_valid_slot(command))
-                else:
-                    self._free_pair_slot(command)
             case _ if self.outstanding.admit(command):
                 self._handle(command)
+            case events.PrepareOffer():
+                self._execute_all(self.parts.prefill.refuse(command))
 
     def _on_received(self, item: Received | _Decoded) -> None:
         """Handle one message or loss. An invalid message is logged and changes nothing."""
@@ -614,8 +591,10 @@ class Loop:
                 actions += parts.decode.handle(event, now)
             if isinstance(event, events.PrefillEvent):
                 actions += parts.prefill.handle(event, now)
-            for action in actions:
-                follow_up.extend(self._execute(action))
+            follow_up.extend(self._execute_all(actions))
+
+    def _execute_all(self, actions: events.Actions) -> list[_Event]:
+        return [event for action in actions for event in self._execute(action)]
 
     def _execute(self, action: events.Action) -> Sequence[_Event]:  # noqa: C901 - a case per action
         parts = self.parts
@@ -637,12 +616,11 @@ class Loop:
                 self.outstanding.announce(action)
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
-            case events.PackChunk():
-                self._pack(action)
-            case events.MakeDigest() | events.CompareDigest():
-                event = parts.digests.add(action)
             case events.PeerUnusable() | events.PeerUsable() | events.AskDenied():
                 self._warn(action)
+            case _ if isinstance(action, events.WorkAction):
+                worker = self._worker_of.get(type(action))
+                event = None if worker is None else worker.add(action)
             case _:
                 parts.admission.precede(action)
                 return parts.agents.execute(action)
@@ -652,15 +630,6 @@ class Loop:
         self.parts.control.reply(action.route, messages.encode(action.message))
         if isinstance(action.message, messages.Grant):
             self.outstanding.grant(Nonce(action.message.nonce))
-
-    def _pack(self, action: events.PackChunk) -> None:
-        if self.parts.packs is not None:
-            self.parts.packs.add(action)
-
-    def _is_wanted(self, action: events.DigestAction) -> bool:
-        if isinstance(action, events.MakeDigest):
-            return self.parts.prefill.is_digest_wanted(action.digest_request)
-        return self.parts.decode.is_digest_wanted(action)
 
     def _warn(self, action: events.Notice) -> None:
         match action:

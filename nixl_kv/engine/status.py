@@ -43,8 +43,7 @@ def build_status(
             "offers": len(offers),
             "loads": len(loads),
             "reads": sum(len(agent.reads) for agent in parts.agents.polled),
-            "digests": len(parts.digests),
-            "packs": len(parts.packs or ()),
+            **{worker.name: len(worker) for worker in parts.workers},
             "events": len(parts.event_log),
         },
         lists={

@@ -15,9 +15,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.load import (
@@ -27,6 +25,7 @@ from nixl_kv.protocol.load import (
     PEER_UNKNOWN,
     POSTED,
     Load,
+    LoadPart,
     LoadState,
     Numbers,
     RankRead,
@@ -40,7 +39,6 @@ from nixl_kv.protocol.read_queue import Key, ReadQueue
 MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
 
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
-CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
@@ -49,10 +47,6 @@ TOO_MANY: Final = Failure(
 )
 
 _Claims: TypeAlias = Sequence[Claim]
-NameSlices: TypeAlias = Callable[
-    [Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
-]
-"""Names the slices that a load reads from one rank; a ValueError if the block tables do not fit."""
 
 
 class DecodeMachine:
@@ -62,19 +56,23 @@ class DecodeMachine:
         self,
         reader: messages.Reader,  # this rank as prefill knows it
         record: events.Record,
-        name_slices: NameSlices | None,  # None: it verifies no load
         *,
         timeout_s: float,
         wait_for_prefill_s: float = math.inf,
         heartbeat_interval_s: float,
         bytes_per_token: int,  # of all layers on this rank
         entry_size: int = 1,  # in tokens; the least common multiple of all cache groups
+        parts: Sequence[LoadPart] = (),  # of features
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record, lambda: self.reader)
         self.numbers = Numbers()
         self._record = record
-        self._name_slices = name_slices
+        self._parts = tuple(parts)
+        self._handlers = dict(HANDLERS)
+        for part in self._parts:
+            part.find = self._find
+            self._handlers |= part.handlers
         self._timeout_s = timeout_s
         self._wait_for_prefill_s = wait_for_prefill_s
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -92,7 +90,8 @@ class DecodeMachine:
         self._heartbeats = Deadlines[Endpoint]()
 
     def handle(self, event: events.DecodeEvent, now: float) -> Actions:
-        return self._HANDLERS[type(event)](self, event, now) + self._settle(now)
+        handler = self._HANDLERS.get(type(event), DecodeMachine._on_read_event)
+        return handler(self, event, now) + self._settle(now)
 
     @property
     def loads(self) -> list[Load]:
@@ -107,10 +106,9 @@ class DecodeMachine:
     def is_using(self, endpoint: Endpoint) -> bool:
         return endpoint in self._unfinished or self.peers.is_asked(endpoint)
 
-    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        load = self._loads.get(action.claim)
-        read = load.reads.get(action.rank) if load is not None else None
-        return read is not None and read.state in (ReadState.READING, ReadState.VERIFYING)
+    def _find(self, claim: Claim, rank: Rank) -> RankRead | None:
+        load = self._loads.get(claim)
+        return None if load is None else load.reads.get(rank)
 
     def set_engine(self, engine: EngineId, directory: Endpoint | None = None) -> None:
         """Call this before the first load."""
@@ -194,6 +192,7 @@ class DecodeMachine:
             queue=self._queue,
             numbers=self.numbers,
             tell=self._hint,
+            parts=self._parts,
         )
         self._loads[load.claim] = self._by_request[load.request] = load
         self._touched[load.claim] = load
@@ -227,27 +226,11 @@ class DecodeMachine:
             return [events.LoadEnded(command.request, command.num_tokens, NOT_PREPARED)]
         if load.start is not None:  # a second request with its id
             return []
-        load.on_blocks(command, now)
-        return self._ask_digests(load, now) if command.verify else []
+        return load.on_blocks(command, now)
 
     def _cancel(self, command: events.CancelLoad, now: float) -> Actions:
         load = self._of_request(command.request)
         return [] if load is None else load.drop(command, now)
-
-    def _ask_digests(self, load: Load, now: float) -> Actions:
-        actions: Actions = []
-        for read in load.reads.values():
-            if load.start is None or not load.start.verify or read.state in ENDED:
-                continue
-            if self._name_slices is None:
-                load.fail(CANNOT_VERIFY)
-                continue
-            try:
-                read.slices = self._name_slices(read.route, read.layout, load.start)
-            except ValueError as error:
-                load.fail(Failure(FailureKind.INTERNAL, str(error)))
-            actions += load.ask_digest(read, now)
-        return actions
 
     # --- peers
 
@@ -271,7 +254,7 @@ class DecodeMachine:
             self._hurry_heartbeat(read, now)
         for read in load.reads.values() if load.failure is None else ():
             actions += load.ask(read, now)
-        return actions + (self._ask_digests(load, now) if load.failure is None else [])
+        return actions + (load.tell_parts(now) if load.failure is None else [])
 
     def _on_moved(self, event: events.PeersMoved, _now: float) -> Actions:
         # NIXL's first read of a rank needs that rank's progress, which it makes after any message.
@@ -302,7 +285,7 @@ class DecodeMachine:
         reads = self._at(event.endpoint)
         for load, read in reads:
             read.unreachable_since = min(now, read.unreachable_since)
-            if read.lacks_answer:
+            if load.lacks_answer(read):
                 actions += load.ask(read, now)
         return actions + (self._send_heartbeat(event.endpoint, now) if reads else [])
 
@@ -356,7 +339,8 @@ class DecodeMachine:
             return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
-        actions = HANDLERS[type(message)](load, read, message, now)
+        handler = self._handlers.get(type(message))
+        actions = [] if handler is None else handler(load, read, message, now)
         failure = load.failure
         if isinstance(message, messages.Pending) and failure and message.state == "stalled":
             actions += self.peers.on_stalled(load.peer, message, failure, now)
@@ -390,7 +374,8 @@ class DecodeMachine:
         actions: Actions = []
         if isinstance(event, events.ReadDone):
             actions = self.peers.on_read(load.peer)
-        return actions + HANDLERS[type(event)](load, read, event, now)
+        handler = self._handlers.get(type(event))
+        return actions if handler is None else actions + handler(load, read, event, now)
 
     # --- time
 
@@ -401,7 +386,7 @@ class DecodeMachine:
             self._touched[load.claim] = load
             actions += load.on_tick(tick, now)
             for read in load.reads.values() if load.failure is None else ():
-                if read.lacks_answer and read.ask_again_at <= now:
+                if load.lacks_answer(read) and read.ask_again_at <= now:
                     actions += load.ask(read, now)
         actions += self._settle(
             now
@@ -516,7 +501,7 @@ class DecodeMachine:
         if self._by_request.get(load.request) is load:  # not another one with the same id
             del self._by_request[load.request]
 
-    # --- the handler of each event
+    # --- the handler of each event, except those of a read
 
     _HANDLERS: ClassVar[Mapping[type, Callable[["DecodeMachine", Any, float], Actions]]] = {
         events.PrepareLoad: _prepare,
@@ -531,8 +516,4 @@ class DecodeMachine:
         events.PeerBroken: lambda self, event, now: self.peers.on_broken(event, now),
         events.PeersMoved: _on_moved,
         events.Tick: _on_tick,
-        events.ChunksWanted: _on_read_event,
-        events.ReadDone: _on_read_event,
-        events.ReadFailed: _on_read_event,
-        events.DigestCompared: _on_read_event,
     }

@@ -271,8 +271,15 @@ class Chunk(msgspec.Struct, frozen=True):
     layers: tuple[messages.LayerHeads, ...]
 
 
+class ReadMoved(msgspec.Struct, frozen=True):
+    """Some bytes of a read have landed."""
+
+    request: RequestId
+    rank: Rank
+
+
 class ChunksWanted(msgspec.Struct, frozen=True):
-    """A read has moved (every path reports this), and wants prefill to pack these chunks, if any.
+    """A staged read has moved, and wants prefill to pack these chunks, if any.
 
     `holds` are the numbers of all chunks that the read waits for or still reads.
     """
@@ -355,7 +362,7 @@ class Tick(msgspec.Struct, frozen=True):
 #
 #     StartHandshake         by PeerFits, then HandshakeDone (with introductions: after Connect); or
 #                            by PeerRefused instead
-#     StartRead              by ReadDone or ReadFailed, after any number of ChunksWanted
+#     StartRead              by ReadDone or ReadFailed, after any number of ReadMoved, ChunksWanted
 #     StopRead, AbandonRead  by the end of that read: at once, or once its agent is gone
 #     MakeDigest             by DigestMade
 #     PackChunk              by ChunkPacked
@@ -626,7 +633,7 @@ PrefillCommand: TypeAlias = (
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | AwaitWrites | SetEngine
-ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | DigestCompared
+ReadEvent: TypeAlias = ReadMoved | ChunksWanted | ReadDone | ReadFailed | DigestCompared
 PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
@@ -639,11 +646,11 @@ DataAction: TypeAlias = (
 Notice: TypeAlias = PeerUnusable | PeerUsable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
+WorkAction: TypeAlias = DigestAction | PackChunk
+WorkEvent: TypeAlias = DigestEvent | ChunkPacked
 PairReport: TypeAlias = PairSlotFree | PairReleased
-LocalAction: TypeAlias = (
-    PackChunk | WriteSlot | ClearSlot | PairReport | LoadReady | LoadEnded | OfferEnded
-)
-Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
+LocalAction: TypeAlias = WriteSlot | ClearSlot | PairReport | LoadReady | LoadEnded | OfferEnded
+Action: TypeAlias = Send | Reply | Disconnect | DataAction | WorkAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
 Result: TypeAlias = (
     LoadReady | LoadEnded | OfferGranted | OfferEnded | PairReport | NewLife | Counts

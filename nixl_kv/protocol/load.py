@@ -10,7 +10,7 @@ back when no read can write into them. One failure cancels the reads from all ra
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -50,6 +50,13 @@ class Cancelled:
     """The load's own event: it was dropped, is late, or the read from another rank failed."""
 
     failure: Failure
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The load's own event: a feature has compared the bytes of a read with prefill's."""
+
+    failure: Failure | None
 
 
 class ReadState(MachineState):
@@ -98,7 +105,7 @@ READ_TRANSITIONS: Final[Table[ReadState]] = {
         Cancelled: (ReadState.DRAINING,),
     },
     ReadState.VERIFYING: {
-        events.DigestCompared: (ReadState.DONE, ReadState.FAILED),
+        Compared: (ReadState.DONE, ReadState.FAILED),
         messages.Deny: _FAILED,
         # To ASKING: prefill has preempted an early request, and computes other bits.
         messages.HeartbeatReply: (ReadState.ASKING, ReadState.FAILED),
@@ -256,27 +263,12 @@ class RankRead:
     num_lost: int = 0  # grants, to preemptions
     proven: int = 0  # the tokens before this one have landed, under a valid grant
     done: events.ReadDone | None = None  # of all parts that are proven
-    slices: tuple[messages.KVSlice, ...] = ()  # to be verified; known once there are local blocks
-    digest: messages.DigestReply | None = None  # prefill's, of these slices
-    chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
-    holds: tuple[int, ...] = ()  # see `messages.PackRequest`
+    kept: dict["LoadPart", Any] = field(default_factory=dict)  # what each part keeps about it
     entered_at: dict[ReadState, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank = self.route.remote_rank
         self.name = f"rank {self.rank} at {self.endpoint}"
-
-    @property
-    def lacks_answer(self) -> bool:
-        """Whether its rank owes an answer: a grant, packed chunks, or a digest."""
-        match self.state:
-            case ReadState.READING:
-                return bool(self.chunks)
-            case ReadState.VERIFYING:
-                return self.digest is None
-            case ReadState.GRANTED:
-                return self.is_partial
-        return self.state is ReadState.ASKING
 
     @property
     def is_partial(self) -> bool:
@@ -287,6 +279,57 @@ class RankRead:
     def silent_at(self) -> float:
         """When its rank has been unreachable for too long; infinity if nothing is being read."""
         return self.unreachable_since + SILENCE_S if self.state in POSTED else math.inf
+
+
+class LoadPart:
+    """A feature's part of all loads of a rank: what the feature handles, and what it is told.
+
+    Each method here is that of a feature which does nothing at that point. `now` is monotonic, in
+    seconds.
+    """
+
+    #: Answers of prefill and events of a read, by type.
+    handlers: Mapping[type, Callable[["Load", RankRead, Any, float], Actions]] = {}
+    #: The read of a claim from one rank, if there is one.
+    find: Callable[[Claim, Rank], RankRead | None]
+
+    def compares(self, load: "Load") -> bool:
+        """Whether the bytes are compared with prefill's, so that one computation made them all."""
+        del load
+        return False
+
+    def on_blocks(self, load: "Load", read: RankRead, now: float) -> Actions:
+        """The load has local blocks, or the peer is known now, whichever is later."""
+        del load, read, now
+        return []
+
+    def on_new_grant(self, read: RankRead) -> None:
+        """Prefill has granted the read anew, after it lost a grant to a preemption."""
+
+    def on_begun(self, load: "Load", read: RankRead, part: events.StartLoad) -> Actions:
+        """The read of these tokens begins."""
+        del load, read, part
+        return []
+
+    def must_prove(self, load: "Load", read: RankRead, event: events.ReadDone) -> bool:
+        """Whether the part has to `prove` a read whose bytes have all landed."""
+        del load, read, event
+        return False
+
+    def prove(self, load: "Load", read: RankRead, now: float) -> Actions:
+        """The read is VERIFYING, until the part calls `Load.end_proof`."""
+        del load, read, now
+        return []
+
+    def is_awaiting(self, read: RankRead) -> bool:
+        """Whether the read's rank owes the part an answer, without which it does not go on."""
+        del read
+        return False
+
+    def ask(self, load: "Load", read: RankRead, now: float) -> Actions:
+        """Ask the read's rank again."""
+        del load, read, now
+        return []
 
 
 @dataclass
@@ -306,6 +349,7 @@ class Load:
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
     tell: Callable[[messages.Hint], Actions] = field(repr=False)  # the scheduler of this engine
+    parts: Sequence[LoadPart] = field(default=(), repr=False)  # of features
     hint_key: HintKey = field(default=events.NO_HINTS, repr=False)
     num_cached: int | None = None  # by the latest grant
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
@@ -347,9 +391,21 @@ class Load:
         return ", ".join("local blocks" if each == own else each for each in waits)
 
     @property
-    def is_verified(self) -> bool:
-        """Whether it is to be verified; known once there are local blocks."""
-        return self.start is not None and self.start.verify
+    def is_compared(self) -> bool:
+        """Whether all its bytes must be of one computation; known once there are local blocks."""
+        return any(part.compares(self) for part in self.parts)
+
+    def lacks_answer(self, read: RankRead) -> bool:
+        """Whether the read's rank owes an answer: a grant, or what a part has asked for."""
+        match read.state:
+            case ReadState.ASKING:
+                return True
+            case ReadState.GRANTED:
+                return read.is_partial
+        return self._is_awaiting(read)
+
+    def _is_awaiting(self, read: RankRead) -> bool:
+        return any(part.is_awaiting(read) for part in self.parts)
 
     @property
     def is_unheard(self) -> bool:
@@ -384,7 +440,7 @@ class Load:
     def next_due(self) -> float:
         due = math.inf if self.state is LoadState.OVERDUE else self.deadline
         for read in self.reads.values():
-            if read.lacks_answer:
+            if self.lacks_answer(read):
                 due = min(due, read.ask_again_at)
             if read.state is ReadState.DRAINING:
                 due = min(due, self.overdue_since + DRAIN_S)
@@ -473,22 +529,26 @@ class Load:
             case ReadState.ASKING | ReadState.GRANTED:
                 read.ask_again_at = now + ASK_AGAIN_S
                 ask = messages.Ask(
-                    **self._fields(read),
+                    **self.fields(read),
                     context=self.ticket.hashes,
                     number=self.numbers.next(),
                     readers=read.route.readers,
                     is_early=self.ticket.is_early,
                 )
                 return [events.Send(read.endpoint, ask)]
-            case ReadState.READING:
-                return self._ask_chunks(read, read.chunks.values(), now)
-        return self.ask_digest(read, now)
+        return [action for part in self.parts for action in part.ask(self, read, now)]
 
-    def on_blocks(self, start: events.StartLoad, now: float) -> None:
+    def on_blocks(self, start: events.StartLoad, now: float) -> Actions:
         """The request has local blocks, so its time begins again."""
         self.start, self.since = start, now
         after = LoadState.FAILING if self.state is LoadState.UNREACHED else self.state
         self._move(after, start, f"tokens {start.begin} to {start.end - 1}")
+        return self.tell_parts(now)
+
+    def tell_parts(self, now: float) -> Actions:
+        """The peer and the local blocks may both be known now."""
+        pairs = [(part, read) for read in self.reads.values() for part in self.parts]
+        return [action for part, read in pairs for action in part.on_blocks(self, read, now)]
 
     def drop(self, command: events.CancelLoad, now: float) -> Actions:
         """The caller does not need the load any longer; it hears of the end if it gave blocks."""
@@ -522,10 +582,7 @@ class Load:
         read.part, read.fence_token = part, read.grant.fence_token
         self._move_read(read, ReadState.READING, self.start, now)
         actions: Actions = [events.StartRead(self.peer, read.rank, read.grant, part)]
-        if read.slices and part.end == self.start.end:
-            digest = (read.rank, read.slices, self.start, self.claim)
-            actions.append(events.CompareDigest(*digest, has_landed=False))
-        return actions
+        return actions + [a for each in self.parts for a in each.on_begun(self, read, part)]
 
     # --- the handlers of HANDLERS: a late or repeated message changes nothing
 
@@ -538,8 +595,8 @@ class Load:
         self.num_cached = grant.num_cached
         self._note_begun(grant)
         if read.state is ReadState.ASKING:
-            if read.num_lost:
-                read.digest = None  # of bytes that prefill has computed again
+            for part in self.parts if read.num_lost else ():
+                part.on_new_grant(read)
             read.grant, read.granted_at = grant, self.numbers.last
             read.fence_token = grant.fence_token
             self._move_read(read, ReadState.GRANTED, grant, now)
@@ -584,7 +641,7 @@ class Load:
         """The rank does not grant, or no longer does, or cannot be reached."""
         # The fence slot decides about a posted read. A comparison goes on once both digests are
         # here, because the fence has proven those bytes.
-        is_undecided = read.state is ReadState.VERIFYING and read.digest is None
+        is_undecided = read.state is ReadState.VERIFYING and self._is_awaiting(read)
         is_lost = isinstance(event, messages.HeartbeatReply)
         if is_lost and self.ticket.is_early and (is_undecided or read.state is ReadState.GRANTED):
             self._lose_grant(read, event, now)
@@ -598,25 +655,13 @@ class Load:
         if is_undecided or read.state in (ReadState.ASKING, ReadState.GRANTED):
             self.fail(failure)
             self._move_read(read, ReadState.FAILED, event, now)
-        elif read.state is ReadState.READING and read.chunks:  # prefill will not pack them
+        elif read.state is ReadState.READING and self._is_awaiting(read):  # in vain
             self.fail(failure)
         return [self.release(read)] if isinstance(event, messages.Recall) else []
 
-    def on_progress(self, read: RankRead, event: events.ChunksWanted, now: float) -> Actions:
-        read.holds = event.holds
-        self._note_progress(read, now)
-        if not event.chunks:
-            return []
-        if read.state is not ReadState.READING:
-            return [events.StopRead(self.request, read.rank)]
-        read.chunks |= {each.number: each for each in event.chunks if each.number in event.holds}
-        return self._ask_chunks(read, event.chunks, now)
-
-    def on_packed(self, read: RankRead, reply: messages.PackReply, now: float) -> Actions:
-        if read.state is not ReadState.READING or read.chunks.pop(reply.chunk, None) is None:
-            return []
-        self._note_progress(read, now)
-        return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
+    def on_moved(self, read: RankRead, _event: events.ReadMoved, now: float) -> Actions:
+        self.note_progress(read, now)
+        return []
 
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
         """The granted token proves that prefill held its blocks throughout the read."""
@@ -624,7 +669,7 @@ class Load:
         start, part, is_reading = self.start, read.part, read.state is ReadState.READING
         # Prefill may have granted another computation meanwhile, which it digests.
         is_renewed = read.grant is not None and read.grant.fence_token != read.fence_token
-        is_lost = not slot_valid or (is_renewed and self.is_verified)
+        is_lost = not slot_valid or (is_renewed and self.is_compared)
         if is_reading and self.ticket.is_early and is_lost:
             self._lose_grant(read, event, now)
             return self.ask(read, now)
@@ -639,19 +684,24 @@ class Load:
         if read.state in (ReadState.DRAINING, ReadState.ABANDONED) or not slot_valid:
             return self._end_read(read, ReadState.FAILED, event, now)
         self._add_part(read, event)
-        # Bytes without a named slice cannot be compared: the load must then be late, not good.
-        has_bytes = bool(read.slices) or event.num_bytes > 0
-        if self.is_verified and has_bytes:
-            self._move_read(read, ReadState.VERIFYING, event, now)
-            asked = self.ask_digest(read, now) if self.ticket.is_early else []
-            return asked + self._compare(read)
-        return self._end_read(read, ReadState.DONE, event, now)
+        prover = next((part for part in self.parts if part.must_prove(self, read, event)), None)
+        if prover is None:
+            return self._end_read(read, ReadState.DONE, event, now)
+        self._move_read(read, ReadState.VERIFYING, event, now)
+        return prover.prove(self, read, now)
+
+    def end_proof(self, read: RankRead, failure: Failure | None, now: float) -> Actions:
+        """A part has compared the bytes of a read that is VERIFYING."""
+        if failure is not None:
+            self.fail(failure)
+        after = ReadState.DONE if failure is None else ReadState.FAILED
+        return self._end_read(read, after, Compared(failure), now)
 
     def _lose_grant(self, read: RankRead, event: object, now: float) -> None:
         """Prefill has preempted the request, or has ended the offer and will deny the next ask."""
         # It computes the same tokens again, but not the same bits: a digest must be of bytes that
         # were computed together.
-        if self.is_verified:
+        if self.is_compared:
             read.proven, read.done = 0, None
         read.grant = None
         read.num_lost += 1
@@ -674,64 +724,6 @@ class Load:
         detail = f"reading prefill rank {read.rank} failed: {event.reason}"
         self.fail(Failure(FailureKind.BROKEN, detail))
         return self._end_read(read, ReadState.FAILED, event, now)
-
-    def on_digest(self, read: RankRead, reply: messages.DigestReply, _now: float) -> Actions:
-        if not read.slices or read.digest is not None:
-            return []
-        read.digest = reply
-        return self._compare(read)
-
-    def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
-        # The comparison of an earlier attempt may end when the same request is loaded again.
-        if read.state is not ReadState.VERIFYING or event.claim != self.claim:
-            return []
-        source, after = f"the bytes from prefill rank {read.rank}", ReadState.FAILED
-        if event.refusal is not None:
-            detail = f"{source} cannot be verified: {event.refusal}"
-            self.fail(Failure(FailureKind.INTERNAL, detail))
-        elif event.difference is not None:
-            self.fail(Failure(FailureKind.CORRUPT, f"{source} are wrong: {event.difference}"))
-        else:
-            after = ReadState.DONE
-        return self._end_read(read, after, event, now)
-
-    # --- packed chunks and digests
-
-    def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
-        read.ask_again_at = now + ASK_AGAIN_S
-        number = self.numbers.next()
-        requests = [
-            messages.PackRequest(
-                **self._fields(read),
-                number=number,
-                chunk=chunk.number,
-                begin=chunk.begin,
-                end=chunk.end,
-                layers=chunk.layers,
-                holds=read.holds,
-            )
-            for chunk in chunks
-        ]
-        return [events.Send(read.endpoint, request) for request in requests]
-
-    def ask_digest(self, read: RankRead, now: float) -> Actions:
-        # Until all parts have landed, prefill may preempt an early request and compute other bits,
-        # which a digest of the first ones does not fit.
-        may_change = self.ticket.is_early and read.state is not ReadState.VERIFYING
-        if self.start is None or not read.slices or may_change:
-            return []
-        read.ask_again_at = now + ASK_AGAIN_S
-        request = messages.DigestRequest(
-            **self._fields(read), end=self.start.end, slices=read.slices
-        )
-        return [events.Send(read.endpoint, request)]
-
-    def _compare(self, read: RankRead) -> Actions:
-        """Digest the bytes that the fence has proven, and compare once prefill's digest is here."""
-        if not read.slices or read.state is not ReadState.VERIFYING or self.start is None:
-            return []
-        sums = () if read.digest is None else (read.digest.rows, read.digest.columns)
-        return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
     # --- the end
 
@@ -756,7 +748,7 @@ class Load:
         if start is None:
             return []
         reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
-        is_verified, num_tokens = is_good and start.verify, start.num_tokens
+        is_verified, num_tokens = is_good and self.is_compared, start.num_tokens
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
         num_cached = self.num_cached if is_good else None
         hint = self.tell(self.landed()) if is_good else []
@@ -778,7 +770,7 @@ class Load:
         begins = (self.prepared_at, *times[:-1])
         return tuple(end - begin for begin, end in zip(begins, times, strict=True))
 
-    def _note_progress(self, read: RankRead, now: float) -> None:
+    def note_progress(self, read: RankRead, now: float) -> None:
         read.moved_at = now
         self.queue.note_progress((self.claim, read.rank), now)
 
@@ -844,10 +836,10 @@ class Load:
 
     def release(self, read: RankRead, *, complete: bool = False) -> events.Send:
         """Tell prefill that this reader has ended. If the message is lost, the lease expires."""
-        release = messages.Release(**self._fields(read), complete=complete)
+        release = messages.Release(**self.fields(read), complete=complete)
         return events.Send(read.endpoint, release)
 
-    def _fields(self, read: RankRead) -> messages.ClaimFields:
+    def fields(self, read: RankRead) -> messages.ClaimFields:
         return {
             "incarnation": read.incarnation,
             "nonce": self.ticket.nonce,
@@ -874,11 +866,8 @@ HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] 
     messages.Pending: Load.on_pending,
     messages.Deny: Load.on_refusal,
     messages.Recall: Load.on_refusal,  # of a read in progress, `DecodeMachine` answers it
-    events.ChunksWanted: Load.on_progress,
-    messages.PackReply: Load.on_packed,
+    events.ReadMoved: Load.on_moved,
     events.ReadDone: Load.on_read_done,
     events.ReadFailed: Load.on_read_failed,
-    messages.DigestReply: Load.on_digest,
-    events.DigestCompared: Load.on_compared,
 }
-"""How a load handles an answer of a prefill rank, or an event of the read from it."""
+"""How a load handles an answer of a prefill rank, or an event of the read; parts add theirs."""

@@ -11,10 +11,9 @@ it reports the end, and the caller reuses the blocks only after that report.
 
 import enum
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -30,7 +29,6 @@ from nixl_kv.ids import (
     short,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.early import EarlyAsks, RoutedAsk
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
@@ -106,6 +104,7 @@ ENDED: Final = {
 }
 """Why an ask for an ended offer is denied."""
 OTHER_PROMPT: Final = "another prompt, or a ticket from before a reset or other weights"
+NO_OFFER: Final = "no such offer: used, expired, or never made"
 NOT_ARRIVED: Final = "its request did not arrive"
 CAUSES: Final[Mapping[str, messages.DenyCause]] = {
     NOT_ARRIVED: "not_arrived",
@@ -117,8 +116,11 @@ WITHDRAWN: Final = "its request ended without an offer"
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
-Holder: TypeAlias = tuple[Nonce, Rank]  # one reader of one offer
-WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]  # with the route to its reader
+
+
+class RoutedAsk(NamedTuple):
+    route: bytes  # back to the reader
+    ask: messages.Ask
 
 
 @dataclass
@@ -169,7 +171,7 @@ class Offer:
     written: int = field(init=False)  # tokens whose KV is in memory
     is_pinned: bool = field(init=False)  # an ask with its nonce proves that; not one of a pair
     # Messages to answer once it is written: each reader's last one of each kind.
-    early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
+    delayed: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
@@ -227,6 +229,10 @@ class Offer:
             return []
         return [RoutedAsk(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked]
 
+    def delay(self, message: _ForClaim, route: bytes) -> None:
+        """Answer a message once the tokens that it needs are written."""
+        self.delayed[type(message), message.reader.rank] = events.Asked(route, message)
+
     def note(self, peer: str, cause: str) -> None:
         self._record(peer, self.state.name, self.state.name, cause)
 
@@ -258,107 +264,98 @@ class Offer:
                 raise LocalProtocolError(f"offer {short(self.nonce)} is {self.state.name}: {rule}")
 
 
-@dataclass
-class _Slot:
-    holder: Holder | None  # the reader; None: it has left, and the chunk is still being packed
-    chunk: int
-    is_packed: bool = False  # the reader may read it
-
-
-def may_take(held: int, free: int) -> bool:
-    """Whether a reader that holds `held` slots of a ring may take one of the `free` ones.
-
-    One reader gets two thirds of the ring, two get two fifths each, and some room always remains
-    for another. These are dynamic thresholds with a factor of 2, after Choudhury and Hahne,
-    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998.
-    """
-    return held < 2 * free
-
-
-def most_slots(num_slots: int) -> int:
-    """How many slots of a ring `may_take` gives to a single reader."""
-    return -(-2 * num_slots // 3)
-
-
-class RingBook:
-    """The slots of the staging ring into which this rank packs, and the chunks that wait for one.
-
-    A slot is free again when its reader has read it, or when its offer has ended: then the fence
-    slot is clear, so a reader that still reads finds out. All loops are over a few slots.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self.slots: list[_Slot | None] = [None] * num_slots  # None: free
-        self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
-
-    def check(self) -> None:
-        """Check that no chunk waits for a slot that its reader may take.
-
-        Raises:
-            LocalProtocolError: says what does not hold.
-        """
-        free = self.slots.count(None)
-        for holder, _ in self.waiting:
-            if may_take(len(self._held(holder)), free):
-                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
-
-    def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
-        """The slot that a reader has for a chunk, and whether the chunk is in it."""
-        held = self._held(holder)
-        return next(((n, slot.is_packed) for n, slot in held if slot.chunk == chunk), None)
-
-    def wait(self, holder: Holder, route: bytes, request: messages.PackRequest) -> bool:
-        """Queue a chunk, once; False if its reader already has or awaits all slots."""
-        num_waiting = sum(each == holder for each, _ in self.waiting)
-        key = holder, request.chunk
-        if key not in self.waiting and len(self._held(holder)) + num_waiting >= len(self.slots):
-            return False
-        self.waiting[key] = route, request
-        return True
-
-    def pop_packable(self) -> list[tuple[WaitingChunk, int]]:
-        """Give free slots to waiting chunks, in order: pack each into its slot."""
-        packable: list[tuple[WaitingChunk, int]] = []
-        for (holder, chunk), waiting in list(self.waiting.items()):
-            if may_take(len(self._held(holder)), self.slots.count(None)):
-                slot = self.slots.index(None)
-                self.slots[slot] = _Slot(holder, chunk)
-                del self.waiting[holder, chunk]
-                packable.append((waiting, slot))
-        return packable
-
-    def on_packed(self, slot: int, *, is_packed: bool) -> bool:
-        """The write to a slot has ended. Whether a reader waits for it."""
-        entry = self.slots[slot]
-        if entry is None:
-            return False
-        entry.is_packed = is_packed
-        if entry.holder is None or not is_packed:
-            self.slots[slot] = None
-        return entry.holder is not None
-
-    def release(self, holder: Holder, holds: Collection[int] = ()) -> None:
-        """Free the slots of a reader's other chunks, which it neither waits for nor reads."""
-        for key in [key for key in self.waiting if key[0] == holder and key[1] not in holds]:
-            del self.waiting[key]
-        for number, slot in self._held(holder):
-            if slot.chunk not in holds:
-                slot.holder = None
-                if slot.is_packed:
-                    self.slots[number] = None
-
-    def clear(self, writing: Collection[int]) -> None:
-        """Forget all readers. The slots in `writing` are still being written."""
-        self.waiting.clear()
-        numbers = range(len(self.slots))
-        self.slots = [_Slot(None, 0) if slot in writing else None for slot in numbers]
-
-    def _held(self, holder: Holder) -> list[tuple[int, _Slot]]:
-        return [(n, slot) for n, slot in enumerate(self.slots) if slot and slot.holder == holder]
-
-
 def reader_name(reader: messages.Reader) -> str:
     return f"engine {reader.engine!r}, rank {reader.rank}"
+
+
+class PrefillPart:
+    """A feature's part of `PrefillMachine`: what the feature handles, and what it is told.
+
+    Each method here is that of a feature which does nothing at that point. `now` is monotonic, in
+    seconds.
+    """
+
+    machine: "PrefillMachine"  # once it is built
+    #: Messages of readers, by type, with the route back to the reader.
+    message_handlers: Mapping[type, Callable[[Any, bytes, float], Actions]] = {}
+    #: Commands and events, by type.
+    event_handlers: Mapping[type, Callable[[Any, float], Actions]] = {}
+    next_due: float = math.inf
+
+    def on_tick(self, now: float) -> Actions:
+        """Handle the deadlines that have passed; other parts may have had them."""
+        del now
+        return []
+
+    def on_prepared(self, offer: Offer, now: float) -> Actions:
+        """A step that computes tokens of this offer begins."""
+        del offer, now
+        return []
+
+    def answer_ask(
+        self, ask: messages.Ask, offer: Offer | None, route: bytes, now: float
+    ) -> Actions | None:
+        """Answer an ask that may not be granted yet; None leaves it to the machine."""
+        del ask, offer, route, now
+        return None
+
+    def expects(self, nonce: Nonce) -> bool:
+        """Whether an offer is expected, so that readers may send messages about it."""
+        del nonce
+        return False
+
+    def pop_asks(self, offer: Offer) -> list[RoutedAsk]:
+        """The asks that have waited for an offer which can be granted from now on."""
+        del offer
+        return []
+
+    def is_needless(self, offer: Offer) -> bool:
+        """Whether a published offer can end at once."""
+        del offer
+        return False
+
+    def on_release(self, release: messages.Release, now: float) -> Actions:
+        """A reader needs nothing of an offer that is neither bound nor pinned, or is unknown."""
+        del release, now
+        return []
+
+    def on_reader_ended(self, offer: Offer, rank: Rank) -> None:
+        """A reader of an offer has ended; may come twice."""
+
+    def on_freed(self, offer: Offer) -> Actions:
+        """The fence slot of an offer is clear, and no grant names it any longer."""
+        del offer
+        return []
+
+    def on_withdrawn(self, command: events.WithdrawOffer) -> Actions:
+        """No ticket went out."""
+        del command
+        return []
+
+    def on_ended(self, offer: Offer, end: OfferEnd) -> Actions:
+        """An offer has ended, other than by a command of the caller."""
+        del offer, end
+        return []
+
+    def admit(self, command: events.PrepareOffer) -> tuple[events.PrepareOffer, Actions]:
+        """The command as the machine may have it."""
+        return command, []
+
+    def on_refused(self, command: events.PrepareOffer) -> Actions:
+        """The machine may not have this command: its offer has ended already."""
+        del command
+        return []
+
+    def pop_actions(self) -> Actions:
+        """Actions that are possible after an event."""
+        return []
+
+    def clear(self) -> Actions:
+        """Forget all readers and offers. All fence slots are clear."""
+        return []
+
+    def check(self) -> None:
+        """Check what the part promises between two events; a LocalProtocolError if it is broken."""
 
 
 class PrefillMachine:
@@ -373,13 +370,10 @@ class PrefillMachine:
         offer_ttl_s: float,  # how long an offer waits for its first ask
         lease_s: float,  # how long a reader may be silent
         hold_s: float,  # how long a granted offer waits for its first read
-        stall_s: float = math.inf,  # how long a step of this engine may take
-        num_ring_slots: int = 0,  # of the staging ring; 0 if this rank does not pack
+        parts: Sequence[PrefillPart] = (),  # of features
     ) -> None:
         self.offers: dict[Nonce, Offer] = {}
-        self.ring = RingBook(num_ring_slots)
-        self.early = EarlyAsks(stall_s)
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._record = record
         self._offer_ttl_s = offer_ttl_s
         self._lease_s = lease_s
@@ -389,32 +383,39 @@ class PrefillMachine:
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._ended: dict[Nonce, str] = {}  # why asks for the latest ones are denied
         self._due = Deadlines[Nonce]()
+        self._parts = tuple(parts)
+        self._messages: dict[type, Callable[[Any, bytes, float], Actions]] = {
+            messages.Ask: self._on_ask,
+            messages.Heartbeat: self._on_heartbeat,
+            messages.Release: self._on_release,
+        }
+        self._events: dict[type, Callable[[Any, float], Actions]] = {
+            events.Asked: self._on_message,
+            events.Tick: self._on_tick,
+            events.PrepareOffer: self._prepare,
+            events.PublishOffer: self._on_offer_command,
+            events.MarkWritten: self._on_offer_command,
+            events.RevokeOffer: self._on_offer_command,
+            events.WithdrawOffer: self._withdraw,
+            events.ReclaimBlocks: self._reclaim,
+            events.RevokeAll: self._revoke_all,
+        }
+        for part in self._parts:
+            part.machine = self
+            self._messages |= part.message_handlers
+            self._events |= part.event_handlers
 
     def handle(self, event: events.PrefillEvent, now: float) -> Actions:
-        match event:
-            case events.Asked():
-                actions = self._on_message(event, now)
-            case events.Tick():
-                due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
-                actions = [action for offer in due for action in self._on_due(offer, event, now)]
-                actions += self._deny_all(self.early.pop_due(now), NOT_ARRIVED)
-            case events.DigestMade():
-                actions = self._on_digest_made(event)
-            case events.ChunkPacked():
-                actions = self._on_packed(event)
-            case events.Stepped():
-                self.early.steps.on_step(now)
-                return []
-            case events.Paused():
-                self.early.steps.on_pause(event, now)
-                return []
-            case _:
-                actions = self._on_command(event, now)
-        # Slots that the event has freed take waiting chunks.
-        for (route, request), slot in self.ring.pop_packable() if self.ring.waiting else ():
-            tables = self.offers[request.nonce].prepared.tables
-            actions.append(events.PackChunk(route, request, tables, slot))
+        handler = self._events.get(type(event))  # none for an event of a part that is not here
+        actions = [] if handler is None else handler(event, now)
+        for part in self._parts:
+            actions += part.pop_actions()
         return actions
+
+    def _on_tick(self, tick: events.Tick, now: float) -> Actions:
+        due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
+        actions = [action for offer in due for action in self._on_due(offer, tick, now)]
+        return actions + [action for part in self._parts for action in part.on_tick(now)]
 
     def held_by(self, reader: messages.Reader) -> list[tuple[Offer, Binding]]:
         held = self._by_reader.get((EngineId(reader.engine), Rank(reader.rank)), {}).values()
@@ -426,14 +427,11 @@ class PrefillMachine:
 
     @property
     def next_due(self) -> float | None:
-        due = min(self._due.next, self.early.due.next)
+        due = min(self._due.next, *[part.next_due for part in self._parts])
         return None if due == math.inf else due
 
-    def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
-        return self._granted_to(request) is not None
-
     def check(self) -> None:
-        """Check the fence slots, each offer and the ring, between two events.
+        """Check the fence slots, each offer and the parts, between two events.
 
         Raises:
             LocalProtocolError: says what does not hold.
@@ -444,46 +442,46 @@ class PrefillMachine:
             raise LocalProtocolError(f"slots {bound} granted, {self.free_slots} free")
         for offer in self.offers.values():
             offer.check()
-        self.ring.check()
-        self.early.check()
+        for part in self._parts:
+            part.check()
 
-    def clear(self, writing: Collection[int] = ()) -> None:
-        """Forget all but the ring slots that are still written. Clear all fence slots before."""
-        self.ring.clear(writing)
-        self.early.clear()
+    def clear(self) -> Actions:
+        """Forget all offers. Clear all fence slots before."""
         for table in (self.offers, self._by_reader, self._due, self._ended):
             table.clear()
         self.free_slots = list(range(self.num_slots))
+        return [action for part in self._parts for action in part.clear()]
 
-    def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
-        self._incarnation = incarnation
-        self.clear(writing)
+    def begin_life(self, incarnation: Incarnation) -> Actions:
+        self.incarnation = incarnation
+        return self.clear()
 
-    def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
-        if isinstance(command, events.ReclaimBlocks):
-            return self._reclaim(command, now)
-        if isinstance(command, events.RevokeAll):
-            return self._revoke_all(command)
-        if isinstance(command, events.ExpectOffer):
-            denials = self._deny_all(self.early.expect(command, now), OTHER_PROMPT)
-            return denials + self._report_given_up(command.nonce)
-        if isinstance(command, events.PrepareOffer):
-            return self._prepare(command, now)
+    def refuse(self, command: events.PrepareOffer) -> Actions:
+        """The caller's offer has ended already, and its blocks may belong to another request."""
+        return [action for part in self._parts for action in part.on_refused(command)]
+
+    def _on_offer_command(
+        self,
+        command: events.PublishOffer | events.RevokeOffer | events.MarkWritten,
+        now: float,
+    ) -> Actions:
         offer = self.offers.get(command.nonce)
-        if isinstance(command, events.WithdrawOffer):
-            return self._withdraw(command, offer, now)
-        if offer is None:  # readers can be quicker than a command, even to the end
-            return []
         match command:
+            case _ if offer is None:  # readers can be quicker than a command, even to the end
+                return []
             case events.PublishOffer():
                 return self._publish(offer, command, now)
-            case events.RevokeOffer() if offer.state is State.OFFERED:
-                return self._end(offer, command, OfferEnd.REVOKED)
             case events.MarkWritten():
                 return self._mark_written(offer, command, now)
+            case events.RevokeOffer() if offer.state is State.OFFERED:
+                return self._end(offer, command, OfferEnd.REVOKED)
         return []
 
     def _prepare(self, command: events.PrepareOffer, now: float) -> Actions:
+        actions: Actions = []
+        for part in self._parts:
+            command, more = part.admit(command)
+            actions += more
         offer = self.offers.get(command.nonce)
         if offer is None:
             offer = self.offers[command.nonce] = Offer(command, self._record)
@@ -495,12 +493,7 @@ class PrefillMachine:
         else:  # a preempted request without a pair gets a new nonce
             raise LocalProtocolError(f"offer of request {command.request!r} exists already")
         offer.prepared_at = now
-        # A restart of the thread may have lost the command that the request has arrived.
-        denials: Actions = []
-        if command.is_pair and self.early.expected(command.nonce) is None:
-            expect = events.ExpectOffer(command.nonce, command.request, command.context)
-            denials = self._deny_all(self.early.expect(expect, now), OTHER_PROMPT)
-        return denials + self._tell(command.nonce, "computing")
+        return actions + [a for part in self._parts for a in part.on_prepared(offer, now)]
 
     def _mark_written(self, offer: Offer, command: events.MarkWritten, now: float) -> Actions:
         """Grant the tokens written so far, also to readers that have a grant of fewer."""
@@ -508,16 +501,16 @@ class PrefillMachine:
         if num_tokens <= offer.written or command.attempt != offer.prepared.attempt:
             return []
         offer.written = num_tokens
-        binding, actions = offer.binding, self._grant_early(offer, now)
-        early, offer.early = offer.early, {}
+        binding, actions = offer.binding, self._grant_waiting(offer, now)
+        delayed, offer.delayed = offer.delayed, {}
         # A pair may be pinned already: that command may overtake the end of the step on the GPU.
         if binding is not None and offer.prepared.is_pair and offer.state is not State.RECALLED:
             actions += [
                 self._grant(offer, binding, each.route, each.ask)
                 for each in offer.asks
-                if (messages.Ask, each.ask.reader.rank) not in early
+                if (messages.Ask, each.ask.reader.rank) not in delayed
             ]
-        return actions + [a for asked in early.values() for a in self._on_message(asked, now)]
+        return actions + [a for asked in delayed.values() for a in self._on_message(asked, now)]
 
     def _publish(self, offer: Offer, command: events.PublishOffer, now: float) -> Actions:
         offer.is_pinned = True
@@ -530,12 +523,12 @@ class PrefillMachine:
         offer.move(State.OFFERED, command)
         offer.ends_at = now + self._offer_ttl_s
         self._due.set(offer.nonce, offer.ends_at)
-        if self.early.is_declined(offer.nonce):
+        if any(part.is_needless(offer) for part in self._parts):
             return self._end(offer, command, OfferEnd.NOT_NEEDED)
-        return self._grant_early(offer, now)
+        return self._grant_waiting(offer, now)
 
-    def _withdraw(self, command: events.WithdrawOffer, offer: Offer | None, now: float) -> Actions:
-        actions: Actions = []
+    def _withdraw(self, command: events.WithdrawOffer, now: float) -> Actions:
+        offer, actions = self.offers.get(command.nonce), list[events.Action]()
         asks: list[RoutedAsk] = []
         if offer is not None:
             if offer.binding is not None and offer.is_pinned:
@@ -547,43 +540,46 @@ class PrefillMachine:
             actions = self._unbind(offer, is_cleared=True)
             offer.move(None, command)
             self._remove(offer)
-        if not command.is_final:  # a preempted request of a pair: vLLM computes it again
-            told = self._tell(command.nonce, "queued")
-            return actions + told + self._ask_again(asks, now)
-        self._note_end(command.nonce, WITHDRAWN)
-        expected = self.early.expected(command.nonce)
-        if expected is not None:  # no reader is left, for example after a reset
-            actions.append(events.PairReleased(command.nonce, expected.request))
-        asks += self.early.forget(command.nonce)
-        return actions + self._deny_all(asks, WITHDRAWN)
+        if command.is_final:
+            self._note_end(command.nonce, WITHDRAWN)
+        actions += [a for part in self._parts for a in part.on_withdrawn(command)]
+        if command.is_final:
+            return actions + self.deny_all(asks, WITHDRAWN)
+        return actions + self._ask_again(asks, now)  # vLLM computes a preempted request again
 
     # --- asks
 
     def _on_message(self, event: events.Asked, now: float) -> Actions:
-        match event.message:
-            case messages.Ask() as ask:
-                return self._on_ask(ask, event.route, now)
-            case messages.DigestRequest() as request:
-                return self._on_digest_request(request, event.route)
-            case messages.PackRequest() as pack:
-                return self._on_pack_request(pack, event.route)
-            case messages.Heartbeat() as heartbeat:
-                return self._on_heartbeat(heartbeat, event.route, now)
-            case messages.Release() as release:
-                return self._on_release(release, now)
+        message = event.message
+        handler = self._messages.get(type(message))
+        if handler is not None:
+            return handler(message, event.route, now)
+        if not isinstance(message, _ForClaim):
+            return []
+        return self.deny(message, event.route, f"this rank handles no {type(message).__name__}")
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
-        offer, rank = self.offers.get(ask.nonce), ask.reader.rank
+        offer = self.offers.get(ask.nonce)
         reason = self._why_denied(ask, offer)
         if reason:
-            return self._deny(ask, route, reason)
-        if offer is None or not offer.can_be_bound:
-            state = self.early.add(ask, route, now)
-            if state is None:
-                return self._deny(ask, route, "too many early asks wait")
-            return [events.Reply(route, messages.Pending(**self._fields(ask), state=state))]
+            return self.deny(ask, route, reason)
         actions: Actions = []
-        binding = offer.binding
+        if offer is not None and offer.can_be_bound:
+            actions = self._accept(offer, ask, route, now)
+        for part in self._parts:
+            answer = part.answer_ask(ask, offer, route, now)
+            if answer is not None:
+                return actions + answer
+        if offer is None or offer.binding is None:
+            return self.deny(ask, route, NO_OFFER)
+        if not offer.can_be_granted:
+            offer.delay(ask, route)
+            return actions
+        return [*actions, self._grant(offer, offer.binding, route, ask)]
+
+    def _accept(self, offer: Offer, ask: messages.Ask, route: bytes, now: float) -> Actions:
+        """Bind the offer to the first claim that asks; in any case, begin this reader's lease."""
+        rank, binding, actions = ask.reader.rank, offer.binding, list[events.Action]()
         if binding is None:
             binding = self._bind(offer, ask, now)
             if offer.prepared.slot is None:
@@ -591,14 +587,7 @@ class PrefillMachine:
         binding.routes[rank], binding.asked[rank] = route, ask
         binding.leases[rank] = now + self._lease_s
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
-        is_computed = offer.is_written or not offer.prepared.is_pair
-        if not is_computed and self.early.steps.is_stalled(offer.prepared_at, now):
-            pending = messages.Pending(**self._fields(ask), state="stalled")
-            return [*actions, events.Reply(route, pending)]
-        if not offer.can_be_granted:
-            offer.early[type(ask), rank] = events.Asked(route, ask)
-            return actions
-        return [*actions, self._grant(offer, binding, route, ask)]
+        return actions
 
     def _grant(
         self, offer: Offer, binding: Binding, route: bytes, ask: messages.Ask
@@ -606,7 +595,7 @@ class PrefillMachine:
         written = None if offer.is_written else offer.written
         prepared = offer.prepared
         grant = messages.Grant(
-            **self._fields(ask),
+            **self.fields(ask),
             lease_s=self._lease_s,
             tables=prepared.tables,
             num_tokens=written,
@@ -618,15 +607,10 @@ class PrefillMachine:
 
     def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
         rank = ask.reader.rank
-        if ask.incarnation != self._incarnation:
+        if ask.incarnation != self.incarnation:
             return f"meant for incarnation {short(ask.incarnation)}"
         if offer is None:
-            if ask.nonce in self._ended:
-                return self._ended[ask.nonce]
-            expected = self.early.expected(ask.nonce)
-            if expected is not None and expected.context != ask.context:
-                return OTHER_PROMPT
-            return "" if ask.is_early else "no such offer: used, expired, or never made"
+            return self._ended.get(ask.nonce, "")
         if offer.prepared.context != ask.context:
             return OTHER_PROMPT
         if offer.binding is not None:
@@ -638,23 +622,18 @@ class PrefillMachine:
         has_slot = offer.prepared.slot is not None or self.free_slots
         return "" if has_slot or not offer.can_be_bound else "all fence slots are granted"
 
-    def _grant_early(self, offer: Offer, now: float) -> Actions:
-        """Grant a pair's offer to the first claim that has asked, as soon as that is possible."""
+    def _grant_waiting(self, offer: Offer, now: float) -> Actions:
+        """Grant the offer to the first claim that has asked before, as soon as that is possible."""
         if not offer.can_be_granted:
             return []
-        return self._ask_again(self.early.pop(offer.nonce), now)
+        asks = [ask for part in self._parts for ask in part.pop_asks(offer)]
+        return self._ask_again(asks, now)
 
     def _ask_again(self, asks: Iterable[RoutedAsk], now: float) -> Actions:
         return [action for each in asks for action in self._on_ask(each.ask, each.route, now)]
 
-    def _tell(self, nonce: Nonce, state: messages.PrefillState) -> Actions:
-        return [
-            events.Reply(each.route, messages.Pending(**self._fields(each.ask), state=state))
-            for each in self.early.set_state(nonce, state)
-        ]
-
-    def _deny_all(self, asks: Iterable[RoutedAsk], reason: str) -> Actions:
-        return [action for each in asks for action in self._deny(each.ask, each.route, reason)]
+    def deny_all(self, asks: Iterable[RoutedAsk], reason: str) -> Actions:
+        return [action for each in asks for action in self.deny(each.ask, each.route, reason)]
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
@@ -679,106 +658,35 @@ class PrefillMachine:
         self._due.set(offer.nonce, offer.due_at())
         return binding
 
-    def _deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
+    def deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
         offer = self.offers.get(message.nonce)
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        denial = messages.Deny(**self._fields(message), cause=CAUSES.get(reason, ""))
+        denial = messages.Deny(**self.fields(message), cause=CAUSES.get(reason, ""))
         return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
 
-    def _fields(self, message: _ForClaim) -> messages.ClaimFields:
+    def fields(self, message: _ForClaim) -> messages.ClaimFields:
         """Those of an answer to a message about a claim."""
         return {
-            "incarnation": self._incarnation,
+            "incarnation": self.incarnation,
             "nonce": message.nonce,
             "claim": message.claim,
             "reader": message.reader,
         }
 
-    # --- digests
+    def is_expected(self, nonce: Nonce) -> bool:
+        """Whether an offer that is unknown here may still come."""
+        return any(part.expects(nonce) for part in self._parts)
 
-    def _granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
+    def granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
         """The offer, if it is granted to this reader and this reader has asked for it."""
         offer = self.offers.get(request.nonce)
-        if offer is None or offer.binding is None or request.incarnation != self._incarnation:
+        if offer is None or offer.binding is None or request.incarnation != self.incarnation:
             return None
         has_asked = request.reader.rank in offer.binding.asked
         return offer if has_asked and offer.binding.expects(request.claim, request.reader) else None
-
-    def _on_digest_request(self, request: messages.DigestRequest, route: bytes) -> Actions:
-        offer, rank = self.offers.get(request.nonce), request.reader.rank
-        if offer is None and request.nonce in self.early:  # the reader repeats it
-            return []
-        if offer is None:  # its ask was denied, and the log says so
-            return [events.Reply(route, messages.Deny(**self._fields(request)))]
-        binding = offer.binding
-        is_expected = binding is None or binding.expects(request.claim, request.reader)
-        if request.incarnation != self._incarnation or not is_expected:
-            return self._deny(request, route, "a digest of blocks that are not granted to it")
-        # The request may have overtaken the reader's ask. A denial would end the reader's whole
-        # load; without an answer it repeats the request.
-        if binding is None or rank not in binding.asked:
-            return []
-        num_tokens = offer.prepared.num_tokens
-        if offer.written < min(request.end, num_tokens):
-            offer.early[type(request), rank] = events.Asked(route, request)
-            return []
-        if request.end > num_tokens:
-            return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
-        return [events.MakeDigest(route, request, offer.prepared.tables)]
-
-    def _on_digest_made(self, event: events.DigestMade) -> Actions:
-        request = event.digest_request
-        # The blocks may have changed under the digest unless the grant still holds.
-        if not self.is_digest_wanted(request):
-            return [events.Reply(event.route, messages.Deny(**self._fields(request)))]
-        if event.refusal is not None:
-            return self._deny(request, event.route, event.refusal)
-        digest = messages.DigestReply(
-            **self._fields(request), rows=event.rows, columns=event.columns
-        )
-        return [events.Reply(event.route, digest)]
-
-    # --- packed chunks
-
-    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
-        """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
-        offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
-        # A pair's last step may still be written when it is pinned: earlier parts stay granted.
-        if offer is None or offer.binding is None or not offer.written:
-            return self._deny(request, route, "a chunk of blocks that are not granted to it")
-        num_tokens = offer.written
-        if request.end > num_tokens:
-            return self._deny(request, route, f"a chunk up to token {request.end} of {num_tokens}")
-        if request.number < offer.binding.numbers[rank]:
-            return []
-        offer.binding.numbers[rank] = request.number
-        holder = offer.nonce, rank
-        ring.release(holder, request.holds)
-        if request.chunk not in request.holds:
-            return []  # the reader has read it, and asks for nothing
-        slot, is_packed = ring.find(holder, request.chunk) or (None, False)
-        if slot is None:
-            is_waiting = ring.wait(holder, route, request)
-            return [] if is_waiting else self._packed(request, route, None)
-        return self._packed(request, route, slot) if is_packed else []
-
-    def _on_packed(self, event: events.ChunkPacked) -> Actions:
-        request = event.pack_request
-        is_wanted = self.ring.on_packed(event.slot, is_packed=event.refusal is None)
-        offer = self._granted_to(request)
-        if not is_wanted or offer is None:
-            return []
-        if event.refusal is not None:
-            offer.note(reader_name(request.reader), f"PackRequest denied: {event.refusal}")
-            return self._packed(request, event.route, None)
-        return self._packed(request, event.route, event.slot)
-
-    def _packed(self, request: messages.PackRequest, route: bytes, slot: int | None) -> Actions:
-        packed = messages.PackReply(**self._fields(request), chunk=request.chunk, slot=slot)
-        return [events.Reply(route, packed)]
 
     # --- leases
 
@@ -789,7 +697,7 @@ class PrefillMachine:
         held: set[Claim] = set()
         actions: Actions = []
         # A heartbeat to a former incarnation says nothing about the claims of this one.
-        is_meant = heartbeat.incarnation == self._incarnation
+        is_meant = heartbeat.incarnation == self.incarnation
         for offer, binding in self.held_by(heartbeat.reader) if is_meant else ():
             held.add(binding.claim)
             if binding.claim in named:
@@ -801,46 +709,45 @@ class PrefillMachine:
                     binding.reading_since = now if offer.is_pinned else math.inf
                     self._due.set(offer.nonce, offer.due_at())
             elif binding.numbers.get(rank, heartbeat.number) < heartbeat.number:
-                binding.ended.add(rank)
-                self.ring.release((offer.nonce, rank))
+                self._end_reader(offer, binding, rank)
                 actions += self.settle(offer, heartbeat, OfferEnd.ABORTED)
         lost = tuple(claim for claim in heartbeat.claims if claim not in held)
         answer = messages.HeartbeatReply(
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             reader=heartbeat.reader,
             number=heartbeat.number,
             lost=lost,
         )
         return [*actions, events.Reply(route, answer)]
 
-    def _on_release(self, release: messages.Release, now: float) -> Actions:
+    def _on_release(self, release: messages.Release, _route: bytes, now: float) -> Actions:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
         offer = self.offers.get(release.nonce)
-        if release.incarnation != self._incarnation:
+        if release.incarnation != self.incarnation:
             return []
         if offer is None or (offer.binding is None and not offer.is_pinned):
-            if release.nonce not in self._ended:
-                self.early.release(release, now)
-            return self._report_given_up(release.nonce)
+            if release.nonce in self._ended:
+                return []
+            return [a for part in self._parts for a in part.on_release(release, now)]
         if offer.binding is None:
             return self._end(offer, release, OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
-            offer.binding.ended.add(release.reader.rank)
-            self.ring.release((offer.nonce, release.reader.rank))
+            self._end_reader(offer, offer.binding, Rank(release.reader.rank))
         is_recalled = offer.state is State.RECALLED
         given_up = OfferEnd.REVOKED if is_recalled else OfferEnd.ABORTED
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
 
-    def _report_given_up(self, nonce: Nonce) -> Actions:
-        request = self.early.pop_given_up(nonce)
-        return [] if request is None else [events.PairReleased(nonce, request)]
+    def _end_reader(self, offer: Offer, binding: Binding, rank: Rank) -> None:
+        binding.ended.add(rank)
+        for part in self._parts:
+            part.on_reader_ended(offer, rank)
 
     def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> Actions:
         """End or recall the offer if it is late; otherwise set its next deadline."""
         binding = offer.binding
         if binding is None:
             return self._end(offer, tick, OfferEnd.UNCLAIMED)
-        # A reader whose lease expired may still read its ring slots: `settle` frees them later.
+        # A reader whose lease expired may still read: parts are told when the offer ends.
         binding.ended.update(rank for rank, until in binding.leases.items() if until <= now)
         end = OfferEnd.EXPIRED
         if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
@@ -868,19 +775,19 @@ class PrefillMachine:
         self._due.set(offer.nonce, offer.due_at())
         told = self._tell_recalled(offer)
         # Readers whose asks wait for the last step will get no grant, and so no digest.
-        for kind, rank in offer.early:
+        for kind, rank in offer.delayed:
             if kind is messages.Ask:
                 del binding.asked[rank]
-        offer.early.clear()
+        offer.delayed.clear()
         return told
 
     def _tell_recalled(self, offer: Offer) -> Actions:
         return [
-            events.Reply(each.route, messages.Recall(**self._fields(each.ask)))
+            events.Reply(each.route, messages.Recall(**self.fields(each.ask)))
             for each in offer.asks
         ]
 
-    def _revoke_all(self, command: events.RevokeAll) -> Actions:
+    def _revoke_all(self, command: events.RevokeAll, _now: float) -> Actions:
         """End each offer whose ticket is out. A fence ends the loads that read one."""
         actions: Actions = []
         for offer in list(self.offers.values()):
@@ -928,31 +835,28 @@ class PrefillMachine:
         offer.move(None, event, peer=peer, detail=end.value)
         self._note_end(offer.nonce, ENDED[end])
         self._remove(offer)
-        actions += self._deny_all(self.early.forget(offer.nonce), ENDED[end])
         reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
-        ended = events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at)
-        if offer.is_pinned or end is OfferEnd.READ:
-            return [*actions, ended]
-        return [*actions, ended, events.PairReleased(offer.nonce, offer.request)]
+        actions.append(events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at))
+        return actions + [a for part in self._parts for a in part.on_ended(offer, end)]
 
     def _unbind(self, offer: Offer, *, is_cleared: bool = False) -> Actions:
-        """Clear the fence slot, unless that is done, and free it and the slots of the ring."""
+        """Clear the fence slot, unless that is done, and free it and what parts have for it."""
         binding, offer.binding = offer.binding, None
-        slot = offer.prepared.slot
+        slot, actions = offer.prepared.slot, list[events.Action]()
         if binding is not None:
             for rank in binding.leases:
-                self.ring.release((offer.nonce, rank))
+                for part in self._parts:
+                    part.on_reader_ended(offer, rank)
                 held = self._by_reader[binding.engine, rank]
                 del held[offer.nonce]
                 if not held:
                     del self._by_reader[binding.engine, rank]
             if slot is None:
                 self.free_slots.append(binding.slot)
-                return [events.ClearSlot(binding.slot)]
-        if slot is None:
-            return []
-        free = events.PairSlotFree(slot, offer.prepared.fence_token)
-        return [free] if is_cleared else [events.ClearSlot(slot), free]
+                actions.append(events.ClearSlot(binding.slot))
+        if slot is not None and not is_cleared:
+            actions.append(events.ClearSlot(slot))
+        return actions + [a for part in self._parts for a in part.on_freed(offer)]
 
     def _remove(self, offer: Offer) -> None:
         del self.offers[offer.nonce]

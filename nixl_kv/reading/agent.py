@@ -391,7 +391,7 @@ class ReadAgent:
             self._note(error, read.remote.peer)
             return [events.ReadFailed(read.request, read.rank, str(error))]
         # The end of the data is progress, and the slot has its own time.
-        progress = events.ChunksWanted(read.request, read.rank, (), ())
+        progress = events.ReadMoved(read.request, read.rank)
         return self._poll(read) or [progress]
 
     def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:

@@ -13,16 +13,15 @@ otherwise. The setting `path` leaves out the paths that it excludes.
 
 import abc
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry.layout import CacheLayout, Memory, Span
+from nixl_kv.feature import Feature
+from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.plan import IndexBuffer, Pieces, Plan, Share
 from nixl_kv.protocol import events, messages
 from nixl_kv.transport.base import ListHandle, PeerName, ReadHandle, Transport
@@ -100,10 +99,10 @@ class ReadOp(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> list[events.ReadEvent]:
-        """Continue; return progress, and the chunks that prefill shall pack.
+        """Continue; return progress, and the chunks that prefill shall pack, if the path has any.
 
         A read without progress for `request_timeout_s` fails. So an operation that may take
-        longer returns a `ChunksWanted`, which may be empty, when some of its bytes have landed.
+        longer returns a `ReadMoved` when some of its bytes have landed.
 
         Raises:
             TransportError: if the state of a read is unknown. It may go on for ever; `poll` must
@@ -262,7 +261,7 @@ class DirectOp(ReadOp):
             except TransportError as error:
                 self._fail(error)
         if has_progressed and not self.has_ended:
-            return [events.ChunksWanted(self._action.load.request, self._action.rank, (), ())]
+            return [events.ReadMoved(self._action.load.request, self._action.rank)]
         return []
 
     def stop(self) -> None:
@@ -285,40 +284,7 @@ def _slice_limits(source: Source, memory: Memory) -> tuple[int, int]:
     return SLICE_RUNS, SLICE_BYTES[memory]
 
 
-# --- features: the halves of a path for one rank
-
-
-class Packer(Protocol):
-    """Prefill's half of a path: it packs bytes when readers ask for them. Transfer thread."""
-
-    @property
-    def writing(self) -> list[int]:
-        """The slots of the chunks in progress."""
-
-    def __len__(self) -> int: ...
-
-    def add(self, action: events.PackChunk) -> None:
-        """Pack a chunk; `poll` starts its copy."""
-
-    def poll(self) -> list[events.ChunkPacked]:
-        """Continue; return the chunks that are packed, or cannot be, since the last call."""
-
-    def close(self) -> None:
-        """Wait until no copy reads the cache or writes into the ring."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """The rank for which a feature is built."""
-
-    layout: CacheLayout
-    config: Config
-    is_prefill: bool
-    is_decode: bool
-    wake: Callable[[], None]  # ends a wait of the transfer thread; on any thread
-    background: Executor  # plans
-    counts: events.Counts
-    clock: Callable[[], float]
+# --- paths as features of one rank
 
 
 class ExtraMemory(NamedTuple):
@@ -354,16 +320,10 @@ def allocate(num_bytes: int, memory: Memory = "DRAM", device: int = 0) -> Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feature:
-    """A path besides direct reads, built for one rank: decode's and prefill's halves of it."""
+class PathFeature(Feature):
+    """A path besides direct reads: decode's and prefill's halves of it."""
 
     path: ReadPath | None = None
-    packer: Packer | None = None
     description: messages.PathFields = field(default_factory=messages.PathFields)
     read_into: tuple[ExtraMemory, ...] = ()  # each reading agent of this rank registers it
     served: tuple[ExtraMemory, ...] = ()  # the serving agent of this rank registers it
-    # Withdraws prefill's exports; called after everything else has ended.
-    close: Callable[[], None] = lambda: None
-
-
-BuildFeature: TypeAlias = Callable[[RankSetup], Feature]

@@ -5,7 +5,6 @@ they have landed, and keeps the digest until prefill's has arrived and the fence
 digest takes short steps, so that messages and reads go on between them. The queue drops a digest
 that no reader or load waits for, so that later digests are still in time under overload.
 
-The engine calls `open_digests` and nothing else of this folder.
 """
 
 import contextlib
@@ -13,19 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from nixl_kv.errors import ConfigError, DigestError, get_logger
+from nixl_kv.errors import DigestError
+from nixl_kv.feature import Worker
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify.digest import Digest, Digester, Steps, describe_difference
-from nixl_kv.verify.slices import LocalSlice, find_slices, name_slices
-
-logger = get_logger(__name__)
+from nixl_kv.verify.slices import LocalSlice, find_slices
 
 _Requester: TypeAlias = tuple[object, ...]
 
@@ -46,8 +43,11 @@ class _Job:
     digest: Digest | None = None
 
 
-class DigestQueue:
+class DigestQueue(Worker):
     """The digests of a rank, in the order of the requests."""
+
+    name = "digests"
+    actions = frozenset({events.MakeDigest, events.CompareDigest})
 
     def __init__(
         self,
@@ -55,12 +55,16 @@ class DigestQueue:
         digester: Digester | None,
         counts: events.Counts,
         clock: Callable[[], float] = time.monotonic,
+        is_wanted: Callable[[events.DigestAction], bool] = lambda _action: True,
     ) -> None:
-        """Counts the seconds of digests in `counts`. No digester: refuses all."""
-        self.name_slices = partial(name_slices, layout)
+        """Counts the seconds of digests in `counts`. No digester: refuses all.
+
+        `is_wanted` tells whether a reader or a load still waits for the digest of an action.
+        """
         self._layout = layout
         self._digester = digester
         self._clock = clock
+        self._is_wanted = is_wanted
         self.jobs: deque[_Job] = deque()
         self.waiting: dict[_Requester, _Job] = {}  # for the bytes, or for prefill's digest
         self._counts = counts
@@ -72,7 +76,7 @@ class DigestQueue:
     def wait_s(self) -> float | None:
         return self._digester.pause_s if self._digester and self.jobs else None
 
-    def add(self, action: events.DigestAction) -> events.DigestEvent | None:
+    def add(self, action: events.DigestAction) -> events.DigestEvent | None:  # type: ignore[override] # see `actions`
         """Queue a digest or a comparison. Returns an event if it has ended at once."""
         if self._digester is None:
             return _refused(action, "this rank computes no digests")
@@ -118,13 +122,14 @@ class DigestQueue:
             self.jobs.append(job)
         return None
 
-    def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
+    def poll(self) -> list[events.DigestEvent]:
         """Do one step of the first digest, or drop it if no action is wanted any longer.
 
         Returns an event for each digest or comparison that has ended.
         """
-        waiting = self.waiting.items()
-        self.waiting = {key: job for key, job in waiting if is_wanted(job.actions[key])}
+        is_wanted, waiting = self._is_wanted, self.waiting
+        if waiting:
+            self.waiting = {key: job for key, job in waiting.items() if is_wanted(job.actions[key])}
         if not self.jobs:
             return []
         job = self.jobs[0]
@@ -158,40 +163,6 @@ class DigestQueue:
     def _fail_job(self, reason: str) -> list[events.DigestEvent]:
         refused = [_refused(action, reason) for action in self.jobs.popleft().actions.values()]
         return [event for event in refused if event is not None]
-
-
-def open_digests(
-    layout: CacheLayout,
-    counts: events.Counts,
-    clock: Callable[[], float],
-    *,
-    is_prefill: bool,
-    verifies: bool,
-) -> DigestQueue:
-    """Open the digests of a rank, which refuse all if it has none to compute, or cannot.
-
-    On a GPU this compiles the program, which takes seconds: on each prefill rank, because any
-    reader may ask, and on a decode rank that `verifies`.
-
-    Raises:
-        ConfigError: the rank `verifies` and cannot digest KV.
-    """
-    digester: Digester | None = None
-    try:
-        if layout.memory == "DRAM":
-            digester = Digester()
-        elif is_prefill or verifies:
-            from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - torch: GPUs only
-
-            digester = GpuDigester(layout)
-    except (ImportError, DigestError) as error:
-        if verifies:
-            raise ConfigError(
-                f"verify is on, but this rank cannot digest KV: {error}; install Triton and a C "
-                "compiler for it, or set verify to 'off'"
-            ) from error
-        logger.warning("loads that read from this rank cannot be verified: %s", error)
-    return DigestQueue(layout, digester, counts, clock)
 
 
 def _awaits_reply(action: events.DigestAction) -> bool:

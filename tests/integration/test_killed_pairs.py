@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.engine import CONTEXT, HOST
+from harness.local.engine import CONTEXT, HOST, part_of
 from nixl_kv.config import Config
+from nixl_kv.early.part import EarlyPart
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -64,8 +66,13 @@ class PairSide(Side):
         prefill, decode = parts.prefill, parts.decode
 
         def is_settled() -> bool:
-            held = prefill.offers or len(prefill.early) or decode.loads or parts.agents.is_busy
-            free = len(prefill.free_slots) + len(self.rank.engine.pair_slots)
+            held = (
+                prefill.offers
+                or len(part_of(parts, EarlyPart).asks)
+                or decode.loads
+                or parts.agents.is_busy
+            )
+            free = len(prefill.free_slots) + len(part_of(parts, PairSlots))
             return not held and free == parts.slots.count
 
         self.engine.wait(is_settled, WAIT_S)

@@ -17,13 +17,14 @@ import pytest
 
 from harness.local import model_layouts
 from harness.local.caches import layout_at
-from harness.local.engine import HOST, HOST_PATHS, LocalEngine, Tables, tables_from
+from harness.local.engine import HOST, HOST_PATHS, LocalEngine, Tables, part_of, tables_from
 from harness.local.model_layouts import EngineShape, ModelShape, StatePart
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnd, SetEngine, StartLoad
+from nixl_kv.verify.queue import DigestQueue
 from support.integration import MakeTransport
 from support.planting import FAULTS, Bytes, Places, Planter, fields_of, memory_of
 
@@ -196,7 +197,7 @@ class World:
         self.prefill, self.decode = (side.engine for side in self.sides)
         self.planters = [Planter(layout, seed) for seed, layout in enumerate(self.sides[1].layouts)]
         for rank, planter in zip(self.decode.ranks, self.planters, strict=True):
-            rank.parts.digests._digester = planter
+            part_of(rank.parts, DigestQueue)._digester = planter
 
     def close(self) -> None:
         self.prefill.close()

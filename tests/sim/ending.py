@@ -17,6 +17,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from harness.local.engine import part_of
+from nixl_kv.early.part import EarlyPart
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
@@ -210,12 +213,12 @@ def _left(engine: Engine) -> Iterator[str]:
 
 
 def _left_on(rank: RankLife) -> Iterator[str]:
-    parts = rank.parts
+    parts, is_prefill = rank.parts, rank.seat.is_prefill
     if rank.seat.slots.any_valid:
         yield "a valid slot"
-    if parts.prefill.offers or parts.prefill.early:
+    if parts.prefill.offers or (is_prefill and len(part_of(parts, EarlyPart).asks)):
         yield repr(parts.prefill)
-    if len(rank.engine.pair_slots) < rank.seat.slots.count - parts.prefill.num_slots:
+    if is_prefill and len(slots := part_of(parts, PairSlots)) < slots.num_slots:
         yield "the fence slot of a pair"
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
@@ -227,14 +230,17 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield repr(rank.loop.outstanding)
     if parts.agents.is_busy:
         yield repr(parts.agents)
-    if parts.digests:
-        yield repr(parts.digests)
     yield from _left_in_rings(parts)
 
 
 def _left_in_rings(parts: Parts) -> Iterator[str]:
-    if parts.packs or any(parts.prefill.ring.slots):
-        yield f"{sum(map(bool, parts.prefill.ring.slots))} slots that were packed"
+    for worker in parts.workers:
+        if len(worker):
+            yield f"{len(worker)} {worker.name}"
+    for feature in parts.features:
+        ring = getattr(feature.prefill, "ring", None)  # only of the staged path
+        if ring is not None and any(ring.slots):
+            yield f"{sum(map(bool, ring.slots))} slots that were packed"
     for path in parts.agents.peers.paths:
         # Only a path that reads into a ring has these.
         slots, staging = getattr(path, "slots", None), getattr(path, "staging", None)

@@ -15,15 +15,16 @@ from msgspec import structs
 from harness.local.engine import HOST_PATHS
 from nixl_kv.connector.decode import DecodeScheduler, ScheduledState
 from nixl_kv.connector.prefill import PrefillScheduler
-from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.early.asks import EarlyAsks, Steps, _Pair
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
-from nixl_kv.protocol.early import EarlyAsks, Steps, _Pair
 from nixl_kv.protocol.load import Load, ReadState
-from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine, RingBook
+from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine
 from nixl_kv.reading import replace
 from nixl_kv.reading.replace import Agents
+from nixl_kv.reading.staged.ring import RingBook
 from nixl_kv.transport.base import SlotPage
 from nixl_kv.verify import queue
 
@@ -86,10 +87,12 @@ def readers_counted_not_named(patch: pytest.MonkeyPatch) -> None:
     """So a release that comes twice ends a second reader."""
     on_release = PrefillMachine._on_release
 
-    def count(machine: PrefillMachine, release: Any, now: float) -> list[events.Action]:
+    def count(
+        machine: PrefillMachine, release: Any, route: bytes, now: float
+    ) -> list[events.Action]:
         offer = machine.offers.get(release.nonce)
         if offer is None or offer.binding is None:
-            return on_release(machine, release, now)
+            return on_release(machine, release, route, now)
         offer.binding.ended.add(offer.binding.readers[0])
         return machine.settle(offer, release, events.OfferEnd.READ)
 
@@ -275,6 +278,7 @@ def pair_granted_for_another_prompt(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PrefillMachine, "_why_denied", why_denied)
     patch.setattr(EarlyAsks, "expect", _expect_any)
+    patch.setattr(EarlyAsks, "is_other", lambda *_: False)
 
 
 def _expect_any(early: EarlyAsks, event: events.ExpectOffer, _now: float) -> list[events.Asked]:
@@ -345,10 +349,8 @@ def told_loads_reported_again(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("secret told to a peer", in_="told", is_quick=True)
 def secret_of_a_load_in_its_asks(patch: pytest.MonkeyPatch) -> None:
-    fields = Load._fields
-    patch.setattr(
-        Load, "_fields", lambda load, read: {**fields(load, read), "claim": load.hint_key}
-    )
+    fields = Load.fields
+    patch.setattr(Load, "fields", lambda load, read: {**fields(load, read), "claim": load.hint_key})
 
 
 @breaks("wrong bytes", "unexpected report", "unexpected end", in_="told")

@@ -12,9 +12,8 @@ from harness.local.machines import by_name
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.clock import LoopClock
-from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
+from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine, UnwrittenOffers
 from nixl_kv.engine.loop import Parts
-from nixl_kv.engine.pair_slots import UnwrittenOffers
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
@@ -146,13 +145,13 @@ class RankLife:
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count - environment.num_pair_slots,
-                num_pair_slots=environment.num_pair_slots,
                 hold_s=HOLD_S,
                 wait_for_prefill_s=WAIT_FOR_PREFILL_S,
                 features=features_with(
                     make_threads=lambda: self.copying,
                     make_memory=lambda _length: seat.staging,
                     num_slots=RING_SLOTS,
+                    num_early_slots=environment.num_pair_slots,
                 ),
                 make_clock=lambda: self.clock,
             )
@@ -173,7 +172,7 @@ class RankLife:
     def has_work(self) -> bool:
         """Whether a turn would do something, besides looking at reads and the time."""
         commands = self.engine._commands
-        work = self.parts.digests or self.parts.packs
+        work = any(map(len, self.parts.workers))
         return bool(commands or self.control.inbox or self.has_died or work)
 
     def turn(self) -> None:
@@ -242,7 +241,7 @@ class RankLife:
     def submit(self, commands: Iterable[events.Command]) -> None:
         self.engine.note_step()
         with self._on_step_thread():
-            commands = self.engine.pair_slots.apply(commands)
+            commands = self.engine.before_step(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
         self.engine.submit([*self._unwritten.pop(), *commands])
@@ -260,15 +259,15 @@ class RankLife:
         self.engine.note_step(has_computed=True)
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
-        for result in self.engine.pop_results():
+        with self._on_step_thread():
+            results = self.engine.pop_results()
+        for result in results:
             if isinstance(result, events.NewLife):  # its agent listens nowhere
                 raise Violation("unexpected report", f"{self.seat.name}: {result}")
             if isinstance(result, events.Counts):
                 self.counts.update(by_name(result))
                 continue
             if isinstance(result, events.PairSlotFree):
-                with self._on_step_thread():
-                    self.engine.pair_slots.free(result)
                 continue
             if isinstance(result, events.LoadReady):
                 self.ready.add(result.request)
@@ -299,7 +298,7 @@ class RankLife:
         parts = self.loop.parts
         for machine in (parts.prefill, parts.decode):
             self.faults.guard(machine, "handle")
-        for queue in (parts.digests, parts.packs) if parts.description.ring else (parts.digests,):
+        for queue in parts.workers:
             self.faults.guard(queue, "add")
             self.faults.guard(queue, "poll")
         handle = parts.decode.handle

@@ -361,7 +361,7 @@ def _turns(rank: RankLife) -> Iterator[str]:
     """One, and those that its digests need."""
     yield f"turn {rank.seat.name}"
     for _ in range(DIGEST_TURNS):
-        if rank.parts.digests and not rank.has_died:
+        if any(map(len, rank.parts.workers)) and not rank.has_died:
             yield f"turn {rank.seat.name}"
 
 

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from nixl_kv import verify
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
 from nixl_kv.connector.worker import StepMetadata
-from nixl_kv.engine import engine
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad
-from nixl_kv.verify.queue import DigestQueue, open_digests
+from nixl_kv.verify.queue import DigestQueue
 from support.planting import Planter
 
 
@@ -28,12 +28,11 @@ class NixlKVConnector(SoundConnector):
     _planter: Planter | None = None  # of a worker that has a cache
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        def open_planting(layout: CacheLayout, *arguments: Any, **options: Any) -> DigestQueue:
-            digests = open_digests(layout, *arguments, **options)
-            digests._digester = self._planter = Planter(layout)
-            return digests
+        def open_planting(layout: CacheLayout, _digester: object, *others: Any) -> DigestQueue:
+            self._planter = Planter(layout)
+            return DigestQueue(layout, self._planter, *others)
 
-        with patch.object(engine, "open_digests", open_planting):
+        with patch.object(verify, "DigestQueue", open_planting):
             super().register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

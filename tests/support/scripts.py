@@ -23,6 +23,8 @@ from nixl_kv.protocol.events import (
     Transition,
 )
 from nixl_kv.protocol.messages import KVSlice, Reader
+from nixl_kv.reading.staged.ring import ChunkPart
+from nixl_kv.verify.part import ProofPart
 from support.records import (
     CLAIM,
     D1,
@@ -155,12 +157,12 @@ def decode_machine(
     return DecodeMachine(
         reader,
         record,
-        lambda *_: slices,
         timeout_s=timeout_s,
         wait_for_prefill_s=wait_for_prefill_s,
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
         entry_size=entry_size,
+        parts=(ChunkPart(), ProofPart(lambda *_: slices)),
     )
 
 

@@ -19,6 +19,7 @@ from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import HOLD_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Loop
+from nixl_kv.feature import RankSetup
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
@@ -26,7 +27,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import RankSetup, allocate
+from nixl_kv.reading.paths import allocate
 from nixl_kv.transport.base import Received
 from support.records import CONTEXT, hex32
 

@@ -20,6 +20,7 @@ from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.early.asks import EarlyAsks
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.errors import LimitedLog
 from nixl_kv.ids import (
@@ -32,7 +33,6 @@ from nixl_kv.ids import (
     endpoint_at,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.early import EarlyAsks
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.read_queue import ReadQueue
@@ -266,13 +266,13 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "errors.MAX_KINDS": (kinds_of_log_lines,),
     "engine.directory.MAX_HINTS": (hints,),
     "protocol.messages.MAX_CLAIMS": (reads_from_a_rank,),
-    "protocol.early.MAX_ASKS": (
+    "early.asks.MAX_ASKS": (
         early_asks,
         early_asks_for_one_offer,
         early_releases,
         early_asks_that_are_released,
     ),
-    "protocol.early.MAX_ASKS_OF_READER": (early_asks_of_a_reader,),
+    "early.asks.MAX_ASKS_OF_READER": (early_asks_of_a_reader,),
     "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
     "protocol.prefill.MAX_ENDED": (ended_offers,),
     "protocol.read_queue.MAX_READS": (reads_under_way,),

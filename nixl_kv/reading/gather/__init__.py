@@ -7,17 +7,18 @@ import contextlib
 from functools import partial
 
 from nixl_kv.errors import TransportError, get_logger
+from nixl_kv.feature import RankSetup
 from nixl_kv.reading.gather.path import GatherPath, OwnerWatch
-from nixl_kv.reading.paths import Feature, RankSetup, allocate
+from nixl_kv.reading.paths import PathFeature, allocate
 
 logger = get_logger(__name__)
 
 
-def build(setup: RankSetup) -> Feature:
+def build(setup: RankSetup) -> PathFeature:
     """Let decode map and gather, and prefill export, if the cache is in GPU memory."""
     layout, wanted = setup.layout, setup.config.path
     if layout.memory == "DRAM":
-        return Feature()
+        return PathFeature()
     path, exported = None, None
     try:
         # Triton and CUDA's bindings are only installed where there are GPUs.
@@ -40,5 +41,7 @@ def build(setup: RankSetup) -> Feature:
             "this rank neither maps GPU memory of other processes nor exports its own: %s", error
         )
     if exported is None:
-        return Feature(path=path)
-    return Feature(path=path, description={"export": exported.description}, close=exported.close)
+        return PathFeature(path=path)
+    return PathFeature(
+        path=path, description={"export": exported.description}, close=exported.close
+    )

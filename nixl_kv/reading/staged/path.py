@@ -37,10 +37,11 @@ from nixl_kv.errors import (
     get_logger,
     shown_id,
 )
+from nixl_kv.feature import Worker
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.prefill import may_take, most_slots
+from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
 from nixl_kv.reading.staged.copier import Copy, PreparedCopy, Staging
 from nixl_kv.reading.staged.layout import (
@@ -54,6 +55,7 @@ from nixl_kv.reading.staged.layout import (
     staged_entries,
     staged_table,
 )
+from nixl_kv.reading.staged.ring import may_take, most_slots
 from nixl_kv.transport.base import ListHandle
 
 logger = get_logger(__name__)
@@ -510,8 +512,11 @@ class _Pack:
     copy: Copy = None  # set when its crop is planned
 
 
-class PackQueue:
-    """Chunks in progress."""
+class PackQueue(Worker):
+    """The chunks that prefill packs now; `RingPart` assigns their slots."""
+
+    name = "packs"
+    actions = frozenset({events.PackChunk})
 
     def __init__(self, layout: CacheLayout, staging: Staging, background: Executor) -> None:
         self._layout = layout
@@ -526,10 +531,14 @@ class PackQueue:
         return len(self._packs)
 
     @property
+    def wait_s(self) -> float | None:
+        return READING_PAUSE_S if self._packs else None
+
     def writing(self) -> list[int]:
+        """The slots into which copies are in progress."""
         return [pack.action.slot for pack in self._packs]
 
-    def add(self, action: events.PackChunk) -> None:
+    def add(self, action: events.PackChunk) -> None:  # type: ignore[override] # see `actions`
         self._packs.append(_Pack(action))
 
     def poll(self) -> list[events.ChunkPacked]:
@@ -545,6 +554,9 @@ class PackQueue:
             request = action.pack_request
             ended.append(events.ChunkPacked(action.route, request, action.slot, refusal))
         return ended
+
+    def clear(self) -> None:
+        """Copies in progress go on."""
 
     def close(self) -> None:
         for pack in self._packs:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,20 +19,21 @@ from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
 from nixl_kv.engine.trust import Trust
+from nixl_kv.feature import BuildFeature
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import Buffer, BuildFeature, allocate
+from nixl_kv.reading.paths import Buffer, allocate
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
 HOST_PATHS: Final = (
     "direct",
-    *(name for build in FEATURES if (name := build.__module__.rpartition(".")[2]) != "gather"),
+    *("staged" for build in FEATURES if build.__module__.endswith(".staged")),
 )
 """The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
@@ -78,13 +79,14 @@ class LocalRank:
                     self.offers[result.request] = result.end
                 case events.LoadReady():
                     self.ready.add(result.request)
-                case events.PairSlotFree():
-                    self.engine.pair_slots.free(result)
                 case events.NewLife():
                     self.description = result.description
                 case events.Counts():
                     for name, amount in by_name(result).items():
                         self.counts[name] = self.counts.get(name, 0) + amount
+
+
+Part = TypeVar("Part")
 
 
 def features_with(**options: Any) -> tuple[BuildFeature, ...]:
@@ -94,6 +96,18 @@ def features_with(**options: Any) -> tuple[BuildFeature, ...]:
         partial(build, **{name: options[name] for name in options if name in parameters})
         for build, parameters in known
     )
+
+
+def part_of(parts: Parts, kind: type[Part]) -> Part:
+    """The part of this kind that a feature has added to a rank."""
+    found = [
+        part
+        for feature in parts.features
+        for part in (feature.prefill, feature.load, feature.worker, feature.step)
+        if isinstance(part, kind)
+    ]
+    (part,) = found
+    return part
 
 
 def _allocate(layout: CacheLayout, staging_bytes: int | None, length: int) -> Buffer:
@@ -170,7 +184,7 @@ class LocalEngine:
 
     def submit(self, *commands: events.Command) -> None:
         for rank in self.ranks:
-            rank.engine.submit(rank.engine.pair_slots.apply(commands))
+            rank.engine.submit(rank.engine.before_step(commands))
 
     # prefill
 

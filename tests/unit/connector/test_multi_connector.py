@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,8 @@ from harness.local.memory import Fabric
 from nixl_kv.connector.scheduler import NO_CHUNKS
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.early.answers import PROMISE
-from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.early.part import EarlyPart
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import (
@@ -196,11 +198,19 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
     """
     prefill = engine(ours("kv_producer"), {**SYNC, "kv_role": "kv_producer"}, num_blocks=64)
     role = prefill.connector._connectors[0]
+    early = EarlyPart(math.inf, lambda slot: slots._tokens[slot])
     machine = PrefillMachine(
-        RANK_LIFE, lambda *_: None, num_slots=4, offer_ttl_s=10, lease_s=5, hold_s=60
+        RANK_LIFE,
+        lambda *_: None,
+        num_slots=4,
+        offer_ttl_s=10,
+        lease_s=5,
+        hold_s=60,
+        parts=(early,),
     )
-    page: Any = SimpleNamespace(count=4, write=lambda *_: None, clear=lambda _: None)
-    slots = PairSlots(page, 0)
+    page: Any = SimpleNamespace(write=lambda *_: None, clear=lambda _: None)
+    slots = PairSlots(4)
+    slots.bind(page, 0)
     prefill.add("Q", [*range(64), *range(900, 940)], max_tokens=2)
     params = {**WANT_TICKET, PROMISE: role._trust.promise(new_nonce())}
     request = prefill.add("R", [*range(64), *range(5000, 4936 + length)], params)
@@ -208,7 +218,7 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
     for step in range(8):
         output = prefill.vllm.schedule()
         commands = [one for one in prefill.commands(output) if not isinstance(one, SetEngine)]
-        applied: list[Any] = list(slots.apply(commands))
+        applied: list[Any] = slots.before_step(commands)
         for command in applied:
             actions = machine.handle(command, step)
             if isinstance(command, ExpectOffer):  # decode asks at once

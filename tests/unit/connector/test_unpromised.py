@@ -24,7 +24,7 @@ from nixl_kv.connector import plugin, unpromised
 from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
 from nixl_kv.early.answers import PROMISE
-from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -608,13 +608,14 @@ def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
 
     monkeypatch.setattr(Scheduler, "_free_request_blocks", free_request)
     prefill, page = make(), Page()
-    slots = PairSlots(page, 0)  # type: ignore[arg-type] # the part of a page that it uses
+    slots = PairSlots(page.count)
+    slots.bind(page, 0)  # type: ignore[arg-type] # the part of a page that it uses
     prefill.add("old", range(9000, 9032), max_tokens=300)
     prefill.end(prefill.vllm.schedule())
     prefill.add("R", range(300), prefill.pair())
     while len(granted := set(prefill.blocks_of("R"))) < 8:
         output = prefill.vllm.schedule()
-        slots.apply(output.kv_connector_metadata.commands)
+        slots.before_step(output.kv_connector_metadata.commands)
         prefill.end(output)
     assert page.slots
     request = prefill.vllm.requests["R"]
@@ -624,14 +625,14 @@ def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
     prefill.add("X", range(70_000, 70_060), max_tokens=2)
     output = prefill.vllm.schedule()
     assert granted & set(prefill.blocks_of("X")), "which this step writes"
-    slots.apply(output.kv_connector_metadata.commands)
+    slots.before_step(output.kv_connector_metadata.commands)
     assert page.slots == {}
     prefill.end(output)
     prefill.vllm.waiting.add_request(request)
     found: list[Any] = []
     while not request.is_finished():
         output = prefill.vllm.schedule()
-        found += slots.apply(output.kv_connector_metadata.commands)
+        found += slots.before_step(output.kv_connector_metadata.commands)
         prefill.end(output)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
     attempts = [one.attempt for one in found if isinstance(one, events.PrepareOffer)]

@@ -20,7 +20,7 @@ from nixl_kv.connector.worker import (
     rank_port,
     rank_spec,
 )
-from nixl_kv.engine.pair_slots import UnwrittenOffers
+from nixl_kv.engine.engine import UnwrittenOffers
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
@@ -148,7 +148,7 @@ def test_slots_of_preempted_requests_are_cleared_first_and_once(worker: Worker) 
     worker.register_kv_caches(kv_caches())
     engine, order = worker._engine, []
     assert engine is not None
-    engine.pair_slots.apply = lambda commands: order.append("slots") or [*commands]  # type: ignore[method-assign, func-returns-value]
+    engine.before_step = lambda commands: order.append("slots") or [*commands]  # type: ignore[method-assign, func-returns-value]
     worker._stale_tails.clear = lambda _: order.append("tails")  # type: ignore[assignment, method-assign]
     step = StepMetadata([start_load()])
     worker.handle_preemptions(step)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from harness.local.memory_control import MemoryControl, MemoryNetwork
+from nixl_kv.early.asks import PAUSED_S
 from nixl_kv.engine.directory import (
     BOUNDS,
     DRAIN_HERE,
@@ -30,7 +31,6 @@ from nixl_kv.ids import (
     engine_incarnation,
     new_incarnation,
 )
-from nixl_kv.protocol.early import PAUSED_S
 from nixl_kv.protocol.messages import (
     Answer,
     Describe,

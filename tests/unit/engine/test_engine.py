@@ -17,11 +17,11 @@ from harness.local.memory import Fabric, MemoryTransport
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv import errors
 from nixl_kv.config import Config
+from nixl_kv.early.slots import NUM_SLOTS
 from nixl_kv.engine import engine as engine_module
 from nixl_kv.engine.engine import (
     MAX_SLOTS,
     MIN_SLOTS,
-    NUM_PAIR_SLOTS,
     RankSpec,
     TransferEngine,
     slots_for,
@@ -30,7 +30,7 @@ from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
-from nixl_kv.reading.paths import ExtraMemory, Feature, allocate
+from nixl_kv.reading.paths import ExtraMemory, PathFeature, allocate
 from nixl_kv.transport.base import SlotPage
 from support.polling import wait_until
 from support.records import description
@@ -86,7 +86,7 @@ def test_a_rank_has_the_agents_of_its_roles_and_describes_itself(
     assert (parts.serving is not None, bool(parts.agents.polled)) == (is_prefill, is_decode)
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
-    num_slots = MIN_SLOTS + NUM_PAIR_SLOTS * is_prefill
+    num_slots = MIN_SLOTS + NUM_SLOTS * is_prefill
     assert (described.slots.address, described.slots.count) == (parts.slots.address, num_slots)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
     assert described.incarnation == parts.decode.reader.incarnation
@@ -122,7 +122,7 @@ def test_there_are_as_many_slots_as_offers_can_be(
 
 def test_what_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
     ring = allocate(4096)
-    feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
+    feature = PathFeature(served=(ExtraMemory(ring.span, "DRAM", 0),))
     loop = make(is_decode=False, features=(lambda _setup: feature,)).start_stepped()
     (serving,) = fabric.transports.values()
     assert serving._spans == [*CACHE.layout().spans, loop.parts.slots.span, ring.span]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from harness.local.engine import part_of
 from harness.local.machines import by_name
 from harness.local.memory import MemoryTransport
 from harness.local.memory_control import MemoryControl
@@ -626,7 +627,7 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
     closed = Mock(wraps=parts.control.close)
     monkeypatch.setattr(parts.control, "close", closed)
     with monkeypatch.context() as buggy:
-        buggy.setattr(parts.digests, "close", Mock(side_effect=KeyError("a bug")))
+        buggy.setattr(part_of(parts, DigestQueue), "close", Mock(side_effect=KeyError("a bug")))
         with pytest.raises(KeyError, match="a bug"):
             world.decode.engine.stop()
     assert not parts.agents.polled
@@ -664,7 +665,7 @@ def test_a_digest_is_stepped_as_often_as_its_maker_needs(
 ) -> None:
     monkeypatch.setattr(DigestQueue, "wait_s", pause_s)
     monkeypatch.setattr(DigestQueue, "poll", lambda *_: [])
-    world.prefill.parts.digests.jobs.append("a digest")  # type: ignore[arg-type]
+    part_of(world.prefill.parts, DigestQueue).jobs.append("a digest")  # type: ignore[arg-type]
     assert world.prefill.turn() == pause_s
 
 
@@ -744,11 +745,11 @@ def test_after_a_restart_a_part_is_granted_in_no_slot_that_was_cleared(
     )
     part = structs.replace(offer, computed=4, in_parts=True)
     rank.submit(ExpectOffer(nonce, request, CONTEXT))
-    (first,) = rank.engine.pair_slots.apply([part])
+    (first,) = rank.engine.before_step([part])
     if is_known:
         rank.submit(first)
         rank.turn()
-        (first,) = rank.engine.pair_slots.apply([structs.replace(part, computed=8)])
+        (first,) = rank.engine.before_step([structs.replace(part, computed=8)])
     assert isinstance(first, PrepareOffer)
     assert first.slot is not None
     rank.loop.restart()

@@ -14,6 +14,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Endpoint, Rank, RequestId, short
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
@@ -29,6 +30,7 @@ from nixl_kv.protocol.events import (
     ReadChunk,
     ReadDone,
     ReadFailed,
+    ReadMoved,
     Send,
     StartLoad,
     StartRead,
@@ -48,6 +50,7 @@ from nixl_kv.protocol.load import (
 )
 from nixl_kv.protocol.messages import Landed, PrefillState, Ready
 from nixl_kv.protocol.read_queue import MAX_BYTES
+from nixl_kv.verify.part import ProofPart
 from support.records import (
     CLAIM,
     D1,
@@ -375,8 +378,12 @@ def refuse(*_: object) -> NoReturn:
     raise ValueError("block table: 2 groups")
 
 
+def part_of(machine: DecodeMachine) -> ProofPart:
+    (part,) = [part for part in machine._parts if isinstance(part, ProofPart)]
+    return part
+
+
 UNNAMED: dict[str, tuple[Any, Script]] = {
-    "it has no digests": (None, [(START_VERIFIED, GIVEN_UP, failed(FailureKind.INTERNAL, ""))]),
     "its tables cannot be named": (
         refuse,
         [(START_VERIFIED, GIVEN_UP, failed(FailureKind.INTERNAL, "block table: 2 groups"))],
@@ -399,7 +406,8 @@ UNNAMED: dict[str, tuple[Any, Script]] = {
 @each_of(UNNAMED, "case")
 def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
     machine = loading(GRANTED)
-    machine._name_slices, script = case
+    proofs = part_of(machine)
+    proofs._name_slices, script = case
     play(machine, script)
 
 
@@ -420,7 +428,7 @@ def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
 def test_a_comparison_is_of_use_from_the_read_to_the_end_of_its_load(
     script: Script, comparison: CompareDigest, *, is_wanted: bool
 ) -> None:
-    assert loading(script).is_digest_wanted(comparison) is is_wanted
+    assert part_of(loading(script)).is_wanted(comparison) is is_wanted
 
 
 @pytest.mark.parametrize("event", [read_done(), read_failed(), digest_compared()])
@@ -509,7 +517,7 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
         (answered(digest_reply()),),
         (
             digest_compared(),
-            (*rank, "VERIFYING", "DONE", "DigestCompared", 0, "", True),
+            (*rank, "VERIFYING", "DONE", "Compared", 0, "", True),
             (*load, "READY", "LOADED", "Settled", 0, "", True),
         ),
     ):
@@ -627,7 +635,7 @@ ABANDON = AbandonRead(D1, Rank(0))
 ASK_AGAIN = Send(RANK_0, ask(number=2))
 END = 110.0 + TIMEOUT_S
 LINK_BROKEN = LinkBroken(RANK_0)
-MOVES = ChunksWanted(D1, Rank(0), (), ())
+MOVES = ReadMoved(D1, Rank(0))
 MOVING: Script = [
     (END - 1 + number * (TIMEOUT_S - 1), event) for number in range(10) for event in (MOVES, Tick())
 ]
@@ -1262,10 +1270,11 @@ def test_a_digest_from_before_a_preemption_is_forgotten() -> None:
     play(machine, after(EARLY, (110.0, answered(PART), READY)))
     (load,) = machine.loads
     (read,) = load.reads.values()
-    read.digest = digest_reply()
+    proof = part_of(machine)._of(read)
+    proof.digest = digest_reply()
     machine.handle(PENDING["queued"], 111.0)
     machine.handle(answered(WHOLE), 112.0)
-    assert read.digest is None
+    assert proof.digest is None
 
 
 # --- what decode believes, and what prefill knows

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import ANY
 
 import pytest
 
+from nixl_kv.early.asks import MAX_ASKS, MAX_ASKS_OF_READER, PAUSED_S, REPEATED_S, UNKNOWN_S
+from nixl_kv.early.part import EarlyPart
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, FenceToken, Incarnation, Nonce, RequestId, short
 from nixl_kv.protocol import prefill
-from nixl_kv.protocol.early import MAX_ASKS, MAX_ASKS_OF_READER, PAUSED_S, REPEATED_S, UNKNOWN_S
 from nixl_kv.protocol.events import (
     OVER,
     Action,
@@ -53,6 +55,8 @@ from nixl_kv.protocol.prefill import (
     PrefillMachine,
     State,
 )
+from nixl_kv.reading.staged.ring import RingPart
+from nixl_kv.verify.part import DigestPart
 from support.records import (
     CLAIM,
     CONTEXT,
@@ -103,6 +107,9 @@ NOT_THIS_READER = "claimed by another, or ended for this reader"
 NOT_GRANTED = "a digest of blocks that are not granted to it"
 
 
+Part = TypeVar("Part")
+
+
 def fence_token(number: int) -> FenceToken:
     return FenceToken(bytes([number]) * 16)
 
@@ -111,6 +118,11 @@ def fence_token(number: int) -> FenceToken:
 def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(1, 256))
     monkeypatch.setattr(prefill, "new_fence_token", lambda: fence_token(next(numbers)))
+
+
+def part_of(machine: PrefillMachine, kind: type[Part]) -> Part:
+    (part,) = [part for part in machine._parts if isinstance(part, kind)]
+    return part
 
 
 def new_machine(
@@ -127,8 +139,11 @@ def new_machine(
         offer_ttl_s=TTL_S,
         lease_s=lease_s,
         hold_s=HOLD_S,
-        stall_s=STALL_S,
-        num_ring_slots=num_ring_slots,
+        parts=(
+            RingPart(num_ring_slots, list),
+            DigestPart(),
+            EarlyPart(STALL_S, lambda _slot: ANY),
+        ),
     )
     play(machine, script)
     return machine
@@ -479,9 +494,12 @@ def test_a_rank_without_a_ring_packs_nothing() -> None:
     play(new_machine(GRANTED, num_ring_slots=0), [in_vain])
 
 
-def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
+def test_after_a_restart_only_slots_that_are_written_are_not_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine = new_machine(after(PACKED, (asked(CHUNK_1), pack(CHUNK_1, 1))))
-    machine.clear(writing=[1])
+    monkeypatch.setattr(part_of(machine, RingPart), "_writing", lambda: [1])
+    machine.clear()
     play(machine, GRANTED_ANEW)
     play(machine, [(asked(CHUNK_0), pack(CHUNK_0, 0)), (asked(CHUNK_1), pack(CHUNK_1, 2))])
     machine.check()
@@ -1190,12 +1208,12 @@ def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
         assert all(is_remembered(number, engine) for number in numbers)
         assert is_remembered(begin, engine)  # a repetition needs no room
         assert not is_remembered(10 * MAX_ASKS, engine)
-    assert machine.early.num_asks == MAX_ASKS == 2 * MAX_ASKS_OF_READER
+    assert part_of(machine, EarlyPart).asks.num_asks == MAX_ASKS == 2 * MAX_ASKS_OF_READER
     assert not is_remembered(20 * MAX_ASKS, "c")
     machine.handle(asked(release(nonce=Nonce(hex32(0)), reader=reader(engine="a"))), 90.0)
     assert is_remembered(20 * MAX_ASKS, "c")
     machine.handle(Tick(), 90.0 + REPEATED_S)
-    assert (machine.early.num_asks, machine.next_due) == (0, 90.0 + UNKNOWN_S)
+    assert (part_of(machine, EarlyPart).asks.num_asks, machine.next_due) == (0, 90.0 + UNKNOWN_S)
     machine.handle(Tick(), 90.0 + UNKNOWN_S)  # the released pair is forgotten last
     assert machine.next_due is None
     machine.check()
@@ -1239,13 +1257,17 @@ def test_a_pair_that_is_not_pinned_yet_waits_for_a_slot() -> None:
 
 def test_whose_digest_is_wanted() -> None:
     machine = new_machine(SHARED)
-    assert machine.is_digest_wanted(REQUEST)
-    assert not machine.is_digest_wanted(REQUEST_SECOND)
+
+    def is_wanted(request: DigestRequest) -> bool:
+        return part_of(machine, DigestPart).is_wanted(MakeDigest(ROUTE, request, TABLES))
+
+    assert is_wanted(REQUEST)
+    assert not is_wanted(REQUEST_SECOND)
     play(machine, BOTH_ASKED[-1:])
-    assert machine.is_digest_wanted(REQUEST_SECOND)
-    assert not machine.is_digest_wanted(digest_request(reader=reader(1, incarnation=OTHER_LIFE)))
+    assert is_wanted(REQUEST_SECOND)
+    assert not is_wanted(digest_request(reader=reader(1, incarnation=OTHER_LIFE)))
     play(machine, [(RELEASE,)])
-    assert not machine.is_digest_wanted(REQUEST)
+    assert not is_wanted(REQUEST)
 
 
 @pytest.mark.parametrize(

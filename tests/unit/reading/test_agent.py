@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from harness.local.memory import MemoryTransport
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, Rank, RequestId, new_fence_token
-from nixl_kv.protocol.events import ChunksWanted, PeerBroken, ReadDone, ReadFailed, StopRead
+from nixl_kv.protocol.events import PeerBroken, ReadDone, ReadFailed, ReadMoved, StopRead
 from nixl_kv.reading import agent as read_agent
 from nixl_kv.reading.agent import MAX_SLOT_READS, SlotOp
 from support.agent_reading import R0, SIZES, Reading
@@ -32,7 +32,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     assert np.array_equal(reading.cache.view, before)
     reading.clock.now += 1.5
     num_bytes = reading.cache.blocks([0, 0]).nbytes
-    assert reading.agent.poll() == [ChunksWanted(D1, R0, (), ())]
+    assert reading.agent.poll() == [ReadMoved(D1, R0)]
     for _ in range(2):  # its slot is read
         assert reading.agent.poll() == []
     (event,) = reading.agent.poll()

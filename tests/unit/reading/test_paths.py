@@ -9,7 +9,7 @@ import pytest
 from harness.local.caches import Sizes
 from nixl_kv.errors import PeerLost
 from nixl_kv.geometry.layout import Table
-from nixl_kv.protocol.events import ChunksWanted, StartLoad, StartRead
+from nixl_kv.protocol.events import ReadMoved, StartLoad, StartRead
 from nixl_kv.reading import paths
 from nixl_kv.reading.paths import (
     MAX_SLICES,
@@ -82,7 +82,7 @@ def test_all_slices_arrive_and_each_is_progress(reading: Sliced) -> None:
         news.append(op.poll())
     reading.finish(op)
     assert (sum(reading.posted), set(reading.posted)) == (RUNS, {10})
-    progress = [ChunksWanted(D1, R0, (), ())]
+    progress = [ReadMoved(D1, R0)]
     assert news == [progress] * (len(news) - 1) + [[]]
     assert op.failure is None
 

@@ -15,7 +15,6 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
-    ChunksWanted,
     Counts,
     DataEvent,
     DropPeer,
@@ -27,6 +26,7 @@ from nixl_kv.protocol.events import (
     PeersMoved,
     ReadDone,
     ReadFailed,
+    ReadMoved,
     StartHandshake,
     StartLoad,
     StartRead,
@@ -94,8 +94,8 @@ class Reading:
         """What has ended, when all that goes on in the background is done, and slots are read."""
         self.background.work()
         ended = self.agents.poll()
-        while any(isinstance(event, ChunksWanted) for event in ended):
-            ended = [event for event in ended if not isinstance(event, ChunksWanted)]
+        while any(isinstance(event, ReadMoved) for event in ended):
+            ended = [event for event in ended if not isinstance(event, ReadMoved)]
             ended += self.agents.poll()
         return ended
 

@@ -14,7 +14,9 @@ import pytest
 
 from harness.local.caches import Cache, Sizes
 from harness.local.machines import by_name
+from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, DigestError
+from nixl_kv.feature import RankSetup
 from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.ids import Claim, Rank
 from nixl_kv.protocol.events import (
@@ -28,9 +30,9 @@ from nixl_kv.protocol.events import (
     StartLoad,
 )
 from nixl_kv.protocol.messages import DigestRequest, KVSlice, Reader
-from nixl_kv.verify import digest
+from nixl_kv.verify import build, digest
 from nixl_kv.verify.digest import Digester, Steps
-from nixl_kv.verify.queue import DigestQueue, open_digests
+from nixl_kv.verify.queue import DigestQueue
 from nixl_kv.verify.slices import LocalSlice, find_slices
 from support.digest_caches import SlowDigester, reference
 from support.records import CLAIM, D1, RIVAL, digest_request
@@ -82,16 +84,11 @@ def digests(cache: Cache, counts: Counts) -> DigestQueue:
     return queue_of(cache, counts=counts)
 
 
-def always(action: DigestAction) -> bool:
-    del action
-    return True
-
-
 def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
     """All events until the queue is empty."""
     ended = []
     for _ in range(turns):
-        ended += digests.poll(always)
+        ended += digests.poll()
     assert digests.wait_s is None
     return ended
 
@@ -211,7 +208,9 @@ def test_the_digest_of_a_load_that_is_over_is_forgotten(
     here = queue_of(landed)
     here.add(landing(wanted))
     drained(here)
-    here.poll(lambda _: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(here, "_is_wanted", lambda _: False)
+        here.poll()
     landed.memory[:] = 0
     assert compared(here, wanted).difference is not None
 
@@ -236,7 +235,7 @@ def test_one_digest_is_made_at_a_time_by_a_step_at_each_poll(cache: Cache) -> No
     digests.add(order(claim=RIVAL))
     for number in range(1, 4):
         assert digests.wait_s == 0.25
-        assert digests.poll(always) == []
+        assert digests.poll() == []
         assert slow.secrets == [CLAIM] * number
     one, other = (made for made in drained(digests) if isinstance(made, DigestMade))
     assert slow.secrets == [CLAIM] * 3 + [RIVAL] * 3
@@ -249,7 +248,7 @@ def test_a_claim_has_one_digest_at_a_time(cache: Cache) -> None:
     """Otherwise a reader could keep this rank busy forever."""
     digests = queue_of(cache, SlowDigester(3))
     digests.add(order(b"first"))
-    digests.poll(always)
+    digests.poll()
     assert digests.add(order(b"second")) is None
     assert digests.add(order(b"another", end=9)) is None
     (ended,) = drained(digests)
@@ -260,7 +259,7 @@ def test_a_claim_has_one_digest_at_a_time(cache: Cache) -> None:
 
 def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
     digests.add(order())
-    digests.poll(always)
+    digests.poll()
     digests.clear()
     assert drained(digests) == []
     assert digest_of(digests, order()).refusal is None
@@ -325,7 +324,9 @@ def test_readers_of_the_same_heads_get_the_same_digest(cache: Cache, counts: Cou
     assert by_name(counts)["digest_seconds"] == 2
 
 
-def test_a_digest_that_nobody_waits_for_is_dropped(cache: Cache, counts: Counts) -> None:
+def test_a_digest_that_nobody_waits_for_is_dropped(
+    cache: Cache, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under overload later digests would be late too."""
     slow = SlowDigester(3)
     digests = queue_of(cache, slow, counts)
@@ -336,7 +337,8 @@ def test_a_digest_that_nobody_waits_for_is_dropped(cache: Cache, counts: Counts)
         assert isinstance(action, MakeDigest)
         return action.digest_request.claim == RIVAL or len(slow.secrets) < 2
 
-    dropped, kept = (event for _ in range(10) for event in digests.poll(is_wanted))
+    monkeypatch.setattr(digests, "_is_wanted", is_wanted)
+    dropped, kept = (event for _ in range(10) for event in digests.poll())
     assert dropped == DigestMade(b"gone", asked(), refusal=ANY)
     assert isinstance(kept, DigestMade)
     assert (kept.route, kept.refusal) == (b"here", None)
@@ -344,14 +346,17 @@ def test_a_digest_that_nobody_waits_for_is_dropped(cache: Cache, counts: Counts)
     assert by_name(counts)["digest_seconds"] == 1
 
 
-def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -> None:
+def test_a_digest_is_made_while_one_of_its_readers_waits(
+    digests: DigestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in range(2):
         digests.add(order(reader=reader(rank)))
 
     def is_wanted(action: DigestAction) -> bool:
         return isinstance(action, MakeDigest) and action.digest_request.reader.rank == 1
 
-    ended = [*digests.poll(is_wanted), *digests.poll(is_wanted)]
+    monkeypatch.setattr(digests, "_is_wanted", is_wanted)
+    ended = [*digests.poll(), *digests.poll()]
     assert [one.refusal for one in ended] == [None, None]
 
 
@@ -394,8 +399,19 @@ def test_a_comparison_that_is_refused_is_no_difference(wanted: CompareDigest, ca
 
 def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
     layout = replace(Cache(SIZES).layout(), memory=memory)
-    made = open_digests(layout, Counts(), time.monotonic, is_prefill=is_prefill, verifies=verifies)
-    return None if made is None else made._digester
+    setup = RankSetup(
+        layout=layout,
+        config=Config(verify=verifies),
+        is_prefill=is_prefill,
+        is_decode=not is_prefill or verifies,
+        wake=Mock(),
+        background=Mock(),
+        counts=Counts(),
+        clock=time.monotonic,
+    )
+    queue = build(setup).worker
+    assert isinstance(queue, DigestQueue)
+    return queue._digester
 
 
 @pytest.mark.parametrize("verifies", [False, True])

@@ -19,7 +19,7 @@ from nixl_kv.geometry.layout import Memory
 from nixl_kv.protocol.events import DataEvent, ReadDone
 from nixl_kv.reading import gather
 from nixl_kv.reading.gather.path import OwnerWatch
-from nixl_kv.reading.paths import Feature
+from nixl_kv.reading.paths import PathFeature
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
 from support.records import PEER
@@ -224,7 +224,7 @@ def test_its_thread_ends_with_it(watch: OwnerWatch) -> None:
 # Which ranks map the memory of others
 
 
-def built(memory: Memory, path: str) -> Feature:
+def built(memory: Memory, path: str) -> PathFeature:
     layout = dataclasses.replace(Cache(Sizes()).layout(), memory=memory)
     return gather.build(rank_setup(Config(path=path), layout=layout))
 
@@ -253,7 +253,7 @@ def test_the_setting_says_who_maps_and_who_exports(path: str) -> None:
 
 @pytest.mark.usefixtures("_gpus")
 def test_host_memory_is_not_mapped() -> None:
-    assert built("DRAM", "auto") == Feature()
+    assert built("DRAM", "auto") == PathFeature()
 
 
 def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Span, Table
 from nixl_kv.geometry.plan import Share, plan
-from nixl_kv.protocol.prefill import may_take, most_slots
 from nixl_kv.reading.staged.layout import (
     Crop,
     Ring,
@@ -20,6 +19,7 @@ from nixl_kv.reading.staged.layout import (
     staged_layout,
     staged_table,
 )
+from nixl_kv.reading.staged.ring import may_take, most_slots
 from support.any_shape import Pair, check
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, Layer, Store, byte_pairs, layout

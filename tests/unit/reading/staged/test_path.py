@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
+from harness.local.engine import part_of
 from harness.local.machines import by_name
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
@@ -21,10 +22,11 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.reading import staged
-from nixl_kv.reading.paths import ExtraMemory, Feature
+from nixl_kv.reading.paths import ExtraMemory, PathFeature
 from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
+from nixl_kv.reading.staged.ring import RingPart
 from support.records import pack_request
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
 
@@ -76,16 +78,14 @@ def free_slots(world: World) -> int:
 
 def pack_queue(world: World) -> PackQueue:
     """Prefill's."""
-    packs = world.prefill.parts.packs
-    assert isinstance(packs, PackQueue)
-    return packs
+    return part_of(world.prefill.parts, PackQueue)
 
 
 def nothing_is_left(world: World) -> bool:
     """Neither a slot of either ring, nor a copy."""
     world.prefill.parts.prefill.check()
-    ring = world.prefill.parts.prefill.ring
-    return free_slots(world) == RING_SLOTS and not any(ring.slots) and not world.prefill.parts.packs
+    ring = part_of(world.prefill.parts, RingPart).ring
+    return free_slots(world) == RING_SLOTS and not any(ring.slots) and not pack_queue(world)
 
 
 def arrives(world: World) -> tuple[str, int]:
@@ -130,7 +130,7 @@ def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
     start(world)
     world.run(20)
     assert world.decode.ends() == []
-    assert not any(world.prefill.parts.prefill.ring.slots)
+    assert not any(part_of(world.prefill.parts, RingPart).ring.slots)
     world.decode.copying.is_held = False
     world.decode.copying.work()
     arrives(world)
@@ -244,8 +244,8 @@ def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
 def test_a_slot_that_prefill_does_not_have_is_not_read(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = world.prefill.parts.prefill
-    packed = machine._packed
+    part = part_of(world.prefill.parts, RingPart)
+    packed = part._reply
 
     def lie(*arguments: Any) -> Any:
         reply: Any = packed(*arguments)[0]
@@ -253,7 +253,7 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
         assert isinstance(message, PackReply)
         return [type(reply)(reply.route, msgspec.structs.replace(message, slot=1000))]
 
-    monkeypatch.setattr(machine, "_packed", lie)
+    monkeypatch.setattr(part, "_reply", lie)
     start(world)
     failure = ended(world).failure
     assert failure is not None
@@ -333,13 +333,13 @@ def test_over_tcp_also_few_runs_and_longer_ones_are_staged() -> None:
 MIB = 1 << 20
 
 
-def built(*, is_decode: bool = True, **config: Any) -> Feature:
+def built(*, is_decode: bool = True, **config: Any) -> PathFeature:
     return staged.build(rank_setup(Config(**config), is_decode=is_decode))
 
 
 @pytest.mark.parametrize("changed", [{"staging_mib": 0}, {"path": "direct"}, {"path": "gather"}])
 def test_a_rank_that_is_not_to_pack_has_no_ring(changed: dict[str, Any]) -> None:
-    assert built(**changed) == Feature()
+    assert built(**changed) == PathFeature()
 
 
 @pytest.mark.parametrize("is_decode", [True, False])

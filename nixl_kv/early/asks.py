@@ -10,13 +10,14 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.machine import Deadlines, MachineState
 from nixl_kv.protocol.messages import PrefillState
+from nixl_kv.protocol.prefill import RoutedAsk
 
 # How long a rank remembers an ask for a request of which it has not heard. Prefill may tokenize a
 # long prompt for a second, behind others.
@@ -32,10 +33,10 @@ PAUSED_S: Final = 20.0
 _Reader: TypeAlias = tuple[EngineId, Rank]
 
 
-class RoutedAsk(NamedTuple):
-    route: bytes
-    ask: messages.Ask
-    expires_at: float = math.inf
+@dataclass(frozen=True)
+class _Waiting:
+    asked: RoutedAsk
+    expires_at: float
 
 
 class Demand(MachineState):
@@ -86,7 +87,7 @@ class _Pair:
     known_by: float = math.inf
     expected_at: float = math.inf
     #: In order of arrival.
-    asks: dict[tuple[Claim, _Reader], RoutedAsk] = field(default_factory=dict)
+    asks: dict[tuple[Claim, _Reader], _Waiting] = field(default_factory=dict)
 
     def move(self, event: DemandEvent) -> None:
         self.demand = DEMAND_TRANSITIONS[self.demand][event]
@@ -144,13 +145,19 @@ class EarlyAsks:
         pair = self._pairs.get(nonce)
         return None if pair is None else pair.expected
 
+    def is_other(self, ask: messages.Ask) -> bool:
+        """Whether the request that it asks for has arrived with another prompt."""
+        expected = self.expected(Nonce(ask.nonce))
+        return expected is not None and expected.context != ask.context
+
     def expect(self, event: events.ExpectOffer, now: float) -> list[RoutedAsk]:
         """The request has arrived. Returns the asks for another prompt, to be denied."""
         pair = self._pairs.setdefault(event.nonce, _Pair())
         pair.expected, pair.state, pair.known_by = event, "queued", math.inf
         pair.expected_at = now
         self._set_due(event.nonce, pair)
-        others = {k: each for k, each in pair.asks.items() if each.ask.context != event.context}
+        asks = {key: each.asked for key, each in pair.asks.items()}
+        others = {key: each for key, each in asks.items() if each.ask.context != event.context}
         for key in others:
             self._drop(event.nonce, pair, key)
         return list(others.values())
@@ -161,7 +168,7 @@ class EarlyAsks:
         if pair is None or pair.expected is None or pair.state == state:
             return []
         pair.state = state
-        return list(pair.asks.values())
+        return [each.asked for each in pair.asks.values()]
 
     def add(self, ask: messages.Ask, route: bytes, now: float) -> PrefillState | None:
         """Remember an ask. Returns the state of its request, or None if there are too many."""
@@ -174,7 +181,7 @@ class EarlyAsks:
             self._of_reader[key[1]] = of_reader + 1
         if pair is None:
             pair = self._pairs[ask.nonce] = _Pair(known_by=now + UNKNOWN_S)
-        pair.asks[key] = RoutedAsk(route, ask, now + REPEATED_S)
+        pair.asks[key] = _Waiting(RoutedAsk(route, ask), now + REPEATED_S)
         self._set_due(ask.nonce, pair)
         return "stalled" if self.steps.is_stalled(pair.expected_at, now) else pair.state
 
@@ -210,7 +217,7 @@ class EarlyAsks:
         pair = self._pairs.get(nonce)
         if pair is None:
             return []
-        asks = dict(pair.asks)
+        asks = {key: each.asked for key, each in pair.asks.items()}
         for key in asks:
             self._drop(nonce, pair, key)
         return list(asks.values())

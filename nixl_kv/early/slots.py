@@ -1,27 +1,31 @@
-"""Fence slots and write marks, for offers whose KV is not all written yet. The caller owns both.
+"""The fence slots of offers whose KV is not all written yet, on the caller's thread.
 
-`PairSlots` has the fence slots of offers that are still being computed. vLLM may preempt such a
-request in any step, and reuse its blocks in that step. Only the caller's thread knows that before
-the step runs. So it writes and clears these slots itself, and waits for no other thread. A slot is
-free when the transfer thread reports `PairSlotFree`. `UnwrittenOffers` tells the transfer thread
-when the KV of a step is written.
+vLLM may preempt such a request in any step, and reuse its blocks in that step. Only the caller's
+thread knows that before the step runs. So it writes and clears these slots itself, and waits for no
+other thread. A slot is free when the transfer thread reports `PairSlotFree`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
+from nixl_kv.feature import StepPart
 from nixl_kv.ids import FenceToken, Nonce, new_fence_token
 from nixl_kv.protocol import events
 from nixl_kv.transport.base import SlotPage
 
+# Offers that are computed and granted at a time. Others are granted when they are complete.
+NUM_SLOTS: Final = 256
 
-class PairSlots:
-    """The last slots of a page, from `first` on. For the caller's thread alone."""
 
-    def __init__(self, page: SlotPage, first: int) -> None:
-        self._page = page
-        self._free = list(range(first, page.count))
+class PairSlots(StepPart):
+    """The last slots of a page."""
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self.num_slots = num_slots
+        self._page: SlotPage
+        self._free: list[int] = []
         self._tokens: dict[int, FenceToken] = {}  # of the slots that are not free
         self._held: dict[Nonce, tuple[int, FenceToken] | None] = {}  # None: freed early
 
@@ -29,8 +33,14 @@ class PairSlots:
         """How many are free."""
         return len(self._free)
 
-    def apply(self, commands: Iterable[events.Command]) -> list[events.Command]:
-        """Clear the slots of withdrawn offers, and give slots to pairs. Call it before the step."""
+    def bind(self, page: SlotPage, first: int) -> None:
+        self._page, self._free = page, list(range(first, first + self.num_slots))
+
+    def read(self, slot: int) -> FenceToken:
+        return self._page.read(slot)
+
+    def before_step(self, commands: Iterable[events.Command]) -> list[events.Command]:
+        """Clear the slots of withdrawn offers, and give slots to pairs."""
         found: list[events.Command] = []
         for command in commands:
             match command:
@@ -42,6 +52,10 @@ class PairSlots:
                     command = self.prepare(command)  # noqa: PLW2901 - with its slot
             found.append(command)
         return found
+
+    def on_result(self, result: events.Result) -> None:
+        if isinstance(result, events.PairSlotFree):
+            self.free(result)
 
     def prepare(self, offer: events.PrepareOffer) -> events.PrepareOffer:
         """Give the offer a slot with a token, the same in each step; none if all are in use."""
@@ -77,32 +91,3 @@ class PairSlots:
         for nonce, held in self._held.items():
             if held is not None and self._tokens.get(held[0]) != held[1]:
                 self._held[nonce] = None
-
-
-class UnwrittenOffers:
-    """Offers that prefill must not grant before an event on the GPU's stream.
-
-    With speculative decoding, a step's output leaves before the draft model writes the KV of its
-    own layers. The offer of a pair is granted in parts, while prefill still computes it.
-    """
-
-    def __init__(self, record_event: Callable[[], Callable[[], bool] | None]) -> None:
-        """`record_event` tells whether all writes that are on the stream now have ended.
-
-        It returns None if they have ended already.
-        """
-        self._record_event = record_event
-        self._current: list[events.MarkWritten] = []  # of the current step
-
-    def add(self, commands: Iterable[events.Command]) -> None:
-        self._current += [
-            events.MarkWritten(command.nonce, command.computed, command.attempt)
-            for command in commands
-            if isinstance(command, events.PrepareOffer) and not command.is_written
-        ]
-
-    def pop(self) -> Sequence[events.Command]:
-        """All writes of the step are on the stream. May be called twice per step."""
-        marks, self._current = self._current, []
-        is_done = self._record_event() if marks else None
-        return marks if is_done is None else [events.AwaitWrites(tuple(marks), is_done)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.engine.pair_slots import PairSlots
+from nixl_kv.early.slots import PairSlots
 from nixl_kv.ids import FenceToken, Nonce
 from nixl_kv.protocol.events import PairSlotFree, PrepareOffer
 from nixl_kv.transport.base import SlotPage
@@ -21,7 +21,9 @@ def page() -> SlotPage:
 
 @pytest.fixture
 def slots(page: SlotPage) -> PairSlots:
-    return PairSlots(page, FIRST)
+    slots = PairSlots(COUNT)
+    slots.bind(page, FIRST)
+    return slots
 
 
 def free(offer: PrepareOffer) -> PairSlotFree:
@@ -80,7 +82,8 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
 ) -> None:
     """P(repare), c(lear), (p)u(blish), f(ree), a s(tale) report, a r(estart), in any order."""
     page = SlotPage(FIRST + COUNT)
-    slots = PairSlots(page, FIRST)
+    slots = PairSlots(COUNT)
+    slots.bind(page, FIRST)
     of_offer: dict[Nonce, int] = {}  # while the caller may clear it
     in_use: dict[int, FenceToken] = {}
     for move, number in moves:
