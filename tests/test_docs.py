@@ -204,6 +204,59 @@ def test_functions_that_are_named_exist(document: Path) -> None:
     assert missing == []
 
 
+@cache
+def names_used_by(path: Path, function: str) -> frozenset[str]:
+    """Every name in the functions of this name, but not in their comments and strings."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = ast.walk(ast.parse(path.read_text(encoding="utf-8") if path.is_file() else ""))
+    functions = [node for node in found if isinstance(node, defined) and node.name == function]
+    nodes = [node for each in functions for node in ast.walk(each)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
+
+
+def wrong_steps(row: str) -> list[str]:
+    """Check the last cell of a row: `file.py: function` → `function that it calls` (`its event`).
+
+    A function without a file is in the file before it.
+    """
+    wrong, path, function = [], REPO, ""
+    cell = row.rsplit(" | ", maxsplit=1)[-1]
+    for sign, file, name in re.findall(r"(→ |\()?`(?:([\w/]+\.py): )?(\w+)`", cell):
+        if sign and name not in names_used_by(path, function):
+            wrong.append(f"{path.name}: {function} {sign.strip()} {name}")
+        if sign == "(":
+            continue
+        path, function = REPO / "nixl_kv" / file if file else path, name
+        if name not in (names_in(path) if path.is_file() else ()):
+            wrong.append(f"{path.name}: {name}")
+    return wrong
+
+
+def test_the_paths_of_requests_in_the_architecture_are_the_code() -> None:
+    rows = [
+        row for row in read("ARCHITECTURE.md").splitlines() if re.match(r"\| [a-e]?\d+a? \|", row)
+    ]
+    wrong = {row.split(" | ")[0]: wrong_steps(row) for row in rows if ".py: " in row}
+    assert len(wrong) > 50
+    assert {row: steps for row, steps in wrong.items() if steps} == {}
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("`protocol/prefill.py: _publish` → `_grant_early` → `_ask_again`", []),
+        ("`protocol/prefill.py: _publish` (`PublishOffer`), `_reclaim`", []),
+        ("`protocol/prefill.py: _publish` → `_reclaim`", ["prefill.py: _publish → _reclaim"]),
+        ("`protocol/prefill.py: _publish` (`Grant`)", ["prefill.py: _publish ( Grant"]),
+        ("`protocol/prefill.py: _publish`, `publish`", ["prefill.py: publish"]),
+        ("`protocol/nothing.py: _publish`", ["nothing.py: _publish"]),
+    ],
+)
+def test_a_wrong_step_of_a_path_is_found(cell: str, expected: list[str]) -> None:
+    assert wrong_steps(f"| 1 | P | what | {cell} |") == expected
+
+
 def test_files_that_the_architecture_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)[`:]", read("ARCHITECTURE.md")))
     parts = [path.relative_to(REPO).parts for path in (REPO / "nixl_kv").rglob("*.py")]
