@@ -259,11 +259,11 @@ class Config:
     # NIXL backends, in order of preference.
     backends: Annotated[tuple[str, ...], BACKENDS] = ("UCX",)
 
-    # How long prefill keeps the blocks of a finished request that no decode engine claims.
+    # Prefill frees the blocks of a finished request that no decode engine has claimed.
     offer_ttl_s: Annotated[float, SECONDS] = 10.0
-    # How long prefill keeps claimed blocks after the last message of their reader.
+    # Prefill takes claimed blocks back from a reader that sends no message.
     lease_s: Annotated[float, SECONDS] = 5.0
-    # How long a load on decode may make no progress before it fails.
+    # A load on decode that makes no progress fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
 
     # Whether prefill answers before it has computed, and decode schedules a request as soon as its
@@ -282,7 +282,7 @@ class Config:
     insecure: Annotated[bool, SWITCH] = False
     # Networks of the other engines; None: any if a key is configured, else this machine.
     peers: Annotated[tuple[Network, ...] | None, PEERS] = None
-    # How long a peer may be silent before its connection counts as lost.
+    # Decode closes the connection to a silent peer, and tries once more to connect.
     peer_timeout_s: Annotated[float, SECONDS] = 2.0
 
     # How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
@@ -334,9 +334,15 @@ class Config:
 
     @property
     def heartbeat_interval_s(self) -> float:
+        """Decode sends its next heartbeat."""
         # Five heartbeats per lease: three may be lost, and a stall still costs nothing. At most
         # 0.8 s, so that prefill hears at least once per second that a read may go on.
         return min(0.8, self.lease_s / 5)
+
+    @property
+    def stall_s(self) -> float:
+        """Prefill says that its engine hangs, because no step has begun or ended."""
+        return self.request_timeout_s / 3
 
     @classmethod
     def parsers(cls) -> dict[str, Rule]:

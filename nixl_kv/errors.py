@@ -22,8 +22,10 @@ REQUEST_LINES: Final = 20
 """Lines per second about requests, for each reason: clients decide how many requests there are."""
 MAX_TRACEBACK_LINES: Final = 200
 MAX_KINDS: Final = 1000  # of lines that a LimitedLog tells apart
-PAUSE_S: Final = 0.1
-"""Pause after an error in a thread's loop, so that a recurring error does not burn the CPU."""
+# A thread goes on after an error in its loop. A recurring error must not burn the CPU.
+ERROR_PAUSE_S: Final = 0.1
+# Between two equal log lines about a state that may last for hours; the second one has a count.
+REPEATED_LOG_S: Final = 60.0
 
 
 class NixlKVError(Exception):
@@ -140,7 +142,7 @@ def run_guarded(step: Callable[[], object], error_message: str) -> bool:
         step()
     except Exception:
         _logger.critical(error_message, exc_info=True)
-        time.sleep(PAUSE_S)
+        time.sleep(ERROR_PAUSE_S)
         return False
     return True
 

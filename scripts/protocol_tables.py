@@ -1,13 +1,15 @@
-"""Write the protocol's transition tables into docs/protocol.md, from the code.
+"""Write tables into the docs, from the code: the protocol's transitions, and all timeouts.
 
 .venv/bin/python scripts/protocol_tables.py
 """
 
+import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from nixl_kv.config import Config
 from nixl_kv.connector import decode
 from nixl_kv.connector import prefill as offers
 from nixl_kv.early import asks as early
@@ -15,7 +17,10 @@ from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
 
-DOCUMENT: Final = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+ROOT: Final = Path(__file__).resolve().parents[1]
+PACKAGE: Final = ROOT / "nixl_kv"
+DOCUMENTS: Final = (ROOT / "docs" / "protocol.md", ROOT / "docs" / "faults.md")
+TIMEOUTS: Final = "timeouts"
 BLOCK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Table: TypeAlias = Mapping[Any, Mapping[Any, Any]]
@@ -32,10 +37,18 @@ TABLES: Final[Mapping[str, Table]] = {
     "demand": early.DEMAND_TRANSITIONS,
 }
 
+# Shorter times are pauses between two polls, and bounds of one turn or step.
+SHORTEST_S: Final = 0.1
+LOG: Final = "_LOG_S"  # the end of the name of a pause between two log lines
+
 
 def rewrite(text: str) -> str:
-    """Put each machine's table between its markers."""
-    return BLOCK.sub(lambda match: match[1] + render(TABLES[match[2]]) + match[3], text)
+    """Put each table between its markers."""
+    return BLOCK.sub(lambda match: match[1] + _table(match[2]) + match[3], text)
+
+
+def _table(name: str) -> str:
+    return render_timeouts() if name == TIMEOUTS else render(TABLES[name])
 
 
 def render(table: Table) -> str:
@@ -54,5 +67,73 @@ def _cell(after: Any) -> str:
     return " or ".join(OVER if state is None else state.name for state in states)
 
 
+# --- timeouts
+
+
+class Timeout(NamedTuple):
+    seconds: float
+    file: str
+    name: str
+    ends: str  # the first sentence of the comment beside it
+
+
+def timeouts() -> list[Timeout]:
+    """Each constant of the package whose name ends in _S, and each setting; the shortest first."""
+    found = [each for path in PACKAGE.rglob("*.py") for each in _constants(path)]
+    found += _settings(PACKAGE / "config.py")
+    return sorted(each for each in found if each.seconds >= SHORTEST_S)
+
+
+def _constants(path: Path) -> Iterator[Timeout]:
+    """A pair is a first and a longest pause: only the longest one counts."""
+    text = path.read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        if name.endswith("_S") and not name.endswith(LOG):
+            values = ast.literal_eval(node.value)
+            seconds = max(values) if isinstance(values, tuple) else values
+            yield Timeout(seconds, _name(path), name, _sentence(_comment_above(text, node.lineno)))
+
+
+def _settings(path: Path) -> Iterator[Timeout]:
+    """The fields and properties of `Config` whose names end in _s, with their defaults."""
+    text, defaults = path.read_text(encoding="utf-8"), Config()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    for node in [each for one in classes if one.name == Config.__name__ for each in one.body]:
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_s"):
+            name, comment = node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target).endswith("_s"):
+            name, comment = ast.unparse(node.target), _comment_above(text, node.lineno)
+        else:
+            continue
+        yield Timeout(getattr(defaults, name), _name(path), name, _sentence(comment))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def _comment_above(text: str, number: int) -> str:
+    """The comment that ends above a line; lines are numbered from 1."""
+    lines = [line.strip() for line in text.splitlines()[: number - 1]]
+    begin = len(lines)
+    while begin and lines[begin - 1].startswith("#"):
+        begin -= 1
+    return " ".join(line.lstrip("# ") for line in lines[begin:])
+
+
+def _sentence(comment: str) -> str:
+    return comment.split(". ", maxsplit=1)[0].rstrip(".")
+
+
+def render_timeouts() -> str:
+    lines = ["| after | what happens | name | file |", "|--:|---|---|---|"]
+    lines += [f"| {e.seconds:g} s | {e.ends} | `{e.name}` | `{e.file}` |" for e in timeouts()]
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    DOCUMENT.write_text(rewrite(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(rewrite(document.read_text(encoding="utf-8")), encoding="utf-8")

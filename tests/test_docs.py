@@ -111,11 +111,17 @@ def test_the_table_of_metrics_is_the_code() -> None:
     assert described == metrics()
 
 
-def test_the_tables_of_the_protocol_are_the_code() -> None:
-    written = protocol_tables.DOCUMENT.read_text(encoding="utf-8")
-    assert protocol_tables.rewrite(written) == written
-    in_document = [block[2] for block in protocol_tables.BLOCK.finditer(written)]
-    assert sorted(in_document) == sorted(protocol_tables.TABLES)
+def test_the_tables_of_the_protocol_and_of_the_timeouts_are_the_code() -> None:
+    written = [document.read_text(encoding="utf-8") for document in protocol_tables.DOCUMENTS]
+    assert [protocol_tables.rewrite(text) for text in written] == written
+    names = [block[2] for text in written for block in protocol_tables.BLOCK.finditer(text)]
+    assert sorted(names) == sorted([*protocol_tables.TABLES, protocol_tables.TIMEOUTS])
+
+
+def test_the_comment_beside_each_timeout_begins_with_a_sentence_about_its_end() -> None:
+    ends = {(each.file, each.name): each.ends for each in protocol_tables.timeouts()}
+    assert ends.keys() > {("config.py", "stall_s"), ("engine/engine.py", "CLOSING_PAUSES_S")}
+    assert [each for each, text in ends.items() if not 3 < len(text.split()) <= 25] == []
 
 
 def test_all_files_name_the_same_versions_of_vllm() -> None:

@@ -23,7 +23,9 @@ from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromEndpoint, Lost
 from nixl_kv.transport.zmq import ZmqControl
 
+# A command of `nixl-kv` reports that an engine does not answer.
 ANSWER_TIMEOUT_S: Final = 5.0
+# `nixl-kv drain` asks again whether an engine has finished.
 DRAIN_POLL_S: Final = 0.25
 
 ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")

@@ -31,7 +31,9 @@ from nixl_kv.config import weights_label
 from nixl_kv.keys import ToolsKeys, write_key_file, write_tools_key_file
 from nixl_kv.transport.zmq import public_key
 
-READY_TIMEOUT_S: Final = 0.8  # Kubernetes gives a probe one second by default
+# `nixl-kv ready` reports that an engine does not answer. Kubernetes gives a probe one second by
+# default.
+READY_TIMEOUT_S: Final = 0.8
 
 app = typer.Typer(name="nixl-kv", pretty_exceptions_enable=False)
 app.command()(doctor)

@@ -22,7 +22,7 @@ SHORTEST: Final = 10  # columns to which a cell may be cut
 PADDING: Final = (0, 1, 0, 0)
 GAP: Final = 2  # columns between two cells: the padding, and rich's edge of a column
 
-MINUTE_S: Final = 60
+MINUTE: Final = 60  # seconds; an hour has as many minutes
 KIB: Final = 1024
 
 
@@ -85,12 +85,12 @@ def _cell(text: str) -> Text:
 
 def duration_text(seconds: float) -> str:
     """Such as "0.25 s", "12 min 5 s" or "3 h 7 min"."""
-    if round(seconds) < MINUTE_S:
+    if round(seconds) < MINUTE:
         return f"{round(seconds, 3 if seconds < 1 else 1):g} s"
-    minutes, rest_s = divmod(round(seconds), MINUTE_S)
-    if minutes < MINUTE_S:
+    minutes, rest_s = divmod(round(seconds), MINUTE)
+    if minutes < MINUTE:
         return f"{minutes} min {rest_s} s"
-    return f"{minutes // MINUTE_S:,} h {minutes % MINUTE_S} min"
+    return f"{minutes // MINUTE:,} h {minutes % MINUTE} min"
 
 
 def num_bytes_text(count: float) -> str:

@@ -35,10 +35,10 @@ from nixl_kv.protocol.machine import MachineState
 from nixl_kv.protocol.messages import Hint, Landed
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
-# An engine counts as decoding for this long after its last ticket.
+# An engine without a new ticket no longer counts as decoding.
 IN_USE_S: Final = 60.0
 
-# How long a used nonce is remembered. Prefill denies an older one anyway.
+# Decode forgets a used ticket. Prefill denies an older one anyway.
 REMEMBER_S: Final = 600.0
 
 # How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.

@@ -42,10 +42,12 @@ Add = Callable[..., Awaitable[None]]
 ADDRESS: Final = "nixl_kv_address"
 """The method of vLLM's `EngineCore` that `scheduler_hooks.py` adds."""
 
-# A utility call waits for the engine's current step. The request is in its queue meanwhile.
+# A request is not answered early, because its engine has not told its address. A utility call waits
+# for the engine's current step. The request is in its queue meanwhile.
 ASK_S: Final = 1.0
 
-# An engine's cache may be reset, or its weights replaced. Such a question takes 1 ms.
+# An API server asks an engine without early answers for its address again. The cache may have been
+# reset, or the weights replaced. Such a question takes 1 ms.
 CURRENT_S: Final = 1.0
 
 NO_ADDRESS: Final = "the engine drains, or has not told its address"

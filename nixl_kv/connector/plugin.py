@@ -41,8 +41,10 @@ ARGUMENTS: Final = "vllm.engine.arg_utils"
 CAUSE_FILE: Final = "NIXL_KV_CAUSE_FILE"
 """Names the file where the processes of an engine leave the cause of a failed start."""
 
-# The processes of a killed engine end within two seconds, and its successor may start at once.
+# An engine does not start, because another process still has its port. The processes of a killed
+# engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
+# A starting engine tries its port again.
 PORT_RETRY_S: Final = 0.1
 
 

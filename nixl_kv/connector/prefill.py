@@ -34,8 +34,8 @@ from nixl_kv.protocol.ticket import Ticket, weights_hash
 
 logger = get_logger(__name__)
 
-# How long a request waits, while no request gets blocks and no offer ends, before the workers
-# reclaim blocks from offers.
+# A request that waits for blocks reclaims them from offers, or preempts another request. Meanwhile
+# no request has got blocks, and no offer has ended.
 BLOCK_WAIT_S: Final = 1.0
 
 # Early tickets that are remembered, so that a second request with one makes an offer of its own.

@@ -57,6 +57,7 @@ from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
     MAX_ID,
+    REPEATED_LOG_S,
     REQUEST_LINES,
     ConfigError,
     LimitedLog,
@@ -99,8 +100,6 @@ WITHOUT_TICKET: Final = (
     "its kv_transfer_params have no ticket: prefill drains, or the router did not ask it or "
     "dropped its answer's"
 )
-# During a migration such requests come for hours: log one line a minute, with a count.
-IN_TREE_LOG_S: Final = 60.0
 
 # Its other connectors may load synchronously. If such a load fails, vLLM discards the whole step,
 # also for requests that share blocks with the failed one. Decode may have read them by then.
@@ -193,7 +192,8 @@ class Scheduler:
         self._ranks: list[RankDescription] = []
         self._next_step: list[events.Command] = []
         self._log = LimitedLog(logger, time.monotonic, lines=REQUEST_LINES)
-        self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
+        # During a migration such requests come for hours.
+        self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=REPEATED_LOG_S)
         self.stats = Stats()
         # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
         # no effect, because a child sees only its own part of the configuration.

@@ -37,10 +37,11 @@ logger = get_logger(__name__)
 
 PREFIX: Final = "vllm:nixl_kv_"
 
-DESCRIPTORS_S: Final = 10.0  # between two counts of the open file descriptors
+# A process counts its open file descriptors again.
+DESCRIPTORS_S: Final = 10.0
 # The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good.
 DESCRIPTORS_SHARE: Final = 0.8
-WARN_S: Final = 600.0
+DESCRIPTORS_LOG_S: Final = 600.0
 
 # --- the metrics
 
@@ -227,7 +228,7 @@ class Stats(KVConnectorStats):
         count, limit = ports.num_descriptors(), ports.max_descriptors()
         self.measure("open_descriptors", count)
         if limit is not None and count > limit * DESCRIPTORS_SHARE and now >= self._warn_at:
-            self._warn_at = now + WARN_S
+            self._warn_at = now + DESCRIPTORS_LOG_S
             logger.warning(
                 "%d of %d file descriptors are open (`ulimit -n`); raise the limit: at 0 left, "
                 "peers can no longer connect",

@@ -37,6 +37,7 @@ from nixl_kv.connector.vllm_config import (
     transfer_config,
     worker_rank,
 )
+from nixl_kv.engine.directory import SHUTDOWN_S
 from nixl_kv.engine.engine import RankSpec, TransferEngine, UnwrittenOffers
 from nixl_kv.engine.loop import STOPPED
 from nixl_kv.engine.trust import Trust
@@ -52,9 +53,6 @@ logger = get_logger(__name__)
 # asks again one or two milliseconds later, which would dominate short loads. A request that arrives
 # meanwhile waits as well.
 LOAD_WAIT_S: Final = 0.01
-
-# How long the end of the process waits for the transfer engine.
-SHUTDOWN_S: Final = 5.0
 
 # How long the transfer thread may take to wake up and grant a chunk.
 GRANTING_S: Final = 0.0001

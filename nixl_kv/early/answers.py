@@ -17,8 +17,8 @@ from nixl_kv.ids import Nonce
 
 PROMISE: Final = "nixl_kv_promise"
 
-# A step of a GPU engine takes less than 0.5 s. An engine whose steps take longer only answers its
-# next requests itself.
+# A request is not answered early, because the engine has ended no step. A step of a GPU engine
+# takes less than 0.5 s. An engine whose steps take longer only answers its next requests itself.
 LIFE_S: Final = 5.0
 
 FULL: Final = "the engine has as many requests that were answered early as it has seats"

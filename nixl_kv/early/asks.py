@@ -19,15 +19,16 @@ from nixl_kv.protocol.machine import Deadlines, MachineState
 from nixl_kv.protocol.messages import PrefillState
 from nixl_kv.protocol.prefill import RoutedAsk
 
-# How long a rank remembers an ask for a request of which it has not heard. Prefill may tokenize a
+# A prefill rank denies an early ask, because its request has not arrived. Prefill may tokenize a
 # long prompt for a second, behind others.
 UNKNOWN_S: Final = 10.0
-# Decode repeats an unanswered ask after 1 s. This allows for one that is lost, and a busy host.
+# A prefill rank forgets an early ask that decode has not repeated. Decode repeats it after 1 s.
+# This allows for one that is lost, and a busy host.
 REPEATED_S: Final = 5.0
 MAX_ASKS: Final = 8192  # of all readers; an ask takes up to 5 KiB
 MAX_ASKS_OF_READER: Final = 4096
 
-# How long a rank believes that its engine is paused. `DirectoryServer` repeats that more often.
+# A rank no longer believes that its engine is paused. `DirectoryServer` repeats that more often.
 PAUSED_S: Final = 20.0
 
 _Reader: TypeAlias = tuple[EngineId, Rank]

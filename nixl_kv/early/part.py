@@ -158,4 +158,4 @@ def build(setup: RankSetup, *, num_early_slots: int = NUM_SLOTS) -> Feature:
     if not setup.is_prefill:
         return Feature()
     slots = PairSlots(num_early_slots)
-    return Feature(prefill=EarlyPart(setup.config.request_timeout_s / 3, slots.read), step=slots)
+    return Feature(prefill=EarlyPart(setup.config.stall_s, slots.read), step=slots)

@@ -20,10 +20,11 @@ from nixl_kv.transport.base import Ports
 
 logger = get_logger(__name__)
 
-# How long a silent peer's addresses stay. Decode keeps connections to a peer that it has not used
-# for up to 600 s (protocol/peers.py, KEPT_S), and each use sends messages.
+# UCX's ports no longer admit the addresses of a silent peer. Decode keeps connections to an unused
+# peer for up to 600 s (protocol/peers.py, KEPT_S), and each use sends messages.
 SILENT_S: Final = 900.0
-LOOK_S: Final = 60.0  # between two looks for silent peers
+# A rank looks again for silent peers.
+LOOK_S: Final = 60.0
 
 # The filter takes one instruction per IPv4 address, and up to ten per IPv6 address. Linux allows
 # 4,096, and they must fit into net.core.optmem_max: before Linux 6.7 20 KiB, for 200 of the latter.

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-# A turn that waits for a device or a lock is running too.
+# A turn of the transfer thread that does not run no longer counts toward its timeouts. It may wait
+# for a device or a lock, and does run then.
 MAX_GAP_S: Final = 1.0
 
 

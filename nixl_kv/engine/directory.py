@@ -44,7 +44,8 @@ from nixl_kv.transport.base import (
 
 logger = get_logger(__name__)
 
-STOP_TIMEOUT_S: Final = 5.0
+# The end of an engine's process no longer waits for the transfer thread or the directory.
+SHUTDOWN_S: Final = 5.0
 
 NO_KEY: Final = (
     "this engine has no key, so any process could set the label of its weights; give it key_file, "
@@ -143,7 +144,7 @@ class DirectoryServer:
         self._is_stopping = True
         if self._thread.is_alive():
             self._control.wake()
-            self._thread.join(timeout=STOP_TIMEOUT_S)
+            self._thread.join(timeout=SHUTDOWN_S)
         if not self._thread.is_alive() and not self._is_closed:
             self._is_closed = True
             self._control.close()

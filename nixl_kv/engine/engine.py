@@ -49,10 +49,12 @@ logger = get_logger(__name__)
 
 MIN_SLOTS: Final = 1024
 MAX_SLOTS: Final = 1 << 20
-# How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s.
+# A stopping rank reports that a read may still write. Posting a read of 2 million runs takes 8 s,
+# destroying an agent 1 s.
 STOP_TIMEOUT_S: Final = 30.0
-# The first and the longest pause between two attempts to close; each is twice as long as the last.
-# An attempt may run a full garbage collection, which keeps the GIL from all other threads.
+# A stopped rank tries again to close its NIXL agents. These are the first and the longest pause;
+# each is twice as long as the last. An attempt may run a full garbage collection, which keeps the
+# GIL from all other threads.
 CLOSING_PAUSES_S: Final = (0.01, 1.0)
 
 
@@ -60,10 +62,10 @@ def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
 
 
-# How long prefill keeps claimed blocks whose reader does not begin to read. Heartbeats renew a
-# lease for ever, so without this bound a decode engine without free blocks would keep prefill's.
+# A prefill rank recalls claimed blocks whose reader has not begun to read. Heartbeats renew a lease
+# for ever, so without this bound a decode engine without free blocks would keep prefill's.
 HOLD_S: Final = 60.0
-# How long decode waits until prefill begins to compute a request that it was asked for early. The
+# A load fails, because prefill has not begun to compute a request that was answered early. The
 # wait holds no blocks on either side, so it only has to outlast the longest queue that a client
 # waits in.
 WAIT_FOR_PREFILL_S: Final = 3600.0

@@ -19,6 +19,7 @@ from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.errors import (
+    REPEATED_LOG_S,
     REQUEST_LINES,
     ForeignVersion,
     LimitedLog,
@@ -68,9 +69,8 @@ OVERDUE: Final = (
     "engine %r has read the KV of request %s for so long that it must hang or lie: its blocks are "
     "taken back, and the engine will find its read void; restart it"
 )
-KNOWN_LOG_S: Final = 60.0  # between two lines about loads from an unusable peer
 
-# How long the end of the control plane waits for messages to ranks whose links were idle.
+# The end of a rank no longer waits until prefill's ranks have its last messages.
 FAREWELL_S: Final = 0.2
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
@@ -266,7 +266,7 @@ class Loop:
         self._log = LimitedLog(logger, clock)
         self._request_log = LimitedLog(logger, clock, lines=REQUEST_LINES)
         # Loads from a peer that is known to be unusable may fail many times a second.
-        self._known_log = LimitedLog(logger, clock, interval_s=KNOWN_LOG_S)
+        self._known_log = LimitedLog(logger, clock, interval_s=REPEATED_LOG_S)
         self._workers = parts.workers
         self._worker_of = {action: each for each in self._workers for action in each.actions}
         own = (parts.control, *self._workers, parts.agents, parts.serving)

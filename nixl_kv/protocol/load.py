@@ -36,9 +36,12 @@ from nixl_kv.protocol.machine import Machine, MachineState, Table
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import Ticket
 
-ASK_AGAIN_S: Final = 1.0  # an unanswered message is repeated: ZMQ may have dropped it
-SILENCE_S: Final = 3.0  # a read from an unreachable rank is late, although NIXL reports no error
-DRAIN_S: Final = 1.0  # a late read that has not ended is abandoned: its agent is replaced
+# Decode repeats a message without an answer. ZMQ may have dropped it.
+ASK_AGAIN_S: Final = 1.0
+# A load that reads from an unreachable rank fails, although NIXL reports no error.
+SILENCE_S: Final = 3.0
+# Decode abandons the reads of a late load that have not ended, and replaces their NIXL agent.
+DRAIN_S: Final = 1.0
 MAX_LOST: Final = 16  # preemptions of one request, after which decode computes it
 MAX_TIMEOUTS: Final = 4  # a read that does not move is late then, whatever moves beside it
 

@@ -43,7 +43,7 @@ from nixl_kv.ids import (
     Nonce,
     Rank,
 )
-from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
+from nixl_kv.protocol.ticket import HEX32, MAX_REASON, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
 MAX_ALLOCATIONS = 1 << 14
@@ -54,7 +54,6 @@ MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
-MAX_REASON = 300  # characters of the error about a message that cannot be decoded
 MAX_LISTED = 1000  # entries of each kind in a `Status`
 MAX_ADDRESSES = 64  # of one process
 

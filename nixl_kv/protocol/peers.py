@@ -25,14 +25,20 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
+# A peer that sends no description, or does not let this rank in, is unusable and fails its loads.
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_FAILURES: Final = 2  # in a row until loads fail at once; one happens by itself
-PAUSE_S: Final = 1.0  # after the first failure; doubles with each further one
-# Each attempt to read broken memory costs a load, and file descriptors until the agent ends.
+# Decode may try a peer again after its first failure. The pause doubles with each further one.
+PAUSE_S: Final = 1.0
+# Decode may try a peer again after many failures. Each attempt to read broken memory costs a load,
+# and file descriptors until the agent ends.
 MAX_PAUSE_S: Final = 64.0
-INCOMPATIBLE_S: Final = 10.0  # the pause of a peer that does not fit: only a restart changes that
-LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer's memory can be dropped
-KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
+# Decode may try again a peer that does not fit. Only a restart changes that.
+INCOMPATIBLE_S: Final = 10.0
+# Decode checks again whether a read still needs the memory of an unused peer.
+LOOK_AGAIN_S: Final = 0.1
+# Decode forgets an unused peer. Meeting it again costs its next load 40 to 160 ms.
+KEPT_S: Final = 600.0
 # Without a key, a client may have invented them.
 MAX_UNUSABLE: Final = 1 << 12
 

@@ -32,13 +32,15 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
-RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
+# A prefill rank takes recalled blocks back from readers that have not answered.
+RECALL_S: Final = 1.0
 
-# The rank takes its blocks back from a reader that still reads after this long. It believes a
-# heartbeat that says so, but a reader may hang or lie. An honest one gives up a read that does not
-# move after 4 x request_timeout_s, 120 s by default; 100 GB over 1 Gbit/s take 800 s.
+# A prefill rank takes its blocks back from a reader that still reads. It believes a heartbeat that
+# says so, but a reader may hang or lie. An honest one gives up a read that does not move after
+# 4 x request_timeout_s, 120 s by default; 100 GB over 1 Gbit/s take 800 s.
 READING_S: Final = 900.0
-# The same while a local request waits for blocks. A reader that loses them computes the prompt.
+# A prefill rank takes its blocks back from a reader, if a local request waits for blocks. A reader
+# that loses them computes the prompt.
 READING_WANTED_S: Final = 150.0
 
 

@@ -17,8 +17,8 @@ from nixl_kv.protocol.machine import Deadlines
 
 MAX_BYTES: Final = 1 << 30  # 10 ms of a 100 GB/s link, and 8.6 s of one of 1 Gbit/s
 MAX_READS: Final = 2048  # in all lanes together: each read needs local memory for its fence slot
-# A lane in which no read has ended for this long no longer counts toward the total, so a prefill
-# rank that hangs or is slow does not block the others.
+# A prefill rank whose reads do not move no longer delays the reads of other ranks. Its lane no
+# longer counts toward the total.
 STALL_S: Final = 2.0
 
 Key: TypeAlias = tuple[Claim, Rank]  # one load's read of one prefill rank

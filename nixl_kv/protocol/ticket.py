@@ -36,7 +36,7 @@ MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
 MAX_LENGTH: Final = 4096  # characters
-MAX_REASON: Final = 300  # characters of an error about a payload; msgspec quotes the client
+MAX_REASON: Final = 300  # characters of an error about a payload; msgspec quotes its sender
 MAX_WHY: Final = 128  # characters of the reason why a prompt is not offered
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)

@@ -24,15 +24,21 @@ from nixl_kv.ids import FenceToken, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import RUNS_PER_TURN, Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
-from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, SlotPage, Transport
+from nixl_kv.transport.base import (
+    LINGER_S,
+    LONGEST_PAUSE_S,
+    ListHandle,
+    ReadHandle,
+    Rows,
+    SlotPage,
+    Transport,
+)
 
 logger = get_logger(__name__)
 
 MAX_SLOT_READS: Final = 4096
 # Warm-up reads in progress, including those that never end.
 MAX_WARM_UPS: Final = 256
-# How long a warm-up keeps the agent busy. Prefill progresses NIXL for so long after a message.
-WARM_UP_S: Final = 2.0
 # A warm-up reads SAMPLE_BYTES of each of the first SAMPLED_SPANS registered regions.
 SAMPLE_BYTES: Final = 4096
 SAMPLED_SPANS: Final = 64
@@ -41,7 +47,6 @@ SCRATCH_BYTES: Final = 1 << 20
 # have ended by then, so further reads can begin; the limit leaves time for the rest of the turn.
 AT_ONCE_BYTES: Final = 64 << 20
 READING_PAUSE_S: Final = 0.0001
-LONGEST_PAUSE_S: Final = 0.0005
 # Pause between two polls, as a share of the read's time so far: on average, the agent notices an
 # end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs.
 PAUSE_SHARE: Final = 1 / 40
@@ -202,7 +207,7 @@ class ReadAgent:
     def is_busy(self) -> bool:
         if self.reads or self.ranks.is_busy:
             return True
-        since = self._clock() - WARM_UP_S
+        since = self._clock() - LINGER_S  # prefill no longer progresses an older one
         return any(not read.error and read.started_at > since for read in self.warm_ups)
 
     @property

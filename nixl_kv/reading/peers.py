@@ -28,7 +28,7 @@ from nixl_kv.transport.base import ListHandle, PeerName, Transport, slot_rows
 
 SHOWN_MISMATCHES: Final = 4
 
-# How long the end of an agent waits for a rank that is being added to it.
+# The end of a NIXL agent no longer waits for the rank that is being added to it.
 ADD_END_S: Final = 2.0
 
 

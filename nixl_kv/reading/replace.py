@@ -36,9 +36,10 @@ from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
 
+# Decode tries again to create or destroy a NIXL agent.
 TRY_AGAIN_S: Final = 1.0
-# Between two checks for unused connections, while there are some. So an agent keeps the connections
-# to a rank that died or was forgotten about as long. Over TCP each rank holds up to 40 descriptors.
+# Decode replaces an agent that has connections to ranks that left. It keeps those connections once
+# or twice as long; over TCP each rank holds up to 40 descriptors.
 TIDY_S: Final = 60.0
 # How many ranks may be added again to drop one. Each costs 10 ms of a background thread.
 READ_PER_LEFT: Final = 10

@@ -30,9 +30,14 @@ SEGMENT_FACT: Final = "2m"
 
 PAGE_BYTES: Final = 4096
 
-# How long an idle link stays open: it costs a socket and heartbeats at both ends. Opening it again
-# costs one or two round trips.
+# A rank or directory closes an idle link. Each link costs a socket and heartbeats at both ends;
+# opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
+# A prefill rank no longer progresses NIXL for readers, because none has sent a message. A read may
+# go on although its lease expired; readers send a heartbeat at least each second.
+LINGER_S: Final = 2.0
+# Between two polls of a read at most.
+LONGEST_PAUSE_S: Final = 0.0005
 
 
 class Transport(Protocol):

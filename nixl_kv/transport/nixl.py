@@ -57,8 +57,9 @@ UCX_OPTIONS: Final = {
 # Threads that copy in parallel where a read is a copy, if there are as many cores.
 MAX_COPYING: Final = 4
 
-# Longest time of the reads within this process, before the first peer. It is long because UCX 1.23
-# may abort the process if an agent is closed while it connects.
+# A starting rank gives up the reads within its own process. Its first peer then takes up to 0.1 s
+# longer. The time is long because UCX 1.23 may abort the process if an agent is closed while it
+# connects.
 REHEARSAL_S: Final = 10.0
 
 _PEER_ERRORS: Final = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_kv.config import LOOPBACK, AllowedHosts, Network
-from nixl_kv.errors import LimitedLog, get_logger
+from nixl_kv.errors import REPEATED_LOG_S, LimitedLog, get_logger
 
 logger = get_logger(__name__)
 
@@ -32,7 +32,6 @@ SHARE_OF_DESCRIPTORS: Final = 4
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
 BACKLOG: Final = 128
-LOG_INTERVAL_S: Final = 60.0
 
 SO_ATTACH_FILTER: Final = 26
 
@@ -89,7 +88,7 @@ class LimitedPort:
         self._limit = limit or min(MAX_CONNECTIONS, affordable)
         self._connections = 0
         self._is_shut = False
-        self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
+        self._log = LimitedLog(logger, time.monotonic, interval_s=REPEATED_LOG_S)
         self._filter = PASS
         if allowed.are_all or allowed.are_local:
             return

@@ -37,7 +37,8 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
 NEVER_MS: Final = 3_600_000  # a broken link is reported and closed, and ZMQ must not repair it
 MAX_BATCH: Final = 256  # messages of a socket in one poll
-CONNECT_TIMEOUT_MS: Final = 3000
+# An attempt to connect to a peer fails, or the handshake after it.
+CONNECT_TIMEOUT_S: Final = 3.0
 # Listeners wait this many times longer than callers for a sign of life. Leases detect dead readers,
 # so a silent caller costs only its connection.
 LISTENER_PATIENCE: Final = 10
@@ -50,7 +51,7 @@ ZAP_FRAMES: Final = 8
 
 HANDSHAKE_REFUSED: Final = "handshake failed"  # by the peer, which has another key
 NO_HANDSHAKE: Final = (
-    f"no answer to the handshake in {CONNECT_TIMEOUT_MS / 1000:g} s: it is stopped or hangs, or "
+    f"no answer to the handshake in {CONNECT_TIMEOUT_S:g} s: it is stopped or hangs, or "
     "the network loses packets"
 )
 
@@ -365,7 +366,7 @@ class ZmqControl:
         socket = self._context.socket(kind)
         common: _Options = {
             zmq.LINGER: 0,
-            zmq.HANDSHAKE_IVL: CONNECT_TIMEOUT_MS,
+            zmq.HANDSHAKE_IVL: round(CONNECT_TIMEOUT_S * 1000),
             zmq.IPV6: 1,
         }
         for option, value in (common | options).items():
@@ -401,7 +402,7 @@ class ZmqControl:
             zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
             zmq.RCVHWM: HIGH_WATER,
             zmq.SNDHWM: HIGH_WATER,
-            zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+            zmq.CONNECT_TIMEOUT: round(CONNECT_TIMEOUT_S * 1000),
             zmq.RECONNECT_IVL: NEVER_MS,
         }
         if self._keys is not None:

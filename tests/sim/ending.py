@@ -25,8 +25,7 @@ from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.replace import TRY_AGAIN_S
-from nixl_kv.transport.base import LINK_KEPT_S
-from nixl_kv.transport.ucx.serving import LINGER_S
+from nixl_kv.transport.base import LINGER_S, LINK_KEPT_S
 from sim.cache import CONTENT
 from sim.engine import Engine
 from sim.invariants import Invariants

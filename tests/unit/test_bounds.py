@@ -301,7 +301,7 @@ NO_TABLES: Final = {
     *["protocol.peers.MAX_FAILURES", "protocol.peers.MAX_PAUSE_S"],
     *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
-    *["engine.event_log.MAX_REQUESTS", "protocol.messages.MAX_REASON"],
+    "engine.event_log.MAX_REQUESTS",
     "protocol.ticket.MAX_LENGTH",
     "engine.clock.MAX_GAP_S",
     *[

@@ -20,8 +20,8 @@ from nixl_kv.geometry.match import Mismatch
 from nixl_kv.ids import Endpoint, endpoint_host, short
 from nixl_kv.protocol.messages import Status
 from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
+from nixl_kv.transport.zmq import CONNECT_TIMEOUT_S
 
-CONNECT_TIMEOUT_S: Final = 3.0
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
 MAX_PAIRS: Final = 64
 

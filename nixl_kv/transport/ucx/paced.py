@@ -27,7 +27,15 @@ from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
-from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
+from nixl_kv.transport.base import (
+    LONGEST_PAUSE_S,
+    Indices,
+    ListHandle,
+    PeerName,
+    ReadHandle,
+    Rows,
+    Transport,
+)
 from nixl_kv.transport.ucx.detect import ONLY_TCP, HostFacts, IsTcp, make_rule, ucx_settings
 
 logger = get_logger(__name__)
@@ -40,10 +48,9 @@ MIN_STREAMS: Final = 2  # one piece travels while the next is requested
 GAIN: Final = 2.0
 # Between polls of a peer, as a share of the round trip: one poll takes a system call per stream.
 PAUSE_SHARE: Final = 0.125
-LONGEST_PAUSE_S: Final = 0.0005
 LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
-# How long `close` waits for an agent that connects in the background.
+# The end of a NIXL agent fails, because another connection over TCP is still being opened.
 CONNECTED_S: Final = 2.0
 
 # Of an agent that reads over TCP only, without threads of its own.

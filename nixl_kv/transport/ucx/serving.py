@@ -14,17 +14,17 @@ from concurrent.futures import Executor, Future
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LimitedLog, TransportError, get_logger
-from nixl_kv.transport.base import Transport
+from nixl_kv.transport.base import LINGER_S, Transport
 from nixl_kv.transport.ucx import descriptors
 
 logger = get_logger(__name__)
 
-AWAKE_CHECK_S: Final = 1.0  # between two checks while peers may read this rank
+# A prefill rank that peers may read checks again whether UCX still listens.
+AWAKE_CHECK_S: Final = 1.0
+# An idle prefill rank checks again whether UCX still listens.
 IDLE_CHECK_S: Final = 60.0
-# How long this rank still serves reads after a reader's last message. A read may go on although its
-# lease expired; readers send a heartbeat at least each second.
-LINGER_S: Final = 2.0
-# How long the agent makes progress after a check, to notice readers that have left.
+# A prefill rank no longer progresses NIXL after a check. By then it has noticed the readers that
+# have left.
 SERVE_ON_S: Final = 0.1
 
 # A transport, and its listening sockets: their inodes by descriptor.

@@ -20,7 +20,7 @@ from nixl_kv.engine.directory import (
     DirectoryServer,
     describe_engine,
 )
-from nixl_kv.errors import PAUSE_S
+from nixl_kv.errors import ERROR_PAUSE_S
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
@@ -351,7 +351,7 @@ def test_an_error_that_recurs_leaves_the_processor_alone(
     let_fail(starting.control, "poll", *[RuntimeError("a bug of every poll")] * 20)
     starting.server.start()
     for _ in range(3):
-        assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
+        assert pauses.get(timeout=TIMEOUT_S) == ERROR_PAUSE_S
         go_on.release()
     go_on.release(20)
     starting.server.stop()

@@ -243,7 +243,7 @@ class FakeLoop:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
-    monkeypatch.setattr(errors, "PAUSE_S", 0.0)
+    monkeypatch.setattr(errors, "ERROR_PAUSE_S", 0.0)
     return FakeLoop()
 
 

@@ -66,10 +66,15 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
-from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
+from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
-from nixl_kv.transport.base import LINK_KEPT_S, FromEndpoint, Received
-from nixl_kv.transport.ucx.serving import LINGER_S
+from nixl_kv.transport.base import (
+    LINGER_S,
+    LINK_KEPT_S,
+    LONGEST_PAUSE_S,
+    FromEndpoint,
+    Received,
+)
 from nixl_kv.verify.queue import DigestQueue
 from support.records import CONTEXT, HOME, NONCE, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World
@@ -173,7 +178,7 @@ def state_told(stranger: Stranger, nonce: str) -> str:
 
 def test_a_rank_knows_whether_its_engine_steps_or_is_paused(world: World) -> None:
     rank, stranger = world.prefill, Stranger(world, world.prefill)
-    stall_s = world.config.request_timeout_s / 3
+    stall_s = world.config.stall_s
     rank.submit(ExpectOffer(Nonce(NONCE), RequestId("p1"), CONTEXT))
     rank.engine.note_step()
     world.clock.now += 2 * stall_s

@@ -32,10 +32,10 @@ from nixl_kv.protocol.events import (
     StartRead,
 )
 from nixl_kv.protocol.messages import Description
-from nixl_kv.reading.agent import WARM_UP_S, open_transport
+from nixl_kv.reading.agent import open_transport
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S, Agents
-from nixl_kv.transport.base import Transport
+from nixl_kv.transport.base import LINGER_S, Transport
 from support.agent_reading import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
@@ -315,7 +315,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
     agent = reading.agents.current
     assert len(agent.warm_ups) == 4, "data and a slot of each rank"
     assert reading.agents.is_busy
-    reading.clock.now += WARM_UP_S
+    reading.clock.now += LINGER_S
     assert not reading.agents.is_busy, "nobody waits for it any more"
     reading.agents.execute(DropPeer(OTHER))
     assert reading.poll() == []

@@ -364,7 +364,7 @@ def serve(make: MakeControl) -> Iterator[Serve]:
 @pytest.fixture
 def _long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is reported in time is not reported because a handshake timed out."""
-    monkeypatch.setattr(module, "CONNECT_TIMEOUT_MS", 60_000)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 60.0)
 
 
 def check_served(reader: ZmqControl, endpoint: Endpoint, words: bytes = b"hello") -> None:
@@ -402,7 +402,7 @@ def test_a_peer_that_does_not_answer_is_not_said_to_have_another_key(
     make: MakeControl, monkeypatch: pytest.MonkeyPatch, keys: Keys | None, greeting: bytes
 ) -> None:
     """A stopped process, a busy one, a slow network: the key is not their trouble."""
-    monkeypatch.setattr(module, "CONNECT_TIMEOUT_MS", 300)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.3)
     reader = make(keys)
     with socket.create_server((HOST, 0)) as stopped:
         endpoint = endpoint_at(HOST, stopped.getsockname()[1])
@@ -600,7 +600,7 @@ def test_without_the_key_no_frame_gets_past_the_handshake(
     make: MakeControl, serve: Serve, opening: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent meanwhile stands in the kernel's buffers."""
-    monkeypatch.setattr(module, "CONNECT_TIMEOUT_MS", 500)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.5)
     endpoint, friend = serve(), make()
     check_served(friend, endpoint)
     memory = resident_kib()
