@@ -251,7 +251,7 @@ def test_the_paths_of_requests_in_the_architecture_are_the_code() -> None:
 @pytest.mark.parametrize(
     ("cell", "expected"),
     [
-        ("`protocol/prefill.py: _publish` → `_grant_early` → `_ask_again`", []),
+        ("`protocol/prefill.py: _publish` → `_grant_waiting` → `_ask_again`", []),
         ("`protocol/prefill.py: _publish` (`PublishOffer`), `_reclaim`", []),
         ("`protocol/prefill.py: _publish` → `_reclaim`", ["prefill.py: _publish → _reclaim"]),
         ("`protocol/prefill.py: _publish` (`Grant`)", ["prefill.py: _publish ( Grant"]),
