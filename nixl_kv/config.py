@@ -268,7 +268,7 @@ class Config:
 
     # Whether prefill answers before it has computed, and decode schedules a request as soon as its
     # KV has landed, instead of with a step's output.
-    overlap: Annotated[str, OVERLAP] = OFF
+    overlap: Annotated[str, OVERLAP] = ON
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"

@@ -122,7 +122,7 @@ RELEASED: Final = (
     "request %s (offer %s) was answered early and is aborted: decode has released its offer"
 )
 NO_HINTS: Final = (
-    "overlap is 'on', but loads end with a step's output: nixl_kv has no hooks that end them "
+    "loads end with a step's output, as with overlap 'off': nixl_kv has no hooks that end them "
     "sooner inside a MultiConnector, for a class of another module, or in a process that loads no "
     "plugins (VLLM_PLUGINS)"
 )
@@ -476,7 +476,7 @@ class Scheduler:
             self._decode.accept_outdated()
         own = self._publish()
         if self._overlaps and self._is_decode and not self.takes_hints:
-            logger.warning(NO_HINTS)
+            logger.info(NO_HINTS)
         at = endpoint_at(own.host, own.port) if self.takes_hints else None
         self._next_step = [events.SetEngine(self._engine_id, layouts, at)]
 

@@ -6,7 +6,7 @@ The machines answer with actions, which `engine.loop` carries out. Results go ba
 
 import enum
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -411,13 +411,12 @@ class StartRead(msgspec.Struct, frozen=True):
     load: StartLoad
 
 
-class ReadChunk(msgspec.Struct, frozen=True):
-    """Prefill has packed a chunk into this ring slot. None: read the chunk directly."""
+class TellRead(msgspec.Struct, frozen=True):
+    """A feature's message to the operation of a read; see `ReadOp.on_message`."""
 
     request: RequestId
     rank: Rank
-    chunk: int
-    slot: int | None
+    message: Any
 
 
 class StopRead(msgspec.Struct, frozen=True):
@@ -641,7 +640,7 @@ PrefillEvent: TypeAlias = (
     PrefillCommand | Asked | DigestMade | ChunkPacked | Stepped | Paused | Tick
 )
 DataAction: TypeAlias = (
-    StartHandshake | Connect | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead
+    StartHandshake | Connect | DropPeer | StartRead | TellRead | StopRead | AbandonRead
 )
 Notice: TypeAlias = PeerUnusable | PeerUsable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest

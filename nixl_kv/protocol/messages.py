@@ -449,7 +449,8 @@ class KeyRefusal(_Message, frozen=True, kw_only=True):
 
 Hint: TypeAlias = Ready | Landed
 ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest | Hint
-ToPrefill: TypeAlias = Ask | DigestRequest | PackRequest | Heartbeat | Release
+OfClaim: TypeAlias = Ask | DigestRequest | PackRequest
+ToPrefill: TypeAlias = OfClaim | Heartbeat | Release
 ToRank: TypeAlias = ToPrefill | Admit | Leave | Paused
 ClaimAnswer: TypeAlias = Grant | Deny | Pending | DigestReply | PackReply | Recall
 Answer: TypeAlias = (

@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -116,8 +116,6 @@ CAUSES: Final[Mapping[str, messages.DenyCause]] = {
 WITHDRAWN: Final = "its request ended without an offer"
 
 MACHINE: Final = Machine("offer", TRANSITIONS)
-
-_ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
 
 
 class RoutedAsk(NamedTuple):
@@ -231,7 +229,7 @@ class Offer:
             return []
         return [RoutedAsk(held.routes[r], held.asked[r]) for r in held.readers if r in held.asked]
 
-    def delay(self, message: _ForClaim, route: bytes) -> None:
+    def delay(self, message: messages.OfClaim, route: bytes) -> None:
         """Answer a message once the tokens that it needs are written."""
         self.delayed[type(message), message.reader.rank] = events.Asked(route, message)
 
@@ -556,7 +554,7 @@ class PrefillMachine:
         handler = self._messages.get(type(message))
         if handler is not None:
             return handler(message, event.route, now)
-        if not isinstance(message, _ForClaim):
+        if not isinstance(message, messages.OfClaim):
             return []
         return self.deny(message, event.route, f"this rank handles no {type(message).__name__}")
 
@@ -660,7 +658,7 @@ class PrefillMachine:
         self._due.set(offer.nonce, offer.due_at())
         return binding
 
-    def deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
+    def deny(self, message: messages.OfClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
         offer = self.offers.get(message.nonce)
         if offer is not None:  # strangers could fill the event log with unknown offers
@@ -669,7 +667,7 @@ class PrefillMachine:
         denial = messages.Deny(**self.fields(message), cause=CAUSES.get(reason, ""))
         return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
 
-    def fields(self, message: _ForClaim) -> messages.ClaimFields:
+    def fields(self, message: messages.OfClaim) -> messages.ClaimFields:
         """Those of an answer to a message about a claim."""
         return {
             "incarnation": self.incarnation,
@@ -682,7 +680,7 @@ class PrefillMachine:
         """Whether an offer that is unknown here may still come."""
         return any(part.expects(nonce) for part in self._parts)
 
-    def granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
+    def granted_to(self, request: messages.OfClaim) -> Offer | None:
         """The offer, if it is granted to this reader and this reader has asked for it."""
         offer = self.offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self.incarnation:

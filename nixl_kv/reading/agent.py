@@ -239,10 +239,10 @@ class ReadAgent:
             self._note(error, action.peer)
             return [events.ReadFailed(request, action.rank, str(error))]
 
-    def on_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
+    def tell(self, action: events.TellRead) -> list[events.DataEvent]:
         happened: list[events.DataEvent] = []
         for read in self._reads_of(action.request, action.rank):
-            read.op.on_message(action)
+            read.op.on_message(action.message)
             if not self.ranks.is_adding:
                 happened += self._poll(read)
         return happened

@@ -91,7 +91,7 @@ class ReadOp(abc.ABC):
     """
 
     path: str = "direct"
-    num_direct_bytes: int = 0  # of a staged read: bytes that NIXL read run by run
+    num_direct_bytes: int = 0  # of these, bytes that NIXL read run by run after all
     failure: str | None = None  # why the operation ends without all of its bytes
     is_connection_lost: bool = False  # reads of this rank fail until it is added again
     is_autonomous: bool = False  # it continues without calls, so a late poll costs little
@@ -113,8 +113,8 @@ class ReadOp(abc.ABC):
     def stop(self) -> None:
         """Start nothing more. The operation ends early, with a `failure` if bytes are missing."""
 
-    def on_message(self, message: events.ReadChunk) -> None:
-        """Handle prefill's answer to a request of this operation."""
+    def on_message(self, message: Any) -> None:
+        """Handle what the path's `LoadPart` has for this operation."""
         del message
 
     def end_copies(self) -> None:  # noqa: B027 - most have none

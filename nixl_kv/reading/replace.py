@@ -142,8 +142,8 @@ class Agents:
                 if self.current.broken:
                     self.current.drop_broken()
                 return self._start(action)
-            case events.ReadChunk():
-                return [event for agent in self.polled for event in agent.on_chunk(action)]
+            case events.TellRead():
+                return [event for agent in self.polled for event in agent.tell(action)]
             case events.StopRead():
                 for agent in self.polled:
                     agent.stop(action)

@@ -55,7 +55,7 @@ from nixl_kv.reading.staged.layout import (
     staged_entries,
     staged_table,
 )
-from nixl_kv.reading.staged.ring import may_take, most_slots
+from nixl_kv.reading.staged.ring import PackedChunk, may_take, most_slots
 from nixl_kv.transport.base import ListHandle
 
 logger = get_logger(__name__)
@@ -303,9 +303,9 @@ class StagedOp(ReadOp):
         news, self._news = self._news, []
         return news
 
-    def on_message(self, message: events.ReadChunk) -> None:
+    def on_message(self, message: PackedChunk) -> None:
         """Prefill has packed a chunk, or cannot pack it."""
-        chunk = self._active.get(message.chunk)
+        chunk = self._active.get(message.number)
         if chunk is None or chunk.state is not State.ASKED:
             return
         if message.slot is not None:

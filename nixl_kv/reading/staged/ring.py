@@ -7,7 +7,7 @@ a slot of its ring as soon as one is free, and answers with the slot's number.
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Nonce, Rank
@@ -187,6 +187,11 @@ class RingPart(PrefillPart):
         self.ring.check()
 
 
+class PackedChunk(NamedTuple):
+    number: int
+    slot: int | None  # of prefill's ring; None: read the chunk directly
+
+
 @dataclass
 class _Asked:
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # without an answer
@@ -226,7 +231,8 @@ class ChunkPart(LoadPart):
         if not is_read or self._of(read).chunks.pop(reply.chunk, None) is None:
             return []
         load.note_progress(read, now)
-        return [events.ReadChunk(load.request, read.rank, reply.chunk, reply.slot)]
+        packed = PackedChunk(reply.chunk, reply.slot)
+        return [events.TellRead(load.request, read.rank, packed)]
 
     def is_awaiting(self, read: RankRead) -> bool:
         return read.state is ReadState.READING and bool(self._of(read).chunks)

@@ -27,7 +27,6 @@ from nixl_kv.protocol.events import (
     LoadEnded,
     LoadReady,
     PeerFits,
-    ReadChunk,
     ReadDone,
     ReadFailed,
     ReadMoved,
@@ -35,6 +34,7 @@ from nixl_kv.protocol.events import (
     StartLoad,
     StartRead,
     StopRead,
+    TellRead,
     Tick,
     Transition,
 )
@@ -50,6 +50,7 @@ from nixl_kv.protocol.load import (
 )
 from nixl_kv.protocol.messages import Landed, PrefillState, Ready
 from nixl_kv.protocol.read_queue import MAX_BYTES
+from nixl_kv.reading.staged.ring import PackedChunk
 from nixl_kv.verify.part import ProofPart
 from support.records import (
     CLAIM,
@@ -546,8 +547,8 @@ def asks(*numbers: int, number: int = 2, holds: tuple[int, ...] = BOTH_CHUNKS) -
     ]
 
 
-def to_read(number: int, slot: int | None = 0) -> ReadChunk:
-    return ReadChunk(D1, Rank(0), number, slot)
+def to_read(number: int, slot: int | None = 0) -> TellRead:
+    return TellRead(D1, Rank(0), PackedChunk(number, slot))
 
 
 STOPPED = ReadFailed(D1, Rank(0), "it is not wanted any more")
