@@ -26,6 +26,7 @@ from nixl_kv.early.part import build as build_early
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
@@ -307,6 +308,8 @@ def _use_own_gpu(layout: CacheLayout) -> None:
 def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) -> Parts:
     """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
+    if layout.memory == "DRAM":
+        use_huge_pages(layout.spans)
     event_log, counts = EventLog(), events.Counts()
     incarnation = new_incarnation()
     control = spec.make_control()
