@@ -43,7 +43,7 @@ class Admission:
         self._clock = clock
         self._named: dict[Holder, frozenset[str]] = {}
         self._heard_at: dict[Incarnation, float] = {}  # of readers that named addresses
-        self._look_at: float | None = None
+        self.next_due: float | None = None  # when `poll` looks for silent readers
         self._is_applied = True
         self._log = LimitedLog(logger, clock, interval_s=LOOK_S)
 
@@ -53,10 +53,6 @@ class Admission:
     @property
     def hosts(self) -> frozenset[str]:
         return frozenset().union(*self._named.values())
-
-    @property
-    def next_due(self) -> float | None:
-        return self._look_at
 
     # --- addresses of this rank
 
@@ -96,8 +92,8 @@ class Admission:
             if holder not in self._heard_at and len(self._heard_at) >= MAX_HOSTS:
                 self.drop(min(self._heard_at, key=self._heard_at.__getitem__))  # the most silent
             self._heard_at[holder] = self._clock()
-            if self._look_at is None:
-                self._look_at = self._clock() + LOOK_S
+            if self.next_due is None:
+                self.next_due = self._clock() + LOOK_S
         self._is_applied = False
         if refused:
             self._log.warning(
@@ -142,11 +138,12 @@ class Admission:
 
     def poll(self, now: float) -> None:
         """Drop readers that have been silent for long."""
-        if self._look_at is not None and now >= self._look_at:
+        if self.next_due is not None and now >= self.next_due:
             for reader in [each for each, at in self._heard_at.items() if at + SILENT_S <= now]:
                 self.drop(reader)
-            self._look_at = now + LOOK_S if self._heard_at else None
-        self.apply()
+            self.next_due = now + LOOK_S if self._heard_at else None
+        if not self._is_applied:
+            self.apply()
 
     def _may_admit(self, host: str) -> bool:
         if not host:

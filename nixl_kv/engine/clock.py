@@ -36,26 +36,23 @@ class LoopClock:
         self._worked = work()  # seconds of computing time until then
 
     def __call__(self) -> float:
-        self._due = now = self._note()
+        now, worked = self._clock(), self._work()
+        gap_s = now - self._due - (worked - self._worked)
+        if gap_s > self._max_gap_s:
+            self._left_out += gap_s - self._max_gap_s
+        self._due, self._worked = now, worked
         return now - self._left_out
 
     def begin_wait(self, wait_s: float | None) -> None:
         """The thread waits for so long; None: without a limit."""
-        now = self._note()
+        self()
+        now = self._due
         self._due = math.inf if wait_s is None else now + wait_s
 
     def end_wait(self) -> None:
         """The thread runs."""
-        self._due = self._note()
+        self()
 
     def keep_up(self) -> None:
         """In a simulation: the loop could have run until now."""
         self._due = max(self._due, self._clock())
-
-    def _note(self) -> float:
-        """Leave out the gap until now, if there is one."""
-        now, worked = self._clock(), self._work()
-        gap_s = now - self._due - (worked - self._worked)
-        self._left_out += max(0.0, gap_s - self._max_gap_s)
-        self._worked = worked
-        return now

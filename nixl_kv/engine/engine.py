@@ -133,7 +133,6 @@ class TransferEngine:
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
-        self._num_steps = 0  # begins and ends, from the end of the first that has computed on
         self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
         self._started: Future[Loop] = Future()
         self._is_stopped = False  # no command comes any longer
@@ -190,8 +189,8 @@ class TransferEngine:
 
         The steps before the first one that `has_computed` do not count: that one may compile.
         """
-        if has_computed or self._num_steps:
-            self._num_steps += 1
+        if self.loop is not None and (has_computed or self.loop.num_steps):
+            self.loop.num_steps += 1
 
     def pop_results(self) -> list[events.Result]:
         """The results since the last call: one per started load and published offer, and counts."""
@@ -249,7 +248,6 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=clock,
-            count_steps=lambda: self._num_steps,
             report_status=partial(build_status, parts, spec.rank, spec.roles, clock, clock()),
             on_load_ended=self._load_ended.set,
         )

@@ -232,18 +232,16 @@ class _Admitting(NamedTuple):
 class Loop:
     """Runs one turn after another. If a turn raises, only `restart` may follow.
 
-    `count_steps` counts the begins and ends of vLLM's steps, from the end of the first one on.
     `report_status` makes the answer to a tool. `on_load_ended` is called when a load has a result.
     """
 
-    def __init__(  # noqa: PLR0913 - what one rank is made of
+    def __init__(
         self,
         parts: Parts,
         commands: deque[events.Command],
         results: deque[events.Result],
         *,
         clock: LoopClock,
-        count_steps: Callable[[], int],
         report_status: Callable[[messages.StatusRequest], messages.Status],
         on_load_ended: Callable[[], None],
     ) -> None:
@@ -252,8 +250,8 @@ class Loop:
         self._commands = commands
         self._results = results
         self._clock = clock
-        self._count_steps = count_steps
-        self._num_steps = 0
+        # The begins and ends of vLLM's steps, which its thread counts, and those handled here.
+        self.num_steps = self._num_steps_seen = 0
         self._report_status = report_status
         self._on_load_ended = on_load_ended
         self._received: deque[Received] = deque()
@@ -340,10 +338,12 @@ class Loop:
         for request in self.outstanding.orphans:
             parts.agents.abandon(request)
 
-    def turn(self) -> None:
+    def turn(self) -> None:  # noqa: C901 - a line or two per part
         self._receive()
         parts = self.parts
-        for event in (*self._pop_written(), *parts.agents.poll()):
+        for written in self._pop_written() if self._writes else ():
+            self._handle(written)
+        for event in parts.agents.poll():
             self._handle(event)
         for worker in self._workers:
             for ended in worker.poll():
@@ -378,9 +378,9 @@ class Loop:
         has_decoded = self._decoding and self._decoding[0][1].done()
         if self._commands or has_decoded:
             return 0
-        works = [each.wait_s for each in self._workers]
-        if any(wait_s is not None for wait_s in works):
-            return min(wait_s for wait_s in works if wait_s is not None)
+        works = [wait_s for each in self._workers if (wait_s := each.wait_s) is not None]
+        if works:
+            return min(works)
         if self._writes:
             return WRITING_PAUSE_S
         if parts.agents.is_busy:
@@ -444,8 +444,8 @@ class Loop:
             self._clock.begin_wait(wait_s)
             self._received.extend(self.parts.control.poll(wait_s))
         self._clock.end_wait()
-        if self._num_steps != self._count_steps():
-            self._num_steps = self._count_steps()
+        if self._num_steps_seen != self.num_steps:
+            self._num_steps_seen = self.num_steps
             self._handle(events.Stepped())
         # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
         # the command.
@@ -456,7 +456,8 @@ class Loop:
             self._on_received(self._received.popleft())
             if self._clock() >= until:
                 break
-        self._answer_admitted()
+        if self._admitting:
+            self._answer_admitted()
         # One in a turn: checks take milliseconds.
         if self._decoding and self._decoding[0][1].done():
             self._on_received(self._decoding.popleft())
@@ -558,8 +559,6 @@ class Loop:
 
     def _answer_admitted(self) -> None:
         """Let all readers of this turn in at once, and only then tell them."""
-        if not self._admitting:
-            return
         waiting, self._admitting = self._admitting, []
         has_room = self.parts.admission.apply()
         for route, asked, sources, refused in waiting:
@@ -591,10 +590,13 @@ class Loop:
                 actions += parts.decode.handle(event, now)
             if isinstance(event, events.PrefillEvent):
                 actions += parts.prefill.handle(event, now)
-            follow_up.extend(self._execute_all(actions))
+            for action in actions:
+                follow_up.extend(self._execute(action))
 
-    def _execute_all(self, actions: events.Actions) -> list[_Event]:
-        return [event for action in actions for event in self._execute(action)]
+    def _execute_all(self, actions: events.Actions) -> None:
+        """Carry out actions that no event follows."""
+        for action in actions:
+            self._execute(action)
 
     def _execute(self, action: events.Action) -> Sequence[_Event]:  # noqa: C901 - a case per action
         parts = self.parts

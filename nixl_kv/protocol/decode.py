@@ -448,14 +448,16 @@ class DecodeMachine:
 
     def _settle(self, now: float) -> Actions:
         """Settle the loads that the event touched, then start the reads that have room."""
-        self._fail_loads()
+        if self.peers.failed:
+            self._fail_loads()
         actions: Actions = []
         for load in self._touched.values():
             if load.failure is not None:
                 actions += load.cancel(load.failure, now)
             for read in load.reads.values():
                 self._requeue(load, read, now)
-            actions += load.pop_outbox()
+            if load.outbox:
+                actions += load.pop_outbox()
             has_settled = load.has_settled
             is_awaited = load.start is not None or load.state is LoadState.RELEASING
             if has_settled and is_awaited:
