@@ -1,0 +1,851 @@
+"""Small faults that a user would pay for, and the tests that should find each.
+
+`run.py` plants them. A mutant names no file, so code may move: its text must occur exactly once in
+`nixl_kv/`, and `tests/tools/test_mutants.py` checks that. If you change a line that a mutant has,
+aim the mutant anew: it keeps its name and its consequence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+REPO: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    old: str  # occurs once in nixl_kv/
+    new: str
+    tests: str  # the nearest ones, below tests/; they need no engine
+    consequence: str
+    equivalent: str = ""  # why no user and no test can tell it from the original
+    needs: str = ""  # a test with real engines, or with a GPU, that alone can find it
+
+    @property
+    def paths(self) -> list[str]:
+        """The nearest tests, relative to the repository."""
+        names = [f"tests/{name}" for name in self.tests.split()]
+        return [name if (REPO / name).is_dir() else f"{name}.py" for name in names]
+
+
+def find(mutant: Mutant, texts: Mapping[Path, str]) -> Path:
+    """The file of nixl_kv/ that has the mutant's text.
+
+    Raises:
+        ValueError: if no file has it, or if it occurs more than once.
+    """
+    counts = {path: text.count(mutant.old) for path, text in texts.items() if mutant.old in text}
+    if sum(counts.values()) != 1:
+        places = ", ".join(f"{path} ({count})" for path, count in counts.items()) or "nowhere"
+        raise ValueError(
+            f"mutant {mutant.name}: its text must occur once in nixl_kv/; found: {places}. Give "
+            f"it the text that has the same consequence now, or move it to ENDED:\n{mutant.old}"
+        )
+    return next(iter(counts))
+
+
+def read_texts(root: Path) -> dict[Path, str]:
+    """All of nixl_kv/, by path."""
+    return {path: path.read_text() for path in sorted((root / "nixl_kv").rglob("*.py"))}
+
+
+ENDED: Final = {
+    "fast-sync": "the connector no longer has a scheduler class of its own: the hooks leave to "
+    "vLLM when a token is scheduled",
+    "watch-idle": "API servers no longer watch offers over a link: the ranks tell the scheduler",
+    "doctor-plugin": "`nixl-kv doctor` no longer reads the settings of an engine",
+}
+"""Mutants whose subject is gone, and the removal that ended each."""
+
+MUTANTS: Final = (
+    # --- early tickets: the promise, asks that precede their offer
+    Mutant(
+        "pair-key",
+        "digest_size=16, key=key, person=person",
+        'digest_size=16, key=b"", person=person',
+        "unit/early/test_answers unit/engine/test_trust unit/connector/test_early",
+        "A client without the key promises a nonce, and names the offer of another request.",
+    ),
+    Mutant(
+        "pair-blocks",
+        "(has_host and blocks is None)",
+        "has_host",
+        "unit/connector/test_scheduler unit/connector/test_in_tree_decode",
+        "Decode tells the operator of a router that does not wait, although prefill had answered.",
+    ),
+    Mutant(
+        "early-others",
+        "if pair is None or pair.expected is None or pair.asks:\n            return None",
+        "if pair is None or pair.expected is None:\n            return None",
+        "unit/protocol/test_prefill",
+        "Prefill aborts a request for which another reader still waits.",
+    ),
+    Mutant(
+        "early-declined",
+        "is_kept = pair.demand is not Demand.WANTED and len(self._pairs) <= MAX_ASKS",
+        "is_kept = False",
+        "unit/protocol/test_prefill",
+        "Prefill forgets a release that precedes its request, and computes it for nobody.",
+    ),
+    Mutant(
+        "early-bound",
+        "is_kept = pair.demand is not Demand.WANTED and len(self._pairs) <= MAX_ASKS",
+        "is_kept = pair.demand is not Demand.WANTED",
+        "unit/test_bounds unit/protocol/test_prefill",
+        "A peer fills prefill's memory with releases of invented nonces.",
+    ),
+    Mutant(
+        "early-route",
+        "pair.asks[key] = RoutedAsk(route, ask, now + REPEATED_S)",
+        "pair.asks.setdefault(key, RoutedAsk(route, ask, now + REPEATED_S))",
+        "unit/protocol/test_prefill",
+        "A repeated ask expires as the first one, and its grant takes the broken route.",
+    ),
+    Mutant(
+        "early-complete",
+        "pair.move(DemandEvent.COMPLETE if release.complete else DemandEvent.RELEASE)",
+        "pair.move(DemandEvent.RELEASE)",
+        "unit/protocol/test_prefill",
+        "A rank that decode does not read aborts the request that it reads from another rank.",
+    ),
+    Mutant(
+        "dir-order",
+        "return denials + self._report_given_up(command.nonce)",
+        "return denials",
+        "unit/protocol/test_prefill",
+        "Prefill computes a request to its end although decode had released it before it came.",
+    ),
+    # --- peers that decode cannot use
+    Mutant(
+        "breaker-used",
+        "peer.used_at = now\n        if peer.state is State.UNUSABLE:",
+        "if peer.state is State.UNUSABLE:",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "Decode forgets a peer that it used a moment ago, and the next load connects anew.",
+    ),
+    Mutant(
+        "breaker-ranks",
+        "self._move(peer, State.READY, event)",
+        "self._move(peer, State.READY, event)\n            peer.failures = 0",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "An engine that answers but cannot be read costs each load its time: failures never add up",
+    ),
+    Mutant(
+        "breaker-pause",
+        "pause_s = min(PAUSE_S * 2.0**peer.failures, MAX_PAUSE_S)",
+        "pause_s = PAUSE_S",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "Decode tries a broken engine each second, at the price of a load and of descriptors.",
+    ),
+    Mutant(
+        "breaker-room",
+        "if len(self._unusable) > MAX_UNUSABLE:",
+        "if False:",
+        "unit/test_bounds unit/protocol/test_decode",
+        "A client without a key fills decode's memory with invented engines.",
+    ),
+    # --- the prefill machine
+    Mutant(
+        "prefill-life",
+        "if num_tokens <= offer.written or command.attempt != offer.prepared.attempt:",
+        "if num_tokens <= offer.written:",
+        "unit/protocol/test_prefill",
+        "Prefill grants blocks that a preempted request has not written: wrong bytes.",
+    ),
+    Mutant(
+        "prefill-number",
+        "elif binding.numbers.get(rank, heartbeat.number) < heartbeat.number:",
+        "elif binding.numbers.get(rank, heartbeat.number) <= heartbeat.number:",
+        "unit/protocol/test_prefill",
+        "An ask that overtakes a heartbeat ends its own reader.",
+    ),
+    Mutant(
+        "prefill-hold",
+        "            offer.binding.held_until = now + self._hold_s\n",
+        "",
+        "unit/protocol/test_prefill",
+        "A granted offer that nobody reads keeps its blocks for ever, in spite of hold_s.",
+    ),
+    Mutant(
+        "prefill-released",
+        "if offer.is_pinned or end is OfferEnd.READ:",
+        "if offer.is_pinned:",
+        "unit/protocol/test_prefill",
+        "The scheduler aborts a request whose offer decode has read.",
+    ),
+    Mutant(
+        "withdraw-released",
+        "actions.append(events.PairReleased(command.nonce, expected.request))",
+        "pass",
+        "unit/protocol/test_prefill",
+        "After a reset, prefill computes a request to its end although no reader is left.",
+    ),
+    # --- a load
+    Mutant(
+        "load-entry",
+        "end = written // self.entry_size * self.entry_size",
+        "end = written",
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "A part of a load ends inside a block, and the copy of its rest is wrong.",
+    ),
+    Mutant(
+        "load-renewed",
+        "is_lost = not slot_valid or (is_renewed and self.is_verified)",
+        "is_lost = not slot_valid",
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "One digest compares the parts of two computations, and a good load fails.",
+    ),
+    Mutant(
+        "load-lost",
+        "if read.num_lost > MAX_LOST:",
+        "if read.num_lost > 10**9:",
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "A load asks for ever while prefill preempts its request.",
+    ),
+    Mutant(
+        "load-direct",
+        'names = ("num_bytes", "num_runs", "seconds", "direct_bytes", "post_seconds")',
+        'names = ("num_bytes", "num_runs", "seconds", "post_seconds")',
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "The metrics lose the bytes that earlier parts read directly.",
+    ),
+    Mutant(
+        "load-pending",
+        "self.told_at = read.moved_at = now",
+        "read.moved_at = now",
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "A load fails as late although prefill says that its request is queued.",
+    ),
+    Mutant(
+        "wait-prefill",
+        "return min(due, self.prepared_at + self.wait_for_prefill_s)",
+        "return due",
+        "unit/protocol/test_load unit/protocol/test_decode",
+        "The setting wait_for_prefill_s has no effect.",
+    ),
+    # --- agents that are replaced
+    Mutant(
+        "replace-abandon",
+        'return self._fail_waiting("it could not begin in time", partial(_is_of, action))',
+        "return []",
+        "unit/reading/test_replace unit/engine/test_loop",
+        "An abandoned read that waits for an agent never ends, nor does its request.",
+    ),
+    Mutant(
+        "replace-moved",
+        "return [events.PeersMoved(tuple(known))] if known else []",
+        "return []",
+        "unit/reading/test_replace unit/engine/test_loop",
+        "The successor of an agent connects with no peer, and the next loads wait.",
+    ),
+    Mutant(
+        "replace-proof",
+        "                self._closing.remove(closing)\n                logger.error(",
+        "                self._closing.remove(closing)\n"
+        "                failed += closing.agent.fail_all()\n                logger.error(",
+        "unit/reading/test_replace",
+        "vLLM gets blocks back into which a dead agent may still write: wrong bytes.",
+    ),
+    Mutant(
+        "replace-tidy",
+        "current.ranks.num_ready <= num_left * READ_PER_LEFT",
+        "current.ranks.num_ready < num_left * READ_PER_LEFT * 100",
+        "unit/reading/test_replace",
+        "One peer that leaves costs an agent of a thousand living ranks its connections.",
+    ),
+    # --- the prefill half of the scheduler
+    Mutant(
+        "chunk-local",
+        "            offer.in_parts &= positions.start <= offer.local\n",
+        "",
+        "unit/connector/test_prefill unit/connector/test_pairs",
+        "Decode reads tokens that another connector of the engine has yet to load: wrong bytes.",
+    ),
+    Mutant(
+        "chunk-life",
+        "            offer.attempt += 1\n",
+        "",
+        "unit/connector/test_prefill unit/connector/test_pairs",
+        "A late write mark of a preempted computation counts for the next one: wrong bytes.",
+    ),
+    Mutant(
+        "chunk-reset",
+        "is_over = is_mixed or bool(offer.pair)",
+        "is_over = is_mixed",
+        "unit/connector/test_pairs unit/connector/test_weights",
+        "A request that is preempted during a reset is offered under the former label.",
+    ),
+    Mutant(
+        "chunk-weights",
+        "if not (epoch or weights):",
+        "if True:",
+        "unit/connector/test_weights unit/protocol/test_ticket unit/connector/test_pairs",
+        "Prefill grants new KV to a ticket from before a reset or from other weights.",
+    ),
+    Mutant(
+        "chunk-bound",
+        "            if len(self._pairs) > MAX_PAIRS:\n"
+        "                del self._pairs[next(iter(self._pairs))]\n",
+        "",
+        "unit/test_bounds unit/connector/test_pairs",
+        "The table of early tickets grows for ever.",
+    ),
+    Mutant(
+        "zeroes",
+        "writes_early = copies or zeroes_blocks(self._kv_cache_config)",
+        "writes_early = copies",
+        "unit/connector/test_scheduler unit/connector/test_vllm_config unit/connector/test_windows",
+        "vLLM zeroes new blocks while decode still reads the former ones: wrong bytes.",
+    ),
+    Mutant(
+        "groups",
+        "return has_one_group and not is_off and not writes_early",
+        "return not is_off and not writes_early",
+        "unit/connector/test_scheduler unit/connector/test_vllm_config unit/connector/test_windows",
+        "Prefill grants parts of a cache with several groups, whose blocks vLLM replaces.",
+    ),
+    # --- the decode half of the scheduler
+    Mutant(
+        "decode-retracted",
+        "if not isinstance(hint, Landed) or load.state is not ScheduledState.STARTED:",
+        "if not isinstance(hint, Landed):",
+        "unit/connector/test_landed_loads unit/connector/test_decode",
+        "A load from before a cache reset ends well by a hint: stale KV.",
+    ),
+    Mutant(
+        "decode-outdated",
+        "self._outdated |= self._epochs",
+        "self._outdated = dict(self._epochs)",
+        "unit/connector/test_decode unit/connector/test_weights",
+        "After a second reset, decode accepts tickets from before the first one.",
+    ),
+    Mutant(
+        "epoch-bound",
+        "        if len(self._epochs) > MAX_ENGINES:\n"
+        "            del self._epochs[next(iter(self._epochs))]\n",
+        "",
+        "unit/test_bounds unit/connector/test_decode",
+        "The table of prefill engines grows for ever.",
+    ),
+    Mutant(
+        "sched-told",
+        "output.finished_recving -= held_back | told",
+        "output.finished_recving -= held_back",
+        "unit/connector/test_landed_loads unit/connector/test_scheduler",
+        "vLLM hears twice of a load's end, and the engine ends.",
+    ),
+    # --- early answers
+    Mutant(
+        "answer-types",
+        "if params.logprobs is not None or params.prompt_logprobs is not None:",
+        "if params.logprobs or params.prompt_logprobs:",
+        "unit/connector/test_early",
+        "A client that asks for `logprobs: 0` gets an early answer without them.",
+    ),
+    Mutant(
+        "answer-open",
+        "if len(self._since) >= self._seats:",
+        "if False:",
+        "unit/early/test_answers unit/connector/test_early",
+        "A client that has its answers at once queues requests without limit.",
+    ),
+    Mutant(
+        "answer-learn",
+        "is_off = is_draining or self._is_paused or not self._is_prefill",
+        "is_off = self._is_paused or not self._is_prefill",
+        "unit/connector/test_scheduler",
+        "An engine that drains answers early, and then denies the ticket.",
+    ),
+    # --- the engine: slots, the loop, the directory
+    Mutant(
+        "slots-token",
+        "if report.slot is None or self._tokens.get(slot) == report.fence_token:",
+        "if slot in self._tokens:",
+        "unit/engine/test_pair_slots",
+        "A late report clears the fence slot of another offer, and a good read is refused.",
+    ),
+    Mutant(
+        "loop-slot",
+        "if offer.slot is None or self.parts.slots.read(offer.slot) == offer.fence_token:",
+        "if True:",
+        "unit/engine/test_loop unit/engine/test_engine",
+        "After a restart of the thread, prefill grants an offer whose slot is cleared.",
+    ),
+    Mutant(
+        "loop-doubt",
+        "                    self._doubted.discard(item.endpoint)\n",
+        "",
+        "unit/engine/test_loop",
+        "The second break of a healthy link fails its loads at once.",
+    ),
+    Mutant(
+        "dir-watch",
+        "deque(maxlen=MAX_HINTS)",
+        "deque()",
+        "unit/test_bounds unit/engine/test_directory",
+        "A peer fills the memory of the scheduler's process with hints.",
+    ),
+    Mutant(
+        "verify-wanted",
+        "self.waiting = {key: job for key, job in waiting if is_wanted(job.actions[key])}",
+        "self.waiting = dict(waiting)",
+        "unit/verify/test_queue",
+        "Digests that nobody wants wait for ever.",
+    ),
+    # --- the worker
+    Mutant(
+        "worker-loading",
+        "if self._loading and not (self._computes or self._is_awaited):",
+        "if self._loading and not self._computes:",
+        "unit/connector/test_worker",
+        "A rank of a pipeline waits in an idle step, and the others stall.",
+    ),
+    Mutant(
+        "worker-cleared",
+        "if self._engine is not None and not step.is_cleared:",
+        "if self._engine is not None:",
+        "unit/connector/test_worker",
+        "A worker clears the slot of an offer that it has just prepared anew.",
+    ),
+    Mutant(
+        "granting",
+        "            if written and not current_platform.is_cpu():",
+        "            if False:",
+        "unit/connector/test_worker unit/connector/test_connector",
+        "The transfer thread grants a step's blocks 1 to 1.5 ms later on an H200.",
+    ),
+    # --- statistics and the log
+    Mutant(
+        "stats-verified",
+        "self.verified and other.verified",
+        "self.verified or other.verified",
+        "unit/connector/test_stats",
+        "A load counts as verified although only one rank has verified it.",
+    ),
+    Mutant(
+        "stats-gauge",
+        "mine[key] = value if name in GAUGES else mine.get(key, 0) + value",
+        "mine[key] = mine.get(key, 0) + value",
+        "unit/connector/test_stats",
+        "Gauges show the sum of several steps.",
+    ),
+    Mutant(
+        "stats-direct",
+        'yield "read_bytes", {path: sum(sizes) - sum(directly)}',
+        'yield "read_bytes", {path: sum(sizes)}',
+        "unit/connector/test_stats",
+        "The metric read_bytes counts some bytes twice.",
+    ),
+    Mutant(
+        "doctor-far",
+        "if self._is_prefill and self._config.has_key and self._config.is_this_machine_only:",
+        "if self._config.has_key and self._config.is_this_machine_only:",
+        "unit/connector/test_scheduler",
+        "A decode engine warns of a loopback address in tickets, although it makes none.",
+    ),
+    # --- transports and paths
+    Mutant(
+        "tcp-inflight",
+        "if read.failure is not None and not (read.num_in_flight and read.failure is PeerLost):",
+        "if read.failure is not None:",
+        "unit/transport/ucx/test_paced",
+        "A read fails while its pieces still write into blocks that vLLM reuses: wrong bytes.",
+    ),
+    Mutant(
+        "tcp-lost",
+        "                stream.is_lost = True  "
+        "# the piece may go on, so never use its stream again\n",
+        "",
+        "unit/transport/ucx/test_paced",
+        "A stream with a lost piece serves the next read: wrong bytes.",
+    ),
+    Mutant(
+        "gather-unmap",
+        "if self._is_released and not self.num_reads:",
+        "if self._is_released:",
+        "unit/reading/gather",
+        "Decode unmaps memory that a kernel reads, and the GPU faults.",
+    ),
+    Mutant(
+        "gather-ended",
+        "if prepared not in self._mapped or prepared.mapping.has_owner_ended:",
+        "if prepared not in self._mapped:",
+        "unit/reading/gather",
+        "Decode reads the memory of a process that has ended.",
+    ),
+    Mutant(
+        "match-window",
+        "if theirs.window and not 0 < mine.window <= theirs.window:",
+        "if theirs.window and not mine.window <= theirs.window:",
+        "unit/geometry/test_compat",
+        "Decode without a window loads the KV of a windowed prefill: missing tokens.",
+    ),
+    Mutant(
+        "match-order",
+        "key=lambda a: (a[0] in already_read, a[1], -num_readers[a[0]]),",
+        "key=lambda a: (a[1], -num_readers[a[0]]),",
+        "unit/geometry/test_ranks unit/geometry",
+        "Decode reads more remote ranks than it needs.",
+    ),
+    Mutant(
+        "zmq-domain",
+        "is_asked_here = (version, domain) == (ZAP_VERSION, ZAP_DOMAIN)",
+        "is_asked_here = True",
+        "unit/transport/test_zmq",
+        "The gatekeeper admits connections to sockets of other ZAP domains.",
+    ),
+    Mutant(
+        "zmq-batch",
+        "        if num_messages == MAX_BATCH:\n            return received\n",
+        "",
+        "unit/transport/test_zmq",
+        "A link counts as lost before its last messages are read.",
+    ),
+    # === in what came later
+    # --- the seam in vLLM's engine client
+    Mutant(
+        "early-child",
+        "if early is None or parent_req is not None:",
+        "if early is None:",
+        "unit/connector/test_early",
+        "Each sample of one prompt gets an early ticket of its own, although decode loads one.",
+    ),
+    Mutant(
+        "early-part",
+        "if request.request_id in self._client.output_processor.request_states:",
+        "if False:",
+        "unit/connector/test_early",
+        "Prefill answers a further part of a streamed input as if it were the whole prompt.",
+    ),
+    Mutant(
+        "early-forged",
+        "        if PROMISE in fields:\n            _replace(",
+        "        if False:\n            _replace(",
+        "unit/connector/test_early",
+        "Without a key, a client's own promise reaches the engine and names another offer.",
+    ),
+    Mutant(
+        "early-ended",
+        "if exchange.has_ended or state is None:",
+        "if state is None:",
+        "unit/connector/test_early",
+        "Each request that the engine refuses takes a seat for ever, until no answer is early.",
+    ),
+    Mutant(
+        "early-copy",
+        "changed: Any = copy(request.sampling_params)",
+        "changed: Any = request.sampling_params",
+        "unit/connector/test_early",
+        "Requests that share sampling parameters get the promise of each other's offer.",
+    ),
+    Mutant(
+        "early-token",
+        "        answer.outputs[0].token_ids = []\n",
+        "",
+        "unit/connector/test_early",
+        "The early answer shows the engine's own token, which decode generates again.",
+    ),
+    Mutant(
+        "early-withdraw",
+        "self._withdraw(exchange, rank)",
+        "pass",
+        "unit/connector/test_early",
+        "Decode waits until its time is over for a request that prefill's engine has refused.",
+    ),
+    Mutant(
+        "early-abort",
+        'if "abort" not in ends:',
+        "if True:",
+        "unit/connector/test_early",
+        "A hung engine looks alive, and answers early, while clients hang up.",
+    ),
+    Mutant(
+        "early-balanced",
+        "for rank in ranks.values() if len(ranks) == 1 else ():",
+        "for rank in ranks.values():",
+        "unit/connector/test_early",
+        "A hung data-parallel rank answers early as long as another rank steps.",
+    ),
+    Mutant(
+        "early-current",
+        "is_old = not len(self.open) and time.monotonic() > self.told_at + CURRENT_S",
+        "is_old = False",
+        "unit/connector/test_early",
+        "An idle engine gives tickets with the label of former weights, and denies them later.",
+    ),
+    Mutant(
+        "early-sizes",
+        "if reader is not None and reader.has_geometry and any(not one.data for one in features):",
+        "if False:",
+        "unit/connector/test_early unit/connector/test_media_requests",
+        "The ticket for a picture that only the engine has cached lacks its size: decode refuses.",
+    ),
+    Mutant(
+        "answers-mac",
+        "if match is None or not hmac.compare_digest(match[2], _mac(Nonce(match[1]), key)):",
+        "if match is None:",
+        "unit/early/test_answers",
+        "A client promises any nonce with any MAC.",
+    ),
+    Mutant(
+        "answers-idle",
+        "self._clock() - max(oldest, self._heard_at) > LIFE_S",
+        "self._clock() - self._heard_at > LIFE_S",
+        "unit/early/test_answers unit/connector/test_early",
+        "An engine never answers early again after it was idle for 5 s.",
+    ),
+    Mutant(
+        "answers-silent",
+        'return SILENT if self._clock() - max(oldest, self._heard_at) > LIFE_S else ""',
+        'return ""',
+        "unit/early/test_answers unit/connector/test_early",
+        "A hung engine answers early, so no router avoids it.",
+    ),
+    # --- hooks over vLLM's scheduler
+    Mutant(
+        "hooks-media",
+        "new.mm_features = request.mm_features",
+        "pass",
+        "unit/connector/test_scheduler_hooks",
+        "After a preemption, vLLM's runner misses the media of a request, and the engine ends.",
+    ),
+    Mutant(
+        "hooks-output",
+        "outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)",
+        "outputs.setdefault(request.client_index, EngineCoreOutputs())",
+        "unit/connector/test_scheduler_hooks",
+        "The client of a request that the hooks end waits for ever.",
+    ),
+    Mutant(
+        "hooks-aside",
+        "living = {n: one for n, one in self._aside.items() if not one.is_finished()}",
+        "living = dict(self._aside)",
+        "unit/connector/test_aside",
+        "An aborted request comes back into vLLM's queue, and the engine ends.",
+    ),
+    Mutant(
+        "hooks-token",
+        "leave. vLLM aborts here too.\n        self._end_requests()",
+        "leave. vLLM aborts here too.",
+        "unit/connector/test_scheduler_hooks",
+        "A request whose load failed during a step sends a token of wrong bytes.",
+    ),
+    Mutant(
+        "hooks-alone",
+        "for connector in self._connectors if self._is_alone else ():",
+        "for connector in self._connectors:",
+        "unit/connector/test_scheduler_hooks unit/connector/test_landed_loads "
+        "unit/connector/test_multi_connector",
+        "Inside a MultiConnector, a hint tells another child of a load that it never had.",
+    ),
+    # --- prompts with media
+    Mutant(
+        "media-stand-ins",
+        'return self.setting == "ticket" or self.has_stand_ins',
+        'return self.setting == "ticket"',
+        "unit/connector/test_media unit/connector/test_media_requests",
+        "vLLM caches the KV of Dynamo's stand-ins under the picture's id: later answers are wrong.",
+    ),
+    Mutant(
+        "media-embeddings",
+        "if not all(item.is_data for item in media.items):",
+        "if False:",
+        "unit/connector/test_media unit/connector/test_media_requests",
+        "Decode computes a picture's prompt from embeddings that may be stand-ins.",
+    ),
+    Mutant(
+        "media-preempted",
+        "State.LOADED: {State.FAILED},",
+        "State.LOADED: set[State](),",
+        "unit/connector/test_media unit/connector/test_scheduler_hooks",
+        "Decode computes a preempted prompt from stand-ins: a wrong answer.",
+    ),
+    Mutant(
+        "media-end",
+        "if media.end > num_tokens:",
+        "if False:",
+        "unit/connector/test_media",
+        "Decode loads a part of a picture and computes its rest from a stand-in.",
+    ),
+    # --- the number of cached tokens
+    Mutant(
+        "usage-bound",
+        "prefill_stats.num_cached_tokens = min(num_cached, most)",
+        "prefill_stats.num_cached_tokens = num_cached",
+        "unit/connector/test_usage",
+        "A peer sets a client's bill: more cached tokens than the prompt has.",
+    ),
+    Mutant(
+        "usage-forget",
+        "def forget(self, request_id: RequestId) -> None:\n"
+        "        self._loading.pop(request_id, None)",
+        "def forget(self, request_id: RequestId) -> None:\n        pass",
+        "unit/connector/test_usage",
+        "Each load that is aborted leaves its request in memory for ever.",
+    ),
+    # --- this connector's part of the configuration
+    Mutant(
+        "own-role",
+        'return config.overlap == ON and "prefill" in roles',
+        "return config.overlap == ON",
+        "unit/connector/test_early",
+        "The front end of a pure decode engine promises offers that its engine never makes.",
+    ),
+    # --- the clock of the loop
+    Mutant(
+        "clock-gap",
+        "self._left_out += max(0.0, gap_s - self._max_gap_s)",
+        "self._left_out += 0.0",
+        "unit/engine/test_clock",
+        "A thread that stood still calls its peers late, and good loads fail.",
+    ),
+    Mutant(
+        "clock-work",
+        "gap_s = now - self._due - (worked - self._worked)",
+        "gap_s = now - self._due",
+        "unit/engine/test_clock",
+        "The clock of a busy thread stands still, so a dead peer costs a load more than its time.",
+    ),
+    # --- hosts that may connect to UCX's ports
+    Mutant(
+        "admission-peers",
+        "return is_single and self._allowed.allows(host)",
+        "return is_single",
+        "unit/engine/test_admission",
+        "A peer lets hosts outside 'peers' connect to UCX's ports, which ask for no key.",
+    ),
+    Mutant(
+        "admission-silent",
+        "if at + SILENT_S <= now]:",
+        "if False]:",
+        "unit/engine/test_admission",
+        "The hosts of dead peers may connect to UCX's ports for ever.",
+    ),
+    Mutant(
+        "admission-room",
+        "has_room = one in taken or len(taken) < MAX_HOSTS",
+        "has_room = True",
+        "unit/engine/test_admission",
+        "One peer names more hosts than the kernel's filter takes, and no peer can come any more.",
+    ),
+    # --- port filters
+    Mutant(
+        "ports-reopen",
+        "attach(self._socket, self._filter)",
+        "attach(self._socket, PASS)",
+        "unit/transport/test_ports",
+        "A port that was full once accepts connections of every host.",
+    ),
+    Mutant(
+        "ports-ipv6",
+        "for word in range(num_words - 1):",
+        "for word in range(0):",
+        "unit/transport/test_ports",
+        "The filter passes each IPv6 host whose last 32 bits are those of an allowed one.",
+    ),
+    Mutant(
+        "ucx-cut",
+        "if former - hosts:",
+        "if False:",
+        "unit/transport/ucx/test_ports",
+        "A host that is no longer admitted keeps its connection, and can write memory.",
+    ),
+    Mutant(
+        "ucx-race",
+        "while attached != (self._own, self._hosts):",
+        "if attached != (self._own, self._hosts):",
+        "unit/transport/ucx/test_ports",
+        "A new agent's port keeps a filter without the host that was admitted meanwhile.",
+    ),
+    Mutant(
+        "ucx-reused",
+        "if os.fstat(copy).st_ino != inode:",
+        "if False:",
+        "unit/transport/ucx/test_ports",
+        "A socket of vLLM that gets a closed one's descriptor drops what other machines send it.",
+    ),
+    # --- UNUSABLE peers
+    Mutant(
+        "unusable-back",
+        "is_due = peer.pause_ends_at <= now or (is_back and does_fit)",
+        "is_due = peer.pause_ends_at <= now",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "Loads from a restarted engine fail until a pause of up to 64 s ends.",
+    ),
+    Mutant(
+        "unusable-memory",
+        "if is_due and peer.description is None:",
+        "if is_due:",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "Decode connects with a broken peer anew while reads of its former memory go on.",
+    ),
+    Mutant(
+        "unusable-read",
+        "peer.failures, peer.is_reported = 0, False",
+        "peer.is_reported = False",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "Rare failures add up for days, until one break makes all loads fail for 64 s.",
+    ),
+    Mutant(
+        "unusable-cheap",
+        "elif is_cheap:",
+        "elif False:",
+        "unit/protocol/test_decode unit/protocol/test_peers",
+        "A prefill engine that ends between loads makes the next loads fail at once.",
+    ),
+    # --- steps of prefill's engine, and whether decode needs an offer
+    Mutant(
+        "steps-order",
+        "if event.number <= self._number:",
+        "if False:",
+        "unit/protocol/test_prefill",
+        "A message of a pause that is late makes a hung engine look paused.",
+    ),
+    Mutant(
+        "steps-pause",
+        "last = max(self._stepped_at, since, self._paused_until)",
+        "last = max(self._stepped_at, since)",
+        "unit/protocol/test_prefill",
+        "Early loads fail because a paused engine looks hung.",
+    ),
+    Mutant(
+        "demand-again",
+        "DemandEvent.RELEASE: Demand.REPORTED,",
+        "DemandEvent.RELEASE: Demand.GIVEN_UP,",
+        "unit/protocol/test_prefill",
+        "Each repeated release tells the engine again to end a request.",
+    ),
+    # --- state tables
+    Mutant(
+        "load-releasing",
+        "case LoadState.RELEASING:\n                self.fail(DROPPED)",
+        "case LoadState.RELEASING:\n                pass",
+        "unit/protocol/test_decode unit/protocol/test_load",
+        "A load that is dropped while decode connects never leaves the table.",
+    ),
+    Mutant(
+        "offer-claimed",
+        "self._unclaimed.remove(offer.held)",
+        "pass",
+        "unit/connector/test_prefill",
+        "Claimed offers count as unclaimed for ever, so prefill revokes each new one.",
+    ),
+    Mutant(
+        "scheduled-reset",
+        "ScheduledEvent.COMPUTING: ScheduledState.STARTED,\n"
+        "        ScheduledEvent.RESET: ScheduledState.RETRACTED,",
+        "ScheduledEvent.COMPUTING: ScheduledState.STARTED,\n"
+        "        ScheduledEvent.RESET: ScheduledState.STARTED,",
+        "unit/connector/test_decode unit/connector/test_weights",
+        "A load that a reset finds under way counts as good: stale KV.",
+    ),
+    Mutant(
+        "scheduled-aside",
+        "self.aside.discard(load.request)",
+        "pass",
+        "unit/connector/test_aside unit/connector/test_pairs",
+        "A request that waits outside vLLM's queue never comes back.",
+    ),
+)
