@@ -87,7 +87,7 @@ MUTANTS: Final = (
         "is_kept = pair.demand is not Demand.WANTED and len(self._pairs) <= MAX_ASKS",
         "is_kept = False",
         "unit/protocol/test_prefill",
-        "Prefill forgets a release that precedes its request, and computes it for nobody.",
+        "Prefill forgets a release that precedes its request, and computes it without readers.",
     ),
     Mutant(
         "early-bound",
@@ -166,7 +166,7 @@ MUTANTS: Final = (
         "            offer.binding.held_until = now + self._hold_s\n",
         "",
         "unit/protocol/test_prefill",
-        "A granted offer that nobody reads keeps its blocks for ever, in spite of hold_s.",
+        "A granted offer that is never read keeps its blocks, in spite of hold_s.",
     ),
     Mutant(
         "prefill-released",
@@ -392,7 +392,7 @@ MUTANTS: Final = (
         "self.waiting = {key: job for key, job in waiting if is_wanted(job.actions[key])}",
         "self.waiting = dict(waiting)",
         "unit/verify/test_queue",
-        "Digests that nobody wants wait for ever.",
+        "The digests of loads that have ended stay in the queue.",
     ),
     # --- the worker
     Mutant(
@@ -552,7 +552,7 @@ MUTANTS: Final = (
         "self._withdraw(exchange, rank)",
         "pass",
         "unit/connector/test_early",
-        "Decode waits until its time is over for a request that prefill's engine has refused.",
+        "Decode waits until a timeout for a request that prefill's engine has refused.",
     ),
     Mutant(
         "early-abort",
@@ -728,7 +728,7 @@ MUTANTS: Final = (
         "has_room = one in taken or len(taken) < MAX_HOSTS",
         "has_room = True",
         "unit/engine/test_admission",
-        "One peer names more hosts than the kernel's filter takes, and no peer can come any more.",
+        "One peer names more hosts than the kernel's filter takes, and locks all others out.",
     ),
     # --- port filters
     Mutant(
@@ -750,7 +750,7 @@ MUTANTS: Final = (
         "if former - hosts:",
         "if False:",
         "unit/transport/ucx/test_ports",
-        "A host that is no longer admitted keeps its connection, and can write memory.",
+        "A host whose peer has left keeps its connection, and can write memory.",
     ),
     Mutant(
         "ucx-race",
@@ -765,6 +765,15 @@ MUTANTS: Final = (
         "if False:",
         "unit/transport/ucx/test_ports",
         "A socket of vLLM that gets a closed one's descriptor drops what other machines send it.",
+    ),
+    Mutant(
+        "ucx-closed",
+        "self._sockets.pop(number, None)",
+        "pass",
+        "unit/transport/ucx/test_ports",
+        "Each agent that is replaced leaves its sockets in the table.",
+        equivalent="each use of the table skips a closed socket, and the next socket with its "
+        "descriptor replaces it",
     ),
     # --- UNUSABLE peers
     Mutant(

@@ -56,7 +56,7 @@ def copy_tree(to: Path) -> Path:
 
 
 def run_tests(tree: Path, paths: Sequence[str], limit_s: float | None) -> tuple[int | None, str]:
-    """Pytest's exit status, or None if the time limit has passed, and what it printed."""
+    """Pytest's exit status, or None after the time limit, and its output."""
     # A mutant may have the size of the original and be as old as it, so no compiled file must stay.
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", *PYTEST, f"--basetemp={tree}.tmp", *paths]
@@ -141,7 +141,13 @@ def chosen(names: Sequence[str]) -> list[Mutant]:
     for name in names:
         if name not in known:
             raise SystemExit(f"no mutant is called {name!r}; --list shows the names")
-    return [known[name] for name in names] or list(MUTANTS)
+    mutants, texts = [known[name] for name in names] or list(MUTANTS), read_texts(REPO)
+    try:
+        for mutant in mutants:
+            find(mutant, texts)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    return mutants
 
 
 def main() -> int:

@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from nixl_kv.connector import early
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.early import wrap_client
 from nixl_kv.connector.prefill import Address
+from nixl_kv.connector.vllm_config import MediaReader
 from nixl_kv.early.answers import LIFE_S, PROMISE, open_promise, seal_promise
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol.ticket import Ticket
@@ -558,5 +561,95 @@ def test_an_idle_engine_is_asked_whether_its_address_is_current(
         found = early_ticket(await client.ask("b"))
         assert found is not None
         assert found.epoch == 4
+
+    run(test)
+
+
+async def add(
+    client: Client, request: EngineCoreRequest, parent: Any = None
+) -> RequestOutputCollector:
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    await client._add_request(request, None, parent, 0, queue)
+    return queue
+
+
+def test_the_samples_of_one_prompt_are_not_answered_early() -> None:
+    """Each sample is a request with n of 1, and vLLM adds their outputs up."""
+
+    async def test() -> None:
+        client = Client()
+        await client.ask("p", n=2)
+        request = client.engine_core.got[-1]
+        parent = ParentRequest(request)
+        name, params = parent.get_child_info(0)
+        child = structs.replace(request, request_id=name, sampling_params=params)
+        assert (await add(client, child, parent)).get_nowait() is None
+        assert client.fields() == WANTED
+
+    run(test)
+
+
+def test_requests_with_the_same_parameters_have_different_promises() -> None:
+    async def test() -> None:
+        client = Client()
+        await client.ask("a")
+        for name in ("b", "c"):
+            await add(client, structs.replace(client.engine_core.got[0], request_id=name))
+        assert len({client.fields(number)[PROMISE] for number in range(3)}) == 3
+
+    run(test)
+
+
+def test_a_request_that_the_engine_refuses_before_its_answer_takes_no_seat() -> None:
+    async def test() -> None:
+        client = Client()
+        add_request = client.engine_core.add_request_async
+
+        async def refuse(request: EngineCoreRequest) -> None:
+            state = client.output_processor.request_states[request.request_id]
+            state.queue.put(RuntimeError("engine_paused"))
+
+        client.engine_core.add_request_async = refuse  # type: ignore[method-assign]
+        for number in range(SEATS):
+            queue = await client.ask(f"refused {number}")
+            with pytest.raises(RuntimeError, match="engine_paused"):
+                queue.get_nowait()
+        client.engine_core.add_request_async = add_request  # type: ignore[method-assign]
+        assert early_ticket(await client.ask()) is not None
+
+    run(test)
+
+
+def test_a_step_of_one_rank_does_not_vouch_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(early.time, "monotonic", lambda: now)
+
+    async def test() -> None:
+        nonlocal now
+        client = Client(ranks=2)
+        assert early_ticket(await client.ask("a")) is not None
+        now += LIFE_S + 1
+        client.step()
+        assert early_ticket(await client.ask("b")) is None
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("has_geometry", "has_data", "is_early"),
+    [(True, False, False), (True, True, True), (False, False, True)],
+)
+def test_a_picture_that_only_the_engine_has_is_answered_late_if_its_size_counts(
+    monkeypatch: pytest.MonkeyPatch, *, has_geometry: bool, has_data: bool, is_early: bool
+) -> None:
+    reader = MediaReader(frozenset(), has_geometry=has_geometry)
+    monkeypatch.setattr(early.MediaReader, "of", lambda _: reader)
+    data = {"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 4, 4]))} if has_data else None
+    place = SimpleNamespace(offset=10, length=4)
+    picture = SimpleNamespace(mm_position=place, identifier="picture", data=data)
+
+    async def test() -> None:
+        queue = await Client().ask(mm_features=[picture])
+        assert (early_ticket(queue) is not None) is is_early
 
     run(test)

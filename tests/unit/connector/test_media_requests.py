@@ -258,3 +258,20 @@ def test_only_what_may_be_other_media_is_kept_private(
 def test_the_hooks_are_required() -> None:
     with pytest.raises(ConfigError, match="hooks over vLLM's scheduler are missing"):
         check_hooks(vllm_config())
+
+
+@pytest.mark.parametrize("is_dynamo", [False, True])
+def test_stand_ins_from_dynamo_are_kept_private(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, is_dynamo: bool
+) -> None:
+    """vLLM would cache its KV under the id of the picture."""
+    prefill = make("kv_producer")
+    drain(prefill)
+    ticket = opened(answer(prefill, with_media(PICTURE, params=LEG)))
+    offered = prefill._trust.seal(replace(ticket, not_offered=""))
+    if is_dynamo:
+        monkeypatch.setenv(DYNAMO_VARIABLE, "1")
+    decode = make("kv_consumer")
+    request = with_media(STAND_IN, params=offered)
+    decode.on_new_request(request)
+    assert (request.cache_salt is not None) is is_dynamo

@@ -563,3 +563,10 @@ def test_a_claimed_offer_counts_no_longer_as_unclaimed() -> None:
     budget.scheduler.on_granted([RequestId("p0")])
     assert budget.offer(1, {3, 4, 5}) == [], "there is room for it"
     assert budget.offer(2, {6, 7, 8}) == [1]
+
+
+def test_a_claimed_offer_leaves_the_budget_to_later_ones() -> None:
+    budget = Budget(10, 0.5)
+    budget.offer(0, {0, 1, 2, 3})
+    budget.scheduler.on_granted([RequestId("p0")])
+    assert [budget.offer(1, {4, 5}), budget.offer(2, {6, 7})] == [[], []]

@@ -718,3 +718,43 @@ def test_an_engine_tells_its_address_unless_it_drains_or_is_paused(make: Make) -
     scheduler._directory.is_draining = True
     assert scheduler.early_address() is None
     assert make(kv_role="kv_consumer").early_address() is None
+
+
+@pytest.mark.parametrize("blocks", [[], [[]], [[3, 4]]])
+def test_an_answer_of_an_in_tree_prefill_is_not_taken_for_a_missing_one(
+    make: Make, blocks: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks may be empty, and the router has waited for it."""
+    scheduler = make(kv_role="kv_consumer")
+    with caplog.at_level(logging.WARNING):
+        scheduler.on_new_request(new_request(OF_IN_TREE | {"remote_block_ids": blocks}))
+    assert len(caplog.messages) == 1
+    assert "the router starts decode before prefill answers" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "early_writer", "expected"),
+    [
+        pytest.param(1, None, True, id="full attention"),
+        pytest.param(2, None, False, id="two cache groups"),
+        pytest.param(1, "zeroes_blocks", False, id="vLLM zeroes new blocks"),
+        pytest.param(1, "may_copy_blocks", False, id="vLLM copies cached blocks"),
+    ],
+)
+def test_decode_reads_chunks_only_of_blocks_that_vllm_leaves_alone(
+    num_groups: int,
+    early_writer: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    expected: bool,
+) -> None:
+    """Model runner V2 writes into new blocks before it calls the workers' hooks."""
+    if early_writer is not None:
+        monkeypatch.setattr(f"nixl_kv.connector.scheduler.{early_writer}", lambda _: True)
+    cache = kv_cache_config()
+    spec, names = cache.kv_cache_groups[0].kv_cache_spec, cache.kv_cache_groups[0].layer_names
+    groups = [KVCacheGroupSpec(names[number::num_groups], spec) for number in range(num_groups)]
+    cache.kv_cache_groups[:] = groups
+    scheduler = Scheduler(vllm_config({"insecure": True, "port": 0}), cache)
+    assert scheduler._prefill._in_parts is expected
+    scheduler.shutdown()

@@ -28,7 +28,7 @@ from support.records import ticket_for
 from support.vllm_scheduler import OURS, SteppedScheduler, make_config
 
 PROMPT: Final = list(range(48))
-PARAMS: Final = {"port": 0, "insecure": True}
+PARAMS: Final[dict[str, Any]] = {"port": 0, "insecure": True}
 
 
 class Chosen(Scheduler):
@@ -264,3 +264,15 @@ def test_the_connector_hears_whether_vllm_pauses(
     monkeypatch.setattr(engine.connector, "on_pause", lambda *, is_paused: told.append(is_paused))
     engine.vllm.set_pause_state(state)
     assert told == [state is not PauseState.UNPAUSED]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_no_hint_ends_a_load_inside_a_multi_connector(
+    monkeypatch: pytest.MonkeyPatch, *, is_nested: bool
+) -> None:
+    """It would pass vLLM's report on to a child that has not loaded."""
+    monkeypatch.setitem(PARAMS, "overlap", "on")
+    engine = Engine(is_nested=is_nested)
+    assert engine.connector.may_take_hints
+    assert engine.connector.takes_hints is not is_nested
+    engine.connector.shutdown()

@@ -845,3 +845,21 @@ def test_a_restarted_engine_is_tried_at_once() -> None:
         loads.fail()
     assert Send(HOME, describe(OTHER_LIFE)) in loads.do(SECOND_OF_NEXT_LIFE)
     assert loads.machine._by_request[D2].failure is None
+
+
+def test_only_a_good_read_ends_the_count_of_failures() -> None:
+    """An engine that connects but cannot be read costs one load per pause."""
+    loads, pauses = Failing(), []
+    for is_first in (True, False, False):
+        loads.load()
+        for event in (answered(description(), HOME), fits(), HandshakeDone(PEER)):
+            loads.do(event)
+        for _ in range(1 + is_first):
+            assert loads.peer.state is State.READY
+            loads.do(PeerBroken(PEER, "refused"))
+        assert loads.peer.state is State.UNUSABLE
+        pauses.append(loads.peer.pause_ends_at - loads.now)
+        for request in list(loads.machine._by_request):
+            loads.do(cancel_load(request))
+        loads.tick_after(pauses[-1])
+    assert pauses == [2 * PAUSE_S, 4 * PAUSE_S, 8 * PAUSE_S]

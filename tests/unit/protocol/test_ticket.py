@@ -470,3 +470,10 @@ def test_whatever_the_kv_depends_on_changes_the_hash() -> None:
     hashes = [context_hash(*arguments) for arguments in DIFFERENT.values()]
     assert len(set(hashes)) == len(DIFFERENT)
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in hashes)
+
+
+def test_a_ticket_from_another_label_or_before_a_reset_has_other_hashes() -> None:
+    """Prefill compares them with those of its offer when decode asks."""
+    labels = [(0, ""), (1, ""), (2, ""), (0, "step 1"), (0, "step 2"), (1, "step 1")]
+    hashes = [ticket(epoch=epoch, weights=weights).hashes for epoch, weights in labels]
+    assert len(set(hashes)) == len(labels)

@@ -224,3 +224,12 @@ def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "DESCRIPTORS", uncounted)
     monkeypatch.setattr(module, "max_descriptors", lambda: 100)
     assert module.num_descriptors() == 100
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "2001:db8:1:2:3:4:5:6"])
+def test_a_filter_for_one_host_drops_each_that_differs_in_one_bit(host: str) -> None:
+    one = ipaddress.ip_address(host)
+    code = program([ipaddress.ip_network(host)])
+    assert passes(code, one)
+    others = [type(one)(int(one) ^ 1 << bit) for bit in range(one.max_prefixlen)]
+    assert [other for other in others if passes(code, other)] == []
