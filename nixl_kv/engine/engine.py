@@ -37,11 +37,12 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
+from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.gather import build as build_gather
 from nixl_kv.reading.paths import PathFeature
 from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.reading.staged import build as build_staged
+from nixl_kv.reading.turnover import PREPARING_THREADS
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, SlotPage, Transport
 from nixl_kv.transport.ucx.serving import Serving
 from nixl_kv.verify import build as build_verify

@@ -33,7 +33,7 @@ from nixl_kv.ids import Endpoint, Incarnation, Nonce, RequestId, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.reading.replace import Agents
+from nixl_kv.reading.agents import Agents
 from nixl_kv.transport.base import (
     LINK_KEPT_S,
     NEEDS_ENGINE_KEY,

@@ -187,6 +187,7 @@ class ReadAgent:
         self.free_entries = list(range(self.slots.count))
         self.entries: ListHandle = self.transport.prepare(self.slots.rows(), "DRAM", None)
         self._scratch = opened.scratch
+        self._peers = peers
         self._layout = peers.layout
         self._paths = peers.paths
         self._clock = clock
@@ -238,6 +239,12 @@ class ReadAgent:
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
             return [events.ReadFailed(request, action.rank, str(error))]
+
+    def prepare(self, peer: events.PeerKey) -> None:
+        """Make the ranks of a peer readable in the background, unless the peer is forgotten."""
+        description = self._peers.descriptions.get(peer)
+        if description is not None:
+            self.ranks.prepare(peer, description, self._peers.routes(description))
 
     def tell(self, action: events.TellRead) -> list[events.DataEvent]:
         happened: list[events.DataEvent] = []

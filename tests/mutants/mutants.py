@@ -230,14 +230,14 @@ MUTANTS: Final = (
         "replace-abandon",
         'return self._fail_waiting("it could not begin in time", partial(_is_of, action))',
         "return []",
-        "unit/reading/test_replace unit/engine/test_loop",
+        "unit/reading/test_turnover unit/engine/test_loop",
         "An abandoned read that waits for an agent never ends, nor does its request.",
     ),
     Mutant(
         "replace-moved",
         "return [events.PeersMoved(tuple(known))] if known else []",
         "return []",
-        "unit/reading/test_replace unit/engine/test_loop",
+        "unit/reading/test_turnover unit/engine/test_loop",
         "The successor of an agent connects with no peer, and the next loads wait.",
     ),
     Mutant(
@@ -245,14 +245,14 @@ MUTANTS: Final = (
         "                self._closing.remove(closing)\n                logger.error(",
         "                self._closing.remove(closing)\n"
         "                failed += closing.agent.fail_all()\n                logger.error(",
-        "unit/reading/test_replace",
+        "unit/reading/test_turnover",
         "vLLM gets blocks back into which a dead agent may still write: wrong bytes.",
     ),
     Mutant(
         "replace-tidy",
         "current.ranks.num_ready <= num_left * READ_PER_LEFT",
         "current.ranks.num_ready < num_left * READ_PER_LEFT * 100",
-        "unit/reading/test_replace",
+        "unit/reading/test_turnover",
         "One peer that leaves costs an agent of a thousand living ranks its connections.",
     ),
     # --- the prefill half of the scheduler

@@ -24,7 +24,7 @@ from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
-from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.reading.turnover import TRY_AGAIN_S
 from nixl_kv.transport.base import LINGER_S, LINK_KEPT_S
 from sim.cache import CONTENT
 from sim.engine import Engine

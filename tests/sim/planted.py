@@ -22,9 +22,9 @@ from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.load import Load, ReadState
 from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine
-from nixl_kv.reading import replace
-from nixl_kv.reading.replace import Agents
+from nixl_kv.reading import turnover
 from nixl_kv.reading.staged.ring import RingBook
+from nixl_kv.reading.turnover import Turnover
 from nixl_kv.transport.base import SlotPage
 from nixl_kv.verify import queue
 
@@ -153,13 +153,13 @@ def released_before_drained(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("reported while a read can write", in_="late")
 def reported_before_the_agent_is_gone(patch: pytest.MonkeyPatch) -> None:
-    def close(agents: Agents, agent: Any) -> None:
+    def close(agents: Turnover, agent: Any) -> None:
         agents._close_on.submit(agent.close)
         closed: Future[None] = Future()
         closed.set_result(None)
-        agents._closing.append(replace._Closing(agent, closed, agents._clock()))
+        agents._closing.append(turnover._Closing(agent, closed, agents._clock()))
 
-    patch.setattr(Agents, "_close", close)
+    patch.setattr(Turnover, "_close", close)
 
 
 @breaks("needless failure", in_="backlog", is_quick=True)

@@ -22,7 +22,7 @@ from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.protocol import peers
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading import replace
+from nixl_kv.reading import turnover
 from nixl_kv.transport.base import Ports, Transport
 from nixl_kv.transport.ucx import serving
 from support.integration import CONFIG, MakeTransport
@@ -209,7 +209,7 @@ class EndingSide(Side):
         module.UCX_ENGINE_CONFIG += ",NET_DEVICES=lo" + (f",TLS={tls}" if tls else "")  # type: ignore[misc]
         peers.KEPT_S = SHORT_S  # type: ignore[misc]
         loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
-        replace.TIDY_S = SHORT_S  # type: ignore[misc]
+        turnover.TIDY_S = SHORT_S  # type: ignore[misc]
         serving.IDLE_CHECK_S = CHECK_S  # type: ignore[misc]
         if not is_checked:
             serving.IDLE_CHECK_S = serving.AWAKE_CHECK_S = 1e6  # type: ignore[misc]

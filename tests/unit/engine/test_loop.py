@@ -67,7 +67,7 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
+from nixl_kv.reading.turnover import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import (
     LINGER_S,
     LINK_KEPT_S,
@@ -600,7 +600,7 @@ def test_a_rank_has_not_stopped_before_the_end_of_each_agent_is_proven(world: Wo
     reading(world)
     transport, closing = world.decode.parts.agents.current.transport, Background(is_held=True)
     assert isinstance(transport, MemoryTransport)
-    world.decode.parts.agents._close_on = closing
+    world.decode.parts.agents.turnover._close_on = closing
     for _ in range(2):  # the read is late, and is abandoned
         world.clock.now += world.config.request_timeout_s
         world.run()

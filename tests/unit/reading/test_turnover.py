@@ -33,8 +33,9 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import open_transport
+from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S, Agents
+from nixl_kv.reading.turnover import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import LINGER_S, Transport
 from support.agent_reading import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
@@ -397,7 +398,7 @@ def test_an_agent_is_kept_while_many_ranks_would_be_added_again_for_few_that_lef
     is_replaced: bool,  # noqa: FBT001 - a column of the table
 ) -> None:
     """Two ranks are read; `per_left` of them may be added again for each that left."""
-    monkeypatch.setattr("nixl_kv.reading.replace.READ_PER_LEFT", per_left)
+    monkeypatch.setattr("nixl_kv.reading.turnover.READ_PER_LEFT", per_left)
     first, ends_at = reading.agents.current, reading.clock.now + 4 * TIDY_S
     forget_some(reading, num_left)
     while reading.clock.now < ends_at:
@@ -473,7 +474,7 @@ def test_an_agent_that_is_being_made_is_not_left_behind(
     """It registers the cache's memory."""
     reading.abandon_stuck()
     reading.agents.poll()
-    opening = reading.agents._opening
+    opening = reading.agents.turnover._opening
     assert opening is not None
     if has_begun:
         opening.set_running_or_notify_cancel()
