@@ -1,11 +1,12 @@
 """Prefill answers before it has computed, so that a router starts both legs together."""
 
 import itertools
+import json
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import httpx
 import pytest
 
 from harness.cluster.answers import Question
-from harness.cluster.client import Client, Ticket
+from harness.cluster.client import COMPLETIONS, DIRECT, WANT_TICKET, Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import MODEL_NAME, OVERLAP, Engine, EngineSpec
 from harness.cluster.metrics import (
@@ -45,11 +46,9 @@ CHUNK = 128
 """Tokens that prefill computes in one step."""
 SEATS = 2
 """Requests that prefill computes at a time; others are queued."""
-EARLY = (
-    *("--max-num-batched-tokens", str(CHUNK)),
-    *("--max-num-seqs", str(SEATS)),
-    "--enable-scale-out",  # has /inference/v1/generate
-)
+EARLY = (*("--max-num-batched-tokens", str(CHUNK)), *("--max-num-seqs", str(SEATS)))
+SCALE_OUT = "--enable-scale-out"  # has /inference/v1/generate
+ANSWER_TOKENS = 12
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
         replace(
             spec,
             name=f"{name}-{spec.role}",
-            extra_args=(*extra_args, *spec.extra_args),
+            extra_args=(*extra_args, SCALE_OUT, *spec.extra_args),
             connector_config={
                 **spec.connector_config,
                 **OVERLAP,
@@ -120,25 +119,87 @@ def test_a_chat_is_answered_early(pair: Pair, single: Client) -> None:
     assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
 
 
-TALK: Final = [{"role": "user", "content": random_prompt(60, seed=7420)}]
-ENDPOINTS: Final[dict[str, dict[str, object]]] = {
-    "/v1/responses": {"input": random_prompt(60, seed=7421), "max_output_tokens": 1},
-    "/v1/messages": {"messages": TALK, "max_tokens": 1},
-    "/inference/v1/generate": {
-        "token_ids": list(range(100, 200)),
-        "sampling_params": {"max_tokens": 1},
-    },
+GENERATE: Final = "/inference/v1/generate"
+LIMITS: Final = {
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+    COMPLETIONS: "max_tokens",
 }
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
-def test_other_endpoints_are_answered_early(pair: Pair, path: str) -> None:
-    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-    body = {"model": MODEL_NAME, **ENDPOINTS[path], "kv_transfer_params": wanted}
-    answer = httpx.post(f"{pair.prefill.url}{path}", json=body, timeout=EVENT_S)
-    assert answer.status_code == httpx.codes.OK, answer.text
-    ticket = answer.json()["kv_transfer_params"]
+def body_of(path: str, seed: int, limit: int) -> dict[str, object]:
+    """A greedy request for this many tokens."""
+    words, token_ids = random_prompt(60, seed), list(range(seed % 1000, seed % 1000 + 100))
+    if path == GENERATE:
+        return {"token_ids": token_ids, "sampling_params": {"temperature": 0, "max_tokens": limit}}
+    prompts: dict[str, dict[str, object]] = {
+        "/v1/responses": {"input": words},
+        "/v1/messages": {"messages": [{"role": "user", "content": words}]},
+        COMPLETIONS: {"prompt": token_ids, "return_token_ids": True},
+    }
+    return {**prompts[path], LIMITS[path]: limit, "temperature": 0}
+
+
+def pieces(reply: object) -> Sequence[object]:
+    """The answer in a reply, or in one event of a stream: texts, or ids of tokens."""
+    match reply:
+        case {"output": [{"content": [{"text": text}]}]}:
+            return [text]
+        case {"content": [{"text": text}]}:
+            return [text]
+        case {"choices": [{"token_ids": [*token_ids]}]}:
+            return token_ids
+        case {"type": "response.output_text.delta", "delta": text}:
+            return [text]
+        case {"type": "content_block_delta", "delta": {"text": text}}:
+            return [text]
+    return []
+
+
+def joined(pieces_of_answer: Sequence[object]) -> str:
+    return "".join(
+        f"{piece} " if isinstance(piece, int) else str(piece) for piece in pieces_of_answer
+    )
+
+
+def events_of(reply: httpx.Response) -> list[dict[str, object]]:
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = (line.removeprefix("data: ") for line in reply.text.splitlines())
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def ask_at(url: str, path: str, body: dict[str, object], **more: object) -> httpx.Response:
+    asked = {"model": MODEL_NAME, **body, **more}
+    reply = httpx.post(f"{url}{path}", json=asked, timeout=EVENT_S, **DIRECT)
+    assert reply.status_code == httpx.codes.OK, reply.text
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("path", "seed"),
+    [("/v1/responses", 7420), ("/v1/messages", 7430), (GENERATE, 7440)],
+)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_other_endpoints_are_answered_early_and_decode_loads(
+    pair: Pair, single: Client, path: str, seed: int, *, is_streamed: bool
+) -> None:
+    seed += is_streamed
+    # Completions stand for `generate`, which an engine without --enable-scale-out does not have.
+    alone = COMPLETIONS if path == GENERATE else path
+    expected = pieces(ask_at(single.url, alone, body_of(alone, seed, ANSWER_TOKENS)).json())
+    asked = body_of(path, seed, 1)
+    prefill = ask_at(pair.prefill.url, path, asked, kv_transfer_params=WANT_TICKET)
+    ticket = prefill.json()["kv_transfer_params"]
     assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
+    since = CountersSince(pair.to_decode)
+    wanted = {"kv_transfer_params": ticket, "stream": is_streamed}
+    reply = ask_at(pair.decode.url, path, body_of(path, seed, ANSWER_TOKENS), **wanted)
+    events = events_of(reply) if is_streamed else [reply.json()]
+    found = [piece for event in events for piece in pieces(event)]
+    assert joined(found) == joined(expected) != ""
+    assert not is_streamed or len(found) > 1
+    changed = since.wait_for(LOADS, timeout_s=EVENT_S)
+    assert (changed[LOADS], changed[FAILURES]) == (1, 0)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
