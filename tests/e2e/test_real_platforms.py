@@ -6,14 +6,16 @@ Each has its own quick start, and our connector's module path. Ray and Dynamo ru
 their own, which are made in .environments at the first run.
 """
 
+import ast
 import contextlib
 import itertools
 import json
 import os
+import re
 import secrets
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -44,6 +46,7 @@ from harness.cluster.router import IN_TURNS
 from harness.cluster.waiting import wait_until
 from nixl_kv.config import DYNAMO_VARIABLE
 from nixl_kv.connector.stats import METRICS
+from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from support.engines import started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.platforms]
@@ -77,7 +80,9 @@ def count_tokens(urls: Sequence[str]) -> int:
     return round(count(urls, "loaded_tokens").total())
 
 
-def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: int) -> None:
+def check(
+    url: str, metrics_urls: Sequence[str], single: Client, num_engines: int, **asked: object
+) -> None:
     """All answers are right, all KV is moved, and every engine takes part."""
     prompts = [random_prompt(length, seed=next(SEEDS)) for length in LENGTHS]
     questions = questions_of(single, prompts, ANSWER_TOKENS)
@@ -85,7 +90,7 @@ def check(url: str, metrics_urls: Sequence[str], single: Client, num_engines: in
         wait_until_it_moves_kv(platform, metrics_urls)
         tokens, work = count_tokens(metrics_urls), count(metrics_urls, "offers", "loads")
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            answers = list(pool.map(partial(ask, platform), itertools.count(), questions))
+            answers = list(pool.map(partial(ask, platform, asked), itertools.count(), questions))
     # Dynamo names special tokens otherwise, so equal texts may have other tokens.
     others = [
         (one.expected.text, got.text)
@@ -112,10 +117,10 @@ def wait_until_it_moves_kv(platform: Client, metrics_urls: Sequence[str]) -> Non
     assert wait_until(does, START_S)
 
 
-def ask(platform: Client, number: int, question: Question) -> Answer:
+def ask(platform: Client, asked: Mapping[str, object], number: int, question: Question) -> Answer:
     """Every third answer is streamed."""
     complete = platform.complete if number % 3 else platform.stream
-    return complete(question.prompt, ANSWER_TOKENS)
+    return complete(question.prompt, ANSWER_TOKENS, **asked)
 
 
 # --- vLLM's router
@@ -267,14 +272,27 @@ def test_dynamos_stand_ins_are_recognised() -> None:
     }
 
 
-def test_dynamo(cluster: Cluster, single: Client) -> None:
+READ_BY_HANDLER: Final = re.compile(r"kv transfer params: (\{.*\})")
+"""What Dynamo's prefill handler logs of each output of vLLM, with DYN_LOG=debug."""
+
+
+def tickets_read(prefill: Part) -> list[Ticket]:
+    found = READ_BY_HANDLER.findall(prefill.log_text())
+    return [SealedTicket.parse({FIELD: ast.literal_eval(one)[FIELD]}).open() for one in found]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_dynamo(cluster: Cluster, single: Client, overlap: str) -> None:
     """Its frontend and two workers of vLLM, which find each other by files."""
     python = dynamo_environment()
     names, ports = ("frontend", "prefill", "decode"), Ports()
-    parts = [Part(cluster.log_dir / f"dynamo-{name}.log", ports.next_free()) for name in names]
-    folder = cluster.log_dir / "dynamo-discovery"
+    logs = [cluster.log_dir / f"dynamo-{name}-overlap-{overlap}.log" for name in names]
+    parts = [Part(log, ports.next_free()) for log in logs]
+    folder = cluster.log_dir / f"dynamo-discovery-overlap-{overlap}"
     folder.mkdir()
+    transfer = TRANSFER | {"kv_connector_extra_config": {"overlap": overlap}}
     env = {
+        "DYN_LOG": "debug",
         "DYN_FILE_KV": str(folder),
         "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "zmq",
@@ -283,7 +301,7 @@ def test_dynamo(cluster: Cluster, single: Client) -> None:
     worker: list[object] = [python, REPO / "tests/platforms/dynamo_worker.py"]
     worker += ["--model", ensure_tiny_model().absolute(), "--served-model-name", MODEL_NAME]
     worker += ["--dtype", CPU_DTYPE, "--enforce-eager"]
-    worker += ["--kv-transfer-config", json.dumps(TRANSFER), "--discovery-backend", "file"]
+    worker += ["--kv-transfer-config", json.dumps(transfer), "--discovery-backend", "file"]
     frontend: list[object] = [python, "-m", "dynamo.frontend", "--discovery-backend", "file"]
     with ended(parts):
         for part, role in zip(parts, names, strict=True):
@@ -296,4 +314,8 @@ def test_dynamo(cluster: Cluster, single: Client) -> None:
             part.start([*worker, "--disaggregation-mode", role], env | more)
         for part in parts:
             part.wait_ready(START_S)
-        check(parts[0].url, [part.url for part in parts[1:]], single, 2)
+        # Prefill does not answer a request for log probabilities early.
+        asked = {"logprobs": None} if overlap == "on" else {}
+        check(parts[0].url, [part.url for part in parts[1:]], single, 2, **asked)
+    are_early = [ticket.is_early for ticket in tickets_read(parts[1])[-len(LENGTHS) :]]
+    assert are_early == [overlap == "on"] * len(LENGTHS)
