@@ -5,14 +5,15 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -20,7 +21,14 @@ import pytest
 from harness.cluster.answers import Question
 from harness.cluster.client import COMPLETIONS, DIRECT, WANT_TICKET, Client, Ticket
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import MODEL_NAME, OVERLAP, Engine, EngineSpec
+from harness.cluster.engines import (
+    MODEL_NAME,
+    OVERLAP,
+    START_TIMEOUT_S,
+    Engine,
+    EngineSpec,
+    python_path,
+)
 from harness.cluster.metrics import (
     EARLY_ENDS,
     FAILURES,
@@ -33,10 +41,13 @@ from harness.cluster.metrics import (
     TICKETS_REFUSED,
     CountersSince,
 )
+from harness.cluster.models.files import REPO
 from harness.cluster.pair import Pair
+from harness.cluster.processes import ManagedProcess, Ports
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from nixl_kv.protocol.ticket import FIELD, SealedTicket
+from nixl_kv.protocol.ticket import Ticket as OpenedTicket
 from support.asking import Ended, ask
 from support.engines import EVENT_S, connected, expect_free, expect_load, started
 
@@ -48,6 +59,7 @@ SEATS = 2
 """Requests that prefill computes at a time; others are queued."""
 EARLY = (*("--max-num-batched-tokens", str(CHUNK)), *("--max-num-seqs", str(SEATS)))
 SCALE_OUT = "--enable-scale-out"  # has /inference/v1/generate
+SETTINGS = {**OVERLAP, "insecure": False, "verify": "all"}
 ANSWER_TOKENS = 12
 
 
@@ -59,12 +71,7 @@ def early_pair(cluster: Cluster, specs: tuple[EngineSpec, EngineSpec], name: str
             spec,
             name=f"{name}-{spec.role}",
             extra_args=(*extra_args, SCALE_OUT, *spec.extra_args),
-            connector_config={
-                **spec.connector_config,
-                **OVERLAP,
-                "insecure": False,
-                "verify": "all",
-            },
+            connector_config={**spec.connector_config, **SETTINGS},
         )
         for spec, extra_args in zip(specs, (EARLY, ()), strict=True)
     )
@@ -80,10 +87,15 @@ def pair(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
         yield pair
 
 
+def opened(params: Ticket) -> OpenedTicket:
+    """The ticket in the `kv_transfer_params` of prefill's answer."""
+    return SealedTicket.parse({FIELD: params[FIELD]}).open()
+
+
 # Prefill does not answer a request for log probabilities early: the harness's requests have one.
 def early_ticket(pair: Pair, prompt: str) -> Ticket:
     ticket, _ = pair.to_prefill.timed_ticket(prompt, logprobs=None)
-    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
+    assert opened(ticket).is_early
     return ticket
 
 
@@ -190,7 +202,7 @@ def test_other_endpoints_are_answered_early_and_decode_loads(
     asked = body_of(path, seed, 1)
     prefill = ask_at(pair.prefill.url, path, asked, kv_transfer_params=WANT_TICKET)
     ticket = prefill.json()["kv_transfer_params"]
-    assert SealedTicket.parse({FIELD: ticket[FIELD]}).open().is_early
+    assert opened(ticket).is_early
     since = CountersSince(pair.to_decode)
     wanted = {"kv_transfer_params": ticket, "stream": is_streamed}
     reply = ask_at(pair.decode.url, path, body_of(path, seed, ANSWER_TOKENS), **wanted)
@@ -200,6 +212,70 @@ def test_other_endpoints_are_answered_early_and_decode_loads(
     assert not is_streamed or len(found) > 1
     changed = since.wait_for(LOADS, timeout_s=EVENT_S)
     assert (changed[LOADS], changed[FAILURES]) == (1, 0)
+
+
+class OfflinePrefill(ManagedProcess):
+    """`support/offline_prefill.py`, with the configuration of an engine that is not started."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[str]) -> None:
+        super().__init__(engine.name, engine.log_path)
+        self._engine = engine
+        self._prompts = prompts
+
+    def start(self) -> None:
+        spec = self._engine.spec
+        arguments = {
+            "model": str(spec.model.absolute()),
+            "served_model_name": spec.served_name,
+            "dtype": spec.actual_dtype,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            "max_num_batched_tokens": CHUNK,
+            "kv_transfer_config": self._engine.kv_transfer_config(),
+        }
+        settings = json.dumps({"engine": arguments, "prompts": self._prompts})
+        env = self._engine.environment() | {"PYTHONPATH": python_path(REPO / "tests")}
+        self.launch([sys.executable, str(REPO / "tests/support/offline_prefill.py"), settings], env)
+        os.sched_setaffinity(self.pid, spec.cores)
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        lines = self.log_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith('{"ticket"')]
+
+    def is_ready(self) -> bool:
+        self.check_alive()
+        return len(self.answers) == len(self._prompts)
+
+    def close(self) -> None:
+        self.stop()
+
+
+@pytest.mark.slow
+def test_the_offline_class_gives_ordinary_tickets(
+    cluster: Cluster, pair: Pair, single: Client
+) -> None:
+    prompts = [random_prompt(length, seed=7565) for length in (20, CHUNK, 3 * CHUNK + 33)]
+    config = {**pair.prefill.spec.connector_config, "offer_ttl_s": EVENT_S}
+    assert config["overlap"] == "on"
+    spec = replace(pair.prefill.spec, name="early-offline", connector_config=config)
+    # Before its offers are open: vLLM then steps without a pause, on a core that `single` shares.
+    expected = [single.complete(prompt) for prompt in prompts]
+    first = [single.complete(prompt, 1).text for prompt in prompts]
+    loads = CountersSince(pair.to_decode)
+    with closing(OfflinePrefill(Engine(spec, cluster.log_dir, Ports()), prompts)) as prefill:
+        prefill.start()
+        prefill.wait_ready(START_TIMEOUT_S)
+        given = prefill.answers
+        assert [answer["text"] for answer in given] == first
+        assert not any(opened(answer["ticket"]).is_early for answer in given)
+        answers = [
+            pair.decode_with(answer["ticket"], prompt)
+            for answer, prompt in zip(given, prompts, strict=True)
+        ]
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+        changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
+        assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -254,7 +330,7 @@ def no_free_seats(engine: Client) -> Iterator[None]:
 
 
 def expect_abort(pair: Pair, ticket: Ticket) -> None:
-    nonce = SealedTicket.parse({FIELD: ticket[FIELD]}).open().nonce
+    nonce = opened(ticket).nonce
     line = f"(offer {nonce[:8]}) was answered early and is aborted: decode has released it"
     assert wait_until(lambda: line in pair.prefill.log_text(), EVENT_S)
 
@@ -334,7 +410,7 @@ def test_the_ticket_names_the_data_parallel_rank_that_computes(
         loads, ports = CountersSince(pair.to_decode), set[int]()
         for prompt in prompts:
             ticket = early_ticket(pair, prompt)
-            ports.add(SealedTicket.parse({FIELD: ticket[FIELD]}).open().port)
+            ports.add(opened(ticket).port)
             assert pair.decode_with(ticket, prompt).tokens == single.complete(prompt).tokens
         assert len(ports) == 2
         changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
