@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from harness.cluster.answers import Question
 from harness.cluster.client import COMPLETIONS, DIRECT, WANT_TICKET, Client, Ticket
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import (
+    HOST,
     MODEL_NAME,
     OVERLAP,
     START_TIMEOUT_S,
@@ -41,7 +42,8 @@ from harness.cluster.metrics import (
     TICKETS_REFUSED,
     CountersSince,
 )
-from harness.cluster.models.files import REPO
+from harness.cluster.models.families import DeepseekV2
+from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.processes import ManagedProcess, Ports
 from harness.cluster.prompts import random_prompt
@@ -49,7 +51,7 @@ from harness.cluster.waiting import wait_until
 from nixl_kv.protocol.ticket import FIELD, SealedTicket
 from nixl_kv.protocol.ticket import Ticket as OpenedTicket
 from support.asking import Ended, ask
-from support.engines import EVENT_S, connected, expect_free, expect_load, started
+from support.engines import EVENT_S, connected, expect_free, expect_load, started, without_connector
 
 pytestmark = pytest.mark.e2e
 
@@ -415,6 +417,90 @@ def test_the_ticket_names_the_data_parallel_rank_that_computes(
         assert len(ports) == 2
         changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
         assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
+
+
+# The matrix says why MLA needs this on CPU.
+MLA_ON_CPU: Final = ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}')
+
+
+@contextmanager
+def external_group(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]
+) -> Iterator[list[Engine]]:
+    """Two prefill ranks with an API server each; then decode, and a single engine.
+
+    vLLM allows this only for models with experts, and its CPU build lacks the `all_gatherv` of
+    their layers. The configuration of this model names experts, so both ranks step together, but
+    none of its layers has any.
+    """
+    prefill, decode = (
+        replace(
+            spec,
+            name=f"external-{spec.role}",
+            model=ensure_tiny_model(model=DeepseekV2()),
+            connector_config={**spec.connector_config, **SETTINGS},
+            extra_args=MLA_ON_CPU,
+        )
+        for spec in base_specs
+    )
+    group = (
+        *("--data-parallel-size", "2", "--data-parallel-external-lb"),
+        *("--data-parallel-address", HOST, "--data-parallel-rpc-port", str(Ports().next_free())),
+    )
+    ranks = [
+        replace(
+            prefill,
+            name=f"{prefill.name}-{rank}",
+            extra_args=(*EARLY, *MLA_ON_CPU, *group, "--data-parallel-rank", str(rank)),
+        )
+        for rank in range(2)
+    ]
+    single = without_connector(decode, "external-single")
+    with started(cluster, *ranks, decode, single) as engines:
+        yield engines
+
+
+@pytest.mark.slow
+def test_the_ticket_names_the_data_parallel_rank_that_a_router_chooses(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]
+) -> None:
+    with (
+        external_group(cluster, base_specs) as (*ranks, decode, alone),
+        Client(alone.url) as single,
+    ):
+        addresses = set()
+        for seed, rank in enumerate(ranks * 2, 7590):
+            with connected(rank, decode) as pair:
+                loads, prompt = CountersSince(pair.to_decode), random_prompt(150, seed)
+                params = early_ticket(pair, prompt)
+                assert pair.decode_with(params, prompt).tokens == single.complete(prompt).tokens
+                changed = loads.wait_for(LOADS, timeout_s=EVENT_S)
+                assert (changed[LOADS], changed[FAILURES]) == (1, 0)
+                # The rank itself answers a request for log probabilities.
+                early, late = opened(params), opened(pair.to_prefill.ticket(prompt))
+                assert not late.is_early
+                assert (early.engine, early.incarnation) == (late.engine, late.incarnation)
+                assert early.endpoint == late.endpoint
+                addresses.add((early.engine, early.endpoint))
+        assert len(addresses) == 2
+        with Pair(ranks[0], decode, cluster.route(ranks, [decode])) as pair:
+            expect_loads_from_both(pair, ranks, single)
+
+
+def expect_loads_from_both(pair: Pair, ranks: list[Engine], single: Client) -> None:
+    """Ask the router at the same time."""
+    prompts = [random_prompt(150, seed=7596 + n) for n in range(8)]
+    expected = [single.complete(prompt, logprobs=None).text for prompt in prompts]
+    with ExitStack() as clients:
+        offers = [CountersSince(clients.enter_context(Client(rank.url))) for rank in ranks]
+        loads = CountersSince(pair.to_decode)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda p: pair.to_router.complete(p, logprobs=None), prompts))
+        assert [answer.text for answer in answers] == expected
+        changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
+        assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
+        for of_rank in offers:
+            assert of_rank.wait_for(OFFERS_READ, timeout_s=EVENT_S)[OFFERS_READ] > 0
 
 
 def test_decode_computes_a_prompt_whose_prefill_dies(pair: Pair, single: Client) -> None:
