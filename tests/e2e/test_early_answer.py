@@ -419,6 +419,50 @@ def test_the_ticket_names_the_data_parallel_rank_that_computes(
         assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
 
 
+def group_of(size: int) -> tuple[str, ...]:
+    """How processes of one data-parallel group find each other."""
+    port = str(Ports().next_free())
+    address = ("--data-parallel-address", HOST, "--data-parallel-rpc-port", port)
+    return ("--data-parallel-size", str(size), *address)
+
+
+@pytest.mark.slow
+def test_the_ticket_names_a_data_parallel_rank_of_the_node_that_a_router_chooses(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec], single: Client
+) -> None:
+    """Two nodes of two ranks each: a router chooses the node, and vLLM's balancer the rank."""
+    prefill, decode = (
+        replace(
+            spec,
+            name=f"hybrid-{spec.role}",
+            kv_cache_bytes=256 << 20,
+            connector_config={**spec.connector_config, **SETTINGS},
+        )
+        for spec in base_specs
+    )
+    group = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2", *group_of(4))
+    nodes = [
+        replace(
+            prefill,
+            name=f"{prefill.name}-{start}",
+            extra_args=(*EARLY, *group, "--data-parallel-start-rank", str(start)),
+        )
+        for start in (0, 2)
+    ]
+    with started(cluster, *nodes, decode) as (*engines, loading), Client(loading.url) as to_decode:
+        loads, ranks = CountersSince(to_decode), [set[int](), set[int]()]
+        prompts = [random_prompt(150, seed=7610 + n) for n in range(16)]
+        for number, prompt in enumerate(prompts):
+            engine, found = engines[number % 2], ranks[number % 2]
+            with Pair(engine, loading) as pair:
+                params = early_ticket(pair, prompt)
+                found.add(opened(params).port - engine.side_port)
+                assert pair.decode_with(params, prompt).tokens == single.complete(prompt).tokens
+        assert ranks == [{0, 1}, {2, 3}]
+        changed = loads.wait_for(LOADS, len(prompts), timeout_s=EVENT_S)
+        assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
+
+
 # The matrix says why MLA needs this on CPU.
 MLA_ON_CPU: Final = ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}')
 
@@ -443,10 +487,7 @@ def external_group(
         )
         for spec in base_specs
     )
-    group = (
-        *("--data-parallel-size", "2", "--data-parallel-external-lb"),
-        *("--data-parallel-address", HOST, "--data-parallel-rpc-port", str(Ports().next_free())),
-    )
+    group = ("--data-parallel-external-lb", *group_of(2))
     ranks = [
         replace(
             prefill,
