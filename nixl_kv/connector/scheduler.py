@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.legs import Leg, leg_of
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
@@ -70,8 +71,7 @@ from nixl_kv.errors import (
 from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
-from nixl_kv.protocol.params import OUR_PREFIXES
-from nixl_kv.protocol.ticket import FIELD, MAX_WHY, Ticket
+from nixl_kv.protocol.ticket import MAX_WHY, Ticket
 
 logger = get_logger(__name__)
 
@@ -108,9 +108,16 @@ NO_CHUNKS: Final = (
     "NixlKVConnector alone for that"
 )
 
-# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
-FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
-
+NOT_PREFILL: Final = (
+    "kv_transfer_params: do_remote_decode is true, but this engine is a kv_consumer, which "
+    "decodes; send such requests to a prefill engine (kv_producer or kv_both), and check the "
+    "router's lists of engines"
+)
+NOT_DECODE: Final = (
+    "kv_transfer_params: do_remote_decode is not true, but this engine is a kv_producer, which "
+    "prefills; send such requests to a decode engine (kv_consumer or kv_both), and check the "
+    "router's lists of engines"
+)
 BOTH_LEGS: Final = (
     "kv_transfer_params name prefill's address, or that it is not ready, but neither blocks nor a "
     "ticket: the router starts decode before prefill answers; let it pass on prefill's answer "
@@ -553,44 +560,28 @@ class Scheduler:
     # --- kv_transfer_params
 
     def _dispatch(self, request: Request) -> None:
-        params = request.kv_transfer_params
-        fields: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
-        if params is None:
-            if not self._is_prefill:  # such an engine should get no request without a ticket
-                self._counts.count_recomputed(NO_TICKET)
-                message = "request %s is computed here: %s"
-                self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
-        elif _is_foreign(fields):
+        leg = leg_of(request.kv_transfer_params)
+        if leg is Leg.NONE and not self._is_prefill:
+            # Such an engine should get no request without a ticket.
+            self._counts.count_recomputed(NO_TICKET)
+            message = "request %s is computed here: %s"
+            self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
+        if leg in (Leg.NONE, Leg.FOREIGN):
             return
-        elif _is_prefill_leg(params):
-            if not self._is_prefill:
-                raise TicketRefused(
-                    "kv_transfer_params: do_remote_decode is true, but this engine is a "
-                    "kv_consumer, which decodes; send such requests to a prefill engine "
-                    "(kv_producer or kv_both), and check the router's lists of engines",
-                    "role",
-                )
-            self._begin_offer(request)
-        elif not self._is_decode:
-            raise TicketRefused(
-                "kv_transfer_params: do_remote_decode is not true, but this engine is a "
-                "kv_producer, which prefills; send such requests to a decode engine "
-                "(kv_consumer or kv_both), and check the router's lists of engines",
-                "role",
-            )
-        elif _is_in_tree(fields):
-            named = (fields.get(name) for name in ("remote_engine_id", "remote_host"))
-            engine, host = (printable(str(each), MAX_ID) for each in named)
-            prefill = f"prefill runs vLLM's own NixlConnector (engine {engine} at {host})"
-            if outcome := self._refuse(request, "other_connector", prefill):
-                shown = shown_id(request.request_id)
-                self._in_tree_log.warning(IN_TREE_PREFILL, shown, outcome, prefill)
-        else:
-            self._begin_load(request, fields)
+        has_role = self._is_prefill if leg is Leg.PREFILL else self._is_decode
+        if not has_role:
+            raise TicketRefused(NOT_PREFILL if leg is Leg.PREFILL else NOT_DECODE, "role")
+        match leg:
+            case Leg.PREFILL:
+                self._begin_offer(request)
+            case Leg.IN_TREE:
+                self._refuse_in_tree(request)
+            case Leg.UNANSWERED:
+                raise TicketRefused(BOTH_LEGS)
+            case _:
+                self._begin_load(request)
 
-    def _begin_load(self, request: Request, fields: Mapping[str, Any]) -> None:
-        if _is_without_answer(fields):
-            raise TicketRefused(BOTH_LEGS)
+    def _begin_load(self, request: Request) -> None:
         params, is_rejected = request.kv_transfer_params, request.abort_immediately
         prompt = prompt_of(request, self._media)
         self._decode.on_new_request(prompt, params, is_rejected=is_rejected)
@@ -599,6 +590,15 @@ class Scheduler:
             keep_private(request)
         self._traces.begin_load(request)
 
+    def _refuse_in_tree(self, request: Request) -> None:
+        fields = request.kv_transfer_params or {}
+        named = (fields.get(name) for name in ("remote_engine_id", "remote_host"))
+        engine, host = (printable(str(each), MAX_ID) for each in named)
+        prefill = f"prefill runs vLLM's own NixlConnector (engine {engine} at {host})"
+        if outcome := self._refuse(request, "other_connector", prefill):
+            shown = shown_id(request.request_id)
+            self._in_tree_log.warning(IN_TREE_PREFILL, shown, outcome, prefill)
+
     def _refuse(self, request: Request, reason: str, detail: str) -> str:
         """Follow on_load_failure; returns the outcome for the log.
 
@@ -606,7 +606,7 @@ class Scheduler:
         """
         request_id, params = RequestId(request.request_id), request.kv_transfer_params
         self._traces.refuse(request, reason)
-        if not (request.abort_immediately or _is_prefill_leg(params)):
+        if not request.abort_immediately and leg_of(params) is not Leg.PREFILL:
             why = self._decode.why_not_computed(prompt_of(request, self._media), params)
             if why:
                 self.stats.count("refused_tickets", 1, reason)
@@ -620,22 +620,12 @@ class Scheduler:
         return OUTCOMES["fail"]
 
     def _begin_offer(self, request: Request) -> None:
-        prompt, reason = prompt_of(request, self._media), ""
-        pair = self._promised(request)
-        is_pair = pair is not None and self._prefill.is_new(pair)
-        if self._directory is not None and self._directory.is_draining:
-            reason = "this engine is draining"
-        elif request.abort_immediately:  # `EarlyAnswers` tells of a request that it has answered
-            reason = "vLLM refused it, or it failed"
-        elif request.resumable:
-            reason = "it is resumable: more input may follow"
-        elif self._has_state:
-            reason = why_not_shortened(request)
-        if reason:
+        prompt, pair = prompt_of(request, self._media), self._promised(request)
+        if reason := self._why_not_begun(request):
             shown = shown_id(request.request_id)
             self._log.info("request %s is not offered: %s", shown, reason, about=reason)
             if prompt.media.items:
-                self._not_offered[RequestId(request.request_id)] = reason
+                self._not_offered[prompt.request] = reason
             if pair is not None:
                 self._prefill.decline(pair)
             return
@@ -644,7 +634,8 @@ class Scheduler:
             # token, but prefill keeps only the state after the last token that it computes.
             shorten(request)
         # An early ticket is for the whole prompt.
-        num_tokens = prompt.num_tokens if is_pair else request.num_prompt_tokens
+        is_early = pair is not None and self._prefill.is_new(pair)
+        num_tokens = prompt.num_tokens if is_early else request.num_prompt_tokens
         self._prefill.on_new_request(
             prompt.request,
             request.num_prompt_tokens,
@@ -654,9 +645,19 @@ class Scheduler:
             count_cached=partial(count_cached, request),
         )
 
+    def _why_not_begun(self, request: Request) -> str:
+        """Why this request cannot be offered; empty if it can."""
+        if self._directory is not None and self._directory.is_draining:
+            return "this engine is draining"
+        if request.abort_immediately:  # `EarlyAnswers` tells of a request that it has answered
+            return "vLLM refused it, or it failed"
+        if request.resumable:
+            return "it is resumable: more input may follow"
+        return why_not_shortened(request) if self._has_state else ""
+
     def _ticket_without_offer(self, request: Request) -> dict[str, Any] | None:
         """A ticket for a prompt with media: decode may have stand-ins, so it needs the hashes."""
-        is_leg = _is_prefill_leg(request.kv_transfer_params)
+        is_leg = leg_of(request.kv_transfer_params) is Leg.PREFILL
         if not is_leg or self._prefill.address is None:
             return None
         prompt = prompt_of(request, self._media)
@@ -693,32 +694,3 @@ class Scheduler:
 
 def _own(ids: set[str] | None) -> set[RequestId]:
     return {RequestId(each) for each in ids or ()}
-
-
-def _is_prefill_leg(params: object) -> bool:
-    """Whether the router wants this request's KV for another engine."""
-    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
-
-
-def _is_without_answer(fields: Mapping[str, Any]) -> bool:
-    """Whether the router asks decode to load without prefill's answer."""
-    if FIELD in fields or fields.get("do_remote_prefill") is not True:
-        return False
-    has_host, blocks = fields.get("remote_host") is not None, fields.get("remote_block_ids")
-    return fields.get("remote_ready") is False or (has_host and blocks is None)
-
-
-def _is_foreign(fields: Mapping[str, Any]) -> bool:
-    """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
-
-    Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
-    """
-    candidates = fields.keys() - FOREIGN_FIELDS
-    return bool(fields) and not any(str(name).startswith(OUR_PREFIXES) for name in candidates)
-
-
-def _is_in_tree(fields: Mapping[str, Any]) -> bool:
-    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
-    # A ticket of ours has these blocks too, but names none. A router may have dropped its string.
-    blocks = fields.get("remote_block_ids")
-    return FIELD not in fields and isinstance(blocks, list) and any(blocks)

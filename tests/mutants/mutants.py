@@ -70,9 +70,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "pair-blocks",
-        "(has_host and blocks is None)",
-        "has_host",
-        "unit/connector/test_scheduler unit/connector/test_in_tree_decode",
+        "(host is not None and blocks is None)",
+        "(host is not None)",
+        "unit/connector/test_legs unit/connector/test_scheduler",
         "Decode tells the operator of a router that does not wait, although prefill had answered.",
     ),
     Mutant(
