@@ -43,6 +43,8 @@ class Agents:
     ) -> None:
         self.peers = peers
         self.turnover = Turnover(make_transport, peers, counts, memory, clock, make_background)
+        # New reads use the first; the others drain, or connect to the peers.
+        self.polled = self.turnover.polled
         self._counts = counts
         self._clock = clock
         self._waiting: list[events.StartRead] = []  # for their ranks, or for an idle transport
@@ -52,11 +54,6 @@ class Agents:
 
     def __repr__(self) -> str:
         return f"<Agents: {self.polled}, {self.turnover}>"
-
-    @property
-    def polled(self) -> list[ReadAgent]:
-        """New reads use the first; the others drain, or connect to the peers."""
-        return self.turnover.polled
 
     @property
     def next_due(self) -> float | None:
