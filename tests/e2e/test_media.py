@@ -22,6 +22,7 @@ from harness.cluster.client import (
     BrokenStreamError,
     Client,
     Messages,
+    NoTicketError,
     RefusedError,
     Ticket,
 )
@@ -312,10 +313,20 @@ def use(pair: Pair, leg: Leg) -> Ticket:
     return leg.ticket
 
 
+def gives_tickets(client: Client) -> bool:
+    try:
+        client.chat_ticket([{"role": "user", "content": "Is there one?"}])
+    except NoTicketError:
+        return False
+    return True
+
+
 @contextmanager
 def draining(pair: Pair) -> Iterator[None]:
     at = f"--at {HOST}:{pair.prefill.side_port} --insecure"
     assert nixl_kv("drain", at).exit_code == 0
+    # Prefill's API server hears of it with an answer of the engine, or when it asks again.
+    assert wait_until(lambda: not gives_tickets(pair.to_prefill), EVENT_S)
     yield
     assert nixl_kv("drain", at, "--undo").exit_code == 0
 
