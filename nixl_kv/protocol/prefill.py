@@ -427,7 +427,7 @@ class PrefillMachine:
 
     @property
     def next_due(self) -> float | None:
-        due = min(self._due.next, *[part.next_due for part in self._parts])
+        due = min([self._due.next, *[part.next_due for part in self._parts]])
         return None if due == math.inf else due
 
     def check(self) -> None:
