@@ -1,20 +1,24 @@
 """Scripts for the machines of the protocol: events, and the actions that are expected of each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nixl_kv.ids import Rank
+from nixl_kv.ids import Endpoint, Rank
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     OVER,
     Action,
-    CompareDigest,
+    Failure,
+    FailureKind,
     HandshakeDone,
     LoadEnded,
+    LoadReady,
     OfferEnded,
     Record,
     Send,
@@ -22,29 +26,29 @@ from nixl_kv.protocol.events import (
     StopRead,
     Transition,
 )
-from nixl_kv.protocol.messages import KVSlice, Reader
-from nixl_kv.reading.staged.ring import ChunkPart
-from nixl_kv.verify.part import ProofPart
+from nixl_kv.protocol.load import (
+    LoadPart,
+)
+from nixl_kv.protocol.messages import Landed, PrefillState, Reader, Ready
 from support.records import (
-    CLAIM,
     D1,
     D2,
+    HINT_KEY,
     HOME,
     NONCE2,
     PEER,
     RANK_0,
     READER,
     RIVAL,
-    SLICES,
     TIMEOUT_S,
     answered,
     ask,
+    at,
     describe,
-    digest_reply,
-    digest_request,
     fits,
     grant,
     no_record,
+    pending,
     prepare_load,
     read_done,
     release,
@@ -150,10 +154,9 @@ def decode_machine(
     wait_for_prefill_s: float = 1e9,
     heartbeat_interval_s: float = 1e9,
     bytes_per_token: int = 1,
-    slices: tuple[KVSlice, ...] = SLICES,
     entry_size: int = 1,
+    parts: Sequence[LoadPart] = (),
 ) -> DecodeMachine:
-    """Each load reads the same slices of each rank."""
     return DecodeMachine(
         reader,
         record,
@@ -162,18 +165,18 @@ def decode_machine(
         heartbeat_interval_s=heartbeat_interval_s,
         bytes_per_token=bytes_per_token,
         entry_size=entry_size,
-        parts=(ChunkPart(), ProofPart(lambda *_: slices)),
+        parts=parts,
     )
 
 
-def loading(script: Script) -> DecodeMachine:
-    """A machine after a script."""
-    machine = decode_machine()
+def loading(script: Script, *parts: LoadPart) -> DecodeMachine:
+    """A machine with these parts, after a script."""
+    machine = decode_machine(parts=parts)
     play(machine, script)
     return machine
 
 
-START, START_VERIFIED = start_load(), start_load(verify=True)
+START = start_load()
 STOP = StopRead(D1, Rank(0))
 READ = StartRead(PEER, Rank(0), GRANT, START)
 RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
@@ -188,20 +191,64 @@ ASKING: Script = [*HANDSHAKING, (HandshakeDone(PEER),)]
 """The peer can be read, and prefill's answer is not here yet."""
 GRANTED: Script = [*ASKING, (answered(GRANT),)]
 READING: Script = [*GRANTED, (110.0, START, READ)]
-TO_DIGEST = CompareDigest(Rank(0), SLICES, START_VERIFIED, CLAIM)
-READ_VERIFIED = (
-    StartRead(PEER, Rank(0), GRANT, START_VERIFIED),
-    replace(TO_DIGEST, has_landed=False),
+TWO_ASKED: Script = after(
+    PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))), (START,)
 )
-VERIFIED: Script = [
-    *GRANTED,
-    (110.0, START_VERIFIED, Send(RANK_0, digest_request()), *READ_VERIFIED),
+"""Two ranks of prefill have a part of the KV each."""
+EMPTY = bytes(16)
+
+
+def failed(kind: FailureKind, detail: str) -> LoadEnded:
+    return LoadEnded(D1, 7, Failure(kind, detail), PEER)
+
+
+FENCED = failed(FailureKind.FENCED, "rank 0")
+DROPPED = failed(FailureKind.DROPPED, "dropped")
+DENIED = failed(FailureKind.DENIED, "rank 0")
+LOST_LEASE = failed(FailureKind.LEASE_LOST, "rank 0")
+UNREACHABLE = failed(FailureKind.UNREACHABLE, "closed")
+LATE = failed(FailureKind.LATE, f"{TIMEOUT_S:g} s")
+
+# --- a load of a pair, whose parts are granted one after another
+
+PENDING = {state: answered(pending(state)) for state in get_args(PrefillState)}
+EARLY: Script = [
+    (100.0, prepare_load(is_early=True), Send(HOME, describe())),
+    (fits(), Send(RANK_0, ask(is_early=True))),
+    (HandshakeDone(PEER),),
 ]
-"""Prefill's digest was asked for when there were blocks."""
-LANDED_VERIFIED = (read_done(), TO_DIGEST)
-VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED]
-"""The slot was valid; prefill's digest is not here yet."""
-COMPARE = CompareDigest(
-    *(Rank(0), SLICES, START_VERIFIED, CLAIM), digest_reply().rows, digest_reply().columns
+READY = LoadReady(D1)
+PART, WHOLE = (grant(lease_s=3600.0, num_tokens=n) for n in (4, None))
+AGAIN = Send(RANK_0, ask(is_early=True, number=2))
+SUM = replace(
+    read_done(),
+    num_bytes=2 * read_done().num_bytes,
+    num_runs=2 * read_done().num_runs,
+    seconds=2 * read_done().seconds,
+    post_seconds=2 * read_done().post_seconds,
 )
-"""What follows when it comes."""
+GOOD_SUM = replace(GOOD, reads=(SUM,))
+OTHER_TOKEN = b"\2" * 16
+OTHER_WHOLE = replace(WHOLE, fence_token=OTHER_TOKEN)
+OWN = Endpoint("tcp://10.0.0.2:5601")
+
+
+def told(
+    scripts: Iterable[Script], make_parts: Callable[[], Sequence[LoadPart]] = tuple
+) -> set[str]:
+    """What prefill hears in these scripts that could be a key; the scheduler hears one, alone."""
+    heard: set[str] = set()
+    for script in scripts:
+        machine = decode_machine(parts=make_parts())
+        machine.set_engine(READER.engine, OWN)
+        for step in script:
+            has_time = isinstance(step[0], float)
+            now = step[0] if has_time else 100.0
+            for action in machine.handle(step[1] if has_time else step[0], now):
+                if not isinstance(action, Send):
+                    continue
+                if isinstance(action.message, Ready | Landed):
+                    assert (action.endpoint, action.message.hint_key) == (OWN, HINT_KEY)
+                else:
+                    heard |= set(re.findall("[0-9a-f]{32}", str(msgspec.to_builtins(action))))
+    return heard

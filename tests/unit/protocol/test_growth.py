@@ -1,15 +1,17 @@
 """A message or a tick makes as many calls for many held requests as for few."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from nixl_kv.feature import Feature
 from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.prefill import PrefillMachine
+from support.features import features_of_a_rank
 from support.records import (
     LEASE_S,
     RANK_LIFE,
@@ -58,9 +60,10 @@ def names(number: int) -> dict[str, Any]:
     return {"nonce": Nonce(hex32(number)), "claim": Claim(hex32(number))}
 
 
-def decode_calls(held: int) -> dict[str, int]:
+def decode_calls(held: int, features: Sequence[Feature]) -> dict[str, int]:
     """A decode rank that reads `held` requests from some engines."""
-    machine = decode_machine(heartbeat_interval_s=0.8, slices=())
+    parts = [each.load for each in features if each.load is not None]
+    machine = decode_machine(heartbeat_interval_s=0.8, parts=parts)
     lives = [Incarnation(hex32(engine + 1)) for engine in range(ENGINES)]
     grants = []
     for number in range(held):
@@ -91,10 +94,16 @@ def described(of: Any) -> events.PeerFits:
     return events.PeerFits(key, engine, routes(0))
 
 
-def prefill_calls(held: int) -> dict[str, int]:
+def prefill_calls(held: int, features: Sequence[Feature]) -> dict[str, int]:
     """A prefill rank that has granted `held` requests, each to another reader."""
     machine = PrefillMachine(
-        RANK_LIFE, no_record, num_slots=held + 1, offer_ttl_s=60, lease_s=LEASE_S, hold_s=60
+        RANK_LIFE,
+        no_record,
+        num_slots=held + 1,
+        offer_ttl_s=60,
+        lease_s=LEASE_S,
+        hold_s=60,
+        parts=[each.prefill for each in features if each.prefill is not None],
     )
 
     def by(number: int, message: Any) -> Callable[[], object]:
@@ -117,8 +126,14 @@ def prefill_calls(held: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("measured", [decode_calls, prefill_calls])
-def test_calls_do_not_grow_with_what_is_held(measured: Callable[[int], dict[str, int]]) -> None:
-    few, many = measured(FEW), measured(MANY)
+@pytest.mark.parametrize("has_features", [False, True], ids=["alone", "with all features"])
+def test_calls_do_not_grow_with_what_is_held(
+    measured: Callable[[int, Sequence[Feature]], dict[str, int]], *, has_features: bool
+) -> None:
+    with features_of_a_rank() as features:
+        few = measured(FEW, features if has_features else ())
+    with features_of_a_rank() as features:
+        many = measured(MANY, features if has_features else ())
     assert all(count > 0 for count in few.values())
     grown = {what: (few[what], many[what]) for what in few if many[what] > 1.2 * few[what] + 5}
     assert grown == {}

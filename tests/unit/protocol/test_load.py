@@ -1,10 +1,9 @@
-"""One load: its reads and how they end, what is verified, what is recorded, what is reported."""
+"""One load: its reads and how they end, what is recorded, what is reported."""
 
 import random
-import re
-from typing import Any, NoReturn, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,29 +11,23 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Endpoint, Rank, RequestId, short
+from nixl_kv.ids import Claim, Rank, RequestId, short
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     AbandonRead,
-    Chunk,
-    ChunksWanted,
-    CompareDigest,
+    Actions,
     Failure,
     FailureKind,
-    HandshakeDone,
     LinkBroken,
     LoadEnded,
     LoadReady,
     PeerFits,
     ReadDone,
-    ReadFailed,
     ReadMoved,
     Send,
     StartLoad,
     StartRead,
     StopRead,
-    TellRead,
     Tick,
     Transition,
 )
@@ -46,12 +39,14 @@ from nixl_kv.protocol.load import (
     READ_TRANSITIONS,
     SILENCE_S,
     Cancelled,
+    Load,
+    LoadPart,
+    RankRead,
     ReadState,
 )
-from nixl_kv.protocol.messages import Landed, PrefillState, Ready
+from nixl_kv.protocol.messages import Landed
 from nixl_kv.protocol.read_queue import MAX_BYTES
-from nixl_kv.reading.staged.ring import PackedChunk
-from nixl_kv.verify.part import ProofPart
+from support.features import features_of_a_rank
 from support.records import (
     CLAIM,
     D1,
@@ -59,7 +54,6 @@ from support.records import (
     HEARTBEAT_S,
     HINT_KEY,
     HOME,
-    LAYERS,
     NONCE,
     NONCE2,
     OTHER_LIFE,
@@ -67,26 +61,20 @@ from support.records import (
     RANK_0,
     READER,
     RIVAL,
-    STRANGER,
     TIMEOUT_S,
     answered,
     ask,
     at,
     cancel_load,
     deny,
-    describe,
     description,
     digest_compared,
     digest_reply,
-    digest_request,
     fits,
     grant,
     hex32,
     landed,
     lost,
-    pack_reply,
-    pack_request,
-    pending,
     prepare_load,
     read_done,
     read_failed,
@@ -99,74 +87,63 @@ from support.records import (
     start_load,
 )
 from support.scripts import (
+    AGAIN,
     ASK_SECOND,
     ASKING,
-    COMPARE,
+    DENIED,
+    DROPPED,
+    EARLY,
+    EMPTY,
+    FENCED,
     GIVEN_UP,
     GIVEN_UP_2,
     GOOD,
+    GOOD_SUM,
     GRANT,
     GRANTED,
-    LANDED_VERIFIED,
+    LATE,
+    LOST_LEASE,
+    OTHER_TOKEN,
+    OTHER_WHOLE,
+    OWN,
+    PART,
+    PENDING,
     PREPARED,
     READ,
-    READ_VERIFIED,
     READING,
+    READY,
     RELEASED,
     SECOND,
     START,
     START_2,
-    START_VERIFIED,
     STOP,
-    TO_DIGEST,
-    VERIFIED,
-    VERIFYING,
+    TWO_ASKED,
+    UNREACHABLE,
+    WHOLE,
     Script,
     after,
     decode_machine,
     each_of,
+    failed,
     impossible,
     loading,
     moves_of,
     play,
     rows_of,
+    told,
 )
 
-EMPTY = bytes(16)
+RANK = Rank(0)
 RELEASED_1, GIVEN_UP_1 = Send(at(1), release()), Send(at(1), release(complete=False))
-ASK_DIGEST = Send(RANK_0, digest_request())
-OTHER_DIGEST = digest_reply(columns=bytes(8))
-GOOD_VERIFIED = replace(GOOD, verified=True)
-
-
-def failed(kind: FailureKind, detail: str) -> LoadEnded:
-    return LoadEnded(D1, 7, Failure(kind, detail), PEER)
-
-
 NO_SLOT = replace(read_done(), fence_token=None)
-FENCED = failed(FailureKind.FENCED, "rank 0")
 BROKEN = failed(FailureKind.BROKEN, "rank 0 failed: reset")
-DROPPED = failed(FailureKind.DROPPED, "dropped")
-DENIED = failed(FailureKind.DENIED, "rank 0")
 DENIED_1 = failed(FailureKind.DENIED, "rank 1")
-LOST_LEASE = failed(FailureKind.LEASE_LOST, "rank 0")
 RECALLED = failed(FailureKind.RECALLED, "rank 0")
-UNREACHABLE = failed(FailureKind.UNREACHABLE, "closed")
-LATE = failed(FailureKind.LATE, f"{TIMEOUT_S:g} s")
 STALLED = failed(FailureKind.STALLED, "rank 0 hangs")
-CORRUPT = failed(FailureKind.CORRUPT, "K of head 0")
-
-DIGEST = (answered(digest_reply()),)
-TO_COMPARE = (*DIGEST, COMPARE)
-EQUAL = (digest_compared(), RELEASED, GOOD_VERIFIED)
 CANCELLED = (cancel_load(),)
 DRAINING: Script = after(READING, (*CANCELLED, STOP))
-TWO_ASKED: Script = after(
-    PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))), (start_load(),)
-)
 GRANTED_1 = StartRead(PEER, Rank(1), GRANT, START)
 
-# No byte is good without its fence_token in the slot, and no report comes while a read may write.
 READS: dict[str, Script] = {
     "a valid slot makes the load good": after(READING, (read_done(), RELEASED, GOOD)),
     "a cleared slot fails it": after(READING, (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)),
@@ -206,7 +183,6 @@ READS: dict[str, Script] = {
         )
         for name, script, number in (
             ("read", READING, 2),
-            ("verified", VERIFYING, 2),
             ("drained", DRAINING, 2),
         )
     },
@@ -225,214 +201,129 @@ READS: dict[str, Script] = {
         (read_failed("stuck", 1), GIVEN_UP_1, BROKEN),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Prefill has sent what the proof needs."""
+
+    request: RequestId = D1
+    rank: Rank = RANK
+
+
+@dataclass(frozen=True)
+class Proved:
+    """The proof has ended."""
+
+    failure: Failure | None = None
+    request: RequestId = D1
+    rank: Rank = RANK
+
+
+class Prover(LoadPart):
+    """Has to prove what is read for a load with `verify`, and needs an answer of prefill for it."""
+
+    def __init__(self) -> None:
+        self.handlers = {Heard: self._on_heard, Proved: self._on_proved}
+
+    def compares(self, load: Load) -> bool:
+        return load.start is not None and load.start.verify
+
+    def on_new_grant(self, read: RankRead) -> None:
+        read.kept.pop(self, None)
+
+    def must_prove(self, load: Load, read: RankRead, event: ReadDone) -> bool:
+        return self.compares(load) and read.rank == event.rank
+
+    def is_awaiting(self, read: RankRead) -> bool:
+        return read.state is ReadState.VERIFYING and self not in read.kept
+
+    def _on_heard(self, _load: Load, read: RankRead, event: Heard, _now: float) -> Actions:
+        read.kept[self] = event
+        return []
+
+    def _on_proved(self, load: Load, read: RankRead, event: Proved, now: float) -> Actions:
+        return load.end_proof(read, event.failure, now)
+
+
+PROVING_START = start_load(verify=True)
+PROVING: Script = after(
+    GRANTED, (110.0, PROVING_START, replace(READ, load=PROVING_START)), (read_done(),)
+)
+"""The slot was valid, and the part has to prove the bytes."""
+GOOD_PROVED = replace(GOOD, verified=True)
+PROVING_ALL: Script = after(
+    EARLY,
+    (answered(WHOLE), READY),
+    (110.0, PROVING_START, StartRead(PEER, RANK, WHOLE, PROVING_START)),
+)
+"""An early load, all of whose tokens are written."""
 LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "the connection": (lost(), UNREACHABLE),
     "the lease": (answered(renewed(CLAIM)), LOST_LEASE),
     "a denial": (answered(deny()), DENIED),
 }
-DIGESTS: dict[str, Script] = {"without a digest": [], "with a digest": [DIGEST]}
-SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
-VERIFICATION: dict[str, Script] = {
-    "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
-    "a digest that comes during the read waits for the slot": after(
-        VERIFIED, DIGEST, (read_done(), COMPARE), EQUAL
-    ),
-    "only the tokens that are loaded are compared": after(
-        GRANTED,
-        (SOME_TOKENS, ASK_DIGEST, *(replace(one, load=SOME_TOKENS) for one in READ_VERIFIED)),
-        (read_done(), replace(TO_DIGEST, load=SOME_TOKENS)),
-        (*DIGEST, replace(COMPARE, load=SOME_TOKENS)),
-        (digest_compared(), RELEASED, replace(GOOD_VERIFIED, num_tokens=3)),
-    ),
-    "bytes that differ fail the load": after(
-        VERIFYING, TO_COMPARE, (digest_compared("K of head 0"), GIVEN_UP, CORRUPT)
-    ),
-    "bytes that cannot be compared are not called corrupt": after(
-        VERIFYING,
-        TO_COMPARE,
+PROOFS: dict[str, Script] = {
+    "what is proven is good": after(PROVING, (Heard(),), (Proved(), RELEASED, GOOD_PROVED)),
+    "what is refuted is not": after(
+        PROVING,
+        (Heard(),),
         (
-            replace(digest_compared(), refusal="no memory"),
+            Proved(Failure(FailureKind.CORRUPT, "refuted")),
             GIVEN_UP,
-            failed(FailureKind.INTERNAL, "no memory"),
+            failed(FailureKind.CORRUPT, "refuted"),
         ),
     ),
+    "what is fenced is not proven": after(
+        PROVING[:-1], (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)
+    ),
     **{
-        f"a comparison needs prefill no more: {name}": after(VERIFYING, TO_COMPARE, (event,), EQUAL)
-        for name, (event, _) in LOSSES.items()
-    },
-    **{
-        f"without prefill's digest the load fails with {name}": after(VERIFYING, (event, report))
+        f"without prefill's answer it fails with {name}": after(PROVING, (event, report))
         for name, (event, report) in LOSSES.items()
     },
-    "a repeated digest is compared once": after(
-        VERIFYING, TO_COMPARE, (answered(OTHER_DIGEST),), EQUAL, DIGEST
-    ),
     **{
-        f"a digest of {name} is ignored": after(VERIFYING, (event,), TO_COMPARE)
-        for name, event in {
-            "another claim": answered(digest_reply(claim=RIVAL)),
-            "another reader": answered(digest_reply(reader=STRANGER)),
-            "another rank": answered(digest_reply(), at(1)),
-            "the engine": answered(digest_reply(), HOME),
-        }.items()
-    },
-    **{
-        f"what is fenced is not compared, {name}": after(
-            VERIFIED, *digest, (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)
+        f"with the answer it goes on after {name}": after(
+            PROVING, (Heard(),), (event,), (Proved(), RELEASED, GOOD_PROVED)
         )
-        for name, digest in DIGESTS.items()
+        for name, (event, _) in LOSSES.items()
     },
-    **{
-        f"a comparison that ends after its load changes nothing, {difference}": after(
-            VERIFYING,
-            TO_COMPARE,
-            (cancel_load(), GIVEN_UP, DROPPED),
-            (digest_compared(difference),),
-        )
-        for difference in (None, "K of head 0")
-    },
-    # It may end when the same request is loaded again.
-    "a comparison of an earlier attempt shows nothing": after(
-        VERIFYING,
-        (digest_compared(claim=RIVAL),),
-        (digest_compared("K of head 0", claim=RIVAL),),
-        TO_COMPARE,
-        EQUAL,
+    "what is being proven is not given back": after(
+        PROVING, (answered(recall()), Send(RANK_0, renew(2, CLAIM, reading=1)))
     ),
-    # The slot decides about a read under way; then the digest is asked for again, in vain.
-    "a denied digest fails the load when it is all that is missing": after(
-        VERIFIED,
-        (answered(deny()),),
-        LANDED_VERIFIED,
-        (110.0 + ASK_AGAIN_S, Tick(), ASK_DIGEST),
-        (answered(deny()), DENIED),
+    "cancelled, it ends at once": after(PROVING, (cancel_load(), GIVEN_UP, DROPPED)),
+    "what is not proven in time is late": after(
+        PROVING, (Heard(),), (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE)
     ),
-    **{
-        f"what is not verified in time is late, {name}": after(
-            VERIFYING, *steps, (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE)
-        )
-        for name, *steps in (
-            ("without a digest", (139.5, Tick(), ASK_DIGEST), (139.99, Tick())),
-            ("with a digest", TO_COMPARE, (139.99, Tick())),
-        )
-    },
-    # Nothing writes into its blocks any more.
-    "cancelled while it is verified, it ends at once": after(
-        VERIFYING, (cancel_load(), GIVEN_UP, DROPPED)
+    "a preemption before the answer: all is read again": after(
+        PROVING_ALL,
+        (read_done(),),
+        (answered(renewed(CLAIM, number=2)), AGAIN),
+        (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
     ),
-    "the digest is asked for again only when it is all that is missing": after(
-        VERIFIED,
-        (112.0, Tick()),
-        LANDED_VERIFIED,
-        (112.4, Tick(), ASK_DIGEST),
-        (112.4 + ASK_AGAIN_S - 0.01, Tick()),
-        (112.4 + ASK_AGAIN_S, Tick(), ASK_DIGEST),
-        TO_COMPARE,
-        (120.0, Tick()),
-    ),
-    "prefill's digest is asked for as soon as it is known": after(
-        PREPARED,
-        (110.0, START_VERIFIED),
-        (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
-        (answered(GRANT), *READ_VERIFIED),
-    ),
-    "of what is denied no digest is asked for": after(
-        GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
-    ),
-}
-TWO_READING: Script = [
-    *TWO_ASKED[:-1],
-    (START_VERIFIED, *(Send(at(rank), digest_request()) for rank in (0, 1))),
-    *[
-        (answered(GRANT, at(rank)), *(replace(one, rank=Rank(rank)) for one in READ_VERIFIED))
-        for rank in (0, 1)
-    ],
-    LANDED_VERIFIED,
-]
-"""Two ranks are read and verified; the slot of the first was valid."""
-TWO_VERIFYING: Script = after(
-    TWO_READING,
-    (read_done(1), *(replace(action, rank=Rank(1)) for action in LANDED_VERIFIED[1:])),
-)
-COMPARE_OTHER = replace(COMPARE, rank=Rank(1), rows=OTHER_DIGEST.rows, columns=OTHER_DIGEST.columns)
-SEVERAL_VERIFIED: dict[str, Script] = {
-    "each rank is compared with its own digest": after(
-        TWO_VERIFYING,
-        (answered(OTHER_DIGEST, at(1)), COMPARE_OTHER),
-        TO_COMPARE,
-        (digest_compared(rank=1), RELEASED_1),
-        (digest_compared(), RELEASED, replace(GOOD_VERIFIED, reads=(read_done(0), read_done(1)))),
+    "a preemption while it is read: all is read again": after(
+        PROVING_ALL,
+        (read_done(fence_token=OTHER_TOKEN), AGAIN),
+        (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
     ),
 }
 
 
-@each_of(READS | VERIFICATION | SEVERAL_VERIFIED)
+@each_of(READS | PROOFS)
 def test_how_a_load_ends(script: Script) -> None:
-    machine = loading(script)
+    machine = loading(script, Prover())
     machine.check()
     is_reported = any(isinstance(action, LoadEnded) for step in script for action in step)
     is_cancelled = script[-1] == (cancel_load(), GIVEN_UP)
     assert (machine._by_request.get(D1) is None) == (is_reported or is_cancelled)
 
 
-def refuse(*_: object) -> NoReturn:
-    raise ValueError("block table: 2 groups")
+@each_of(READS)
+def test_the_parts_of_features_leave_other_loads_as_they_are(script: Script) -> None:
+    with features_of_a_rank() as features:
+        loading(script, *(each.load for each in features if each.load is not None)).check()
 
 
-def part_of(machine: DecodeMachine) -> ProofPart:
-    (part,) = [part for part in machine._parts if isinstance(part, ProofPart)]
-    return part
-
-
-UNNAMED: dict[str, tuple[Any, Script]] = {
-    "its tables cannot be named": (
-        refuse,
-        [(START_VERIFIED, GIVEN_UP, failed(FailureKind.INTERNAL, "block table: 2 groups"))],
-    ),
-    "nothing is read": (
-        lambda *_: (),
-        [(START_VERIFIED, READ_VERIFIED[0]), (read_done(), RELEASED, GOOD_VERIFIED)],
-    ),
-    "what was read is late, not good": (
-        lambda *_: (),
-        [
-            (110.0, START_VERIFIED, READ_VERIFIED[0]),
-            (read_done(num_bytes=4096),),
-            (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
-        ],
-    ),
-}
-
-
-@each_of(UNNAMED, "case")
-def test_a_load_of_which_nothing_is_named(case: tuple[Any, Script]) -> None:
-    machine = loading(GRANTED)
-    proofs = part_of(machine)
-    proofs._name_slices, script = case
-    play(machine, script)
-
-
-@pytest.mark.parametrize(
-    ("script", "comparison", "is_wanted"),
-    [
-        ([], COMPARE, False),
-        (PREPARED, COMPARE, False),
-        (GRANTED, COMPARE, False),
-        (VERIFIED, TO_DIGEST, True),
-        ([*VERIFYING, TO_COMPARE], COMPARE, True),
-        ([*VERIFYING, TO_COMPARE], TO_DIGEST, True),
-        ([*VERIFYING, TO_COMPARE], replace(COMPARE, claim=RIVAL), False),
-        ([*VERIFYING, TO_COMPARE], replace(COMPARE, rank=Rank(1)), False),
-        ([*VERIFYING, TO_COMPARE, (cancel_load(), GIVEN_UP, DROPPED)], COMPARE, False),
-    ],
-)
-def test_a_comparison_is_of_use_from_the_read_to_the_end_of_its_load(
-    script: Script, comparison: CompareDigest, *, is_wanted: bool
-) -> None:
-    assert part_of(loading(script)).is_wanted(comparison) is is_wanted
-
-
-@pytest.mark.parametrize("event", [read_done(), read_failed(), digest_compared()])
+@pytest.mark.parametrize("event", [read_done(), read_failed()])
 def test_events_of_unknown_reads_are_ignored(event: Any) -> None:
     of_another_rank = replace(event, rank=Rank(1))
     play(decode_machine(), [(event,), *PREPARED, (event,), *ASKING[1:], (of_another_rank,)])
@@ -450,8 +341,8 @@ def test_the_end_of_a_read_that_was_never_started_is_our_own_mistake() -> None:
 
 def test_the_scripts_above_make_each_transition_of_a_read() -> None:
     recorded: list[Transition] = []
-    for script in (READS | VERIFICATION | SEVERAL_VERIFIED | PARTS | TIMES).values():
-        play(decode_machine(recorded.append), script)
+    for script in (READS | PROOFS | PARTS | TIMES).values():
+        play(decode_machine(recorded.append, parts=[Prover()]), script)
     of_reads = [move for move in recorded if move.machine == "read"]
     assert moves_of(of_reads) == rows_of(READ_TRANSITIONS)
 
@@ -507,126 +398,22 @@ def test_each_transition_of_a_load_is_recorded_once() -> None:
         ),
         (answered(grant()),),
         (
-            START_VERIFIED,
+            START,
             (*load, "READY", "READY", "StartLoad: tokens 0 to 6"),
             (*rank, "GRANTED", "READING", "StartLoad"),
         ),
         (answered(deny()),),
         (answered(renewed(CLAIM)),),
         (Tick(),),
-        (read_done(num_bytes=4096), (*rank, "READING", "VERIFYING", "ReadDone", 4096)),
-        (answered(digest_reply()),),
         (
-            digest_compared(),
-            (*rank, "VERIFYING", "DONE", "Compared", 0, "", True),
+            read_done(num_bytes=4096),
+            (*rank, "READING", "DONE", "ReadDone", 4096, "", True),
             (*load, "READY", "LOADED", "Settled", 0, "", True),
         ),
     ):
         recorded.clear()
         machine.handle(event, 100.0)
         assert recorded == [Transition(*move) for move in moves], event
-
-
-# Reads by chunks: what a load asks for, again, and no longer
-
-BOTH_CHUNKS, LAST = (0, 1), (1, 2)
-
-
-def chunk(number: int) -> Chunk:
-    return Chunk(number, 0, 4 + number, LAYERS)
-
-
-def wanted(*numbers: int, holds: tuple[int, ...] = BOTH_CHUNKS) -> ChunksWanted:
-    return ChunksWanted(D1, Rank(0), tuple(map(chunk, numbers)), holds)
-
-
-def asks(*numbers: int, number: int = 2, holds: tuple[int, ...] = BOTH_CHUNKS) -> list[Send]:
-    return [
-        Send(RANK_0, pack_request(each, number=number, end=4 + each, holds=holds))
-        for each in numbers
-    ]
-
-
-def to_read(number: int, slot: int | None = 0) -> TellRead:
-    return TellRead(D1, Rank(0), PackedChunk(number, slot))
-
-
-STOPPED = ReadFailed(D1, Rank(0), "it is not wanted any more")
-CHUNKS_ASKED: Script = after(READING, (wanted(0, 1), *asks(0, 1)))
-PACKED: Script = after(
-    CHUNKS_ASKED,
-    (answered(pack_reply(0, slot=5)), to_read(0, 5)),
-    (answered(pack_reply(1)), to_read(1)),
-)
-
-CHUNKS: dict[str, Script] = {
-    "what is packed is read, and the slot proves it as ever": after(
-        PACKED,
-        (wanted(2, holds=LAST), *asks(2, number=3, holds=LAST)),
-        (answered(pack_reply(2)), to_read(2)),
-        (read_done(), RELEASED, GOOD),
-    ),
-    "what prefill does not pack is known at once": after(
-        CHUNKS_ASKED, (answered(pack_reply(0, slot=None)), to_read(0, None))
-    ),
-    "an answer that comes again changes nothing": after(
-        PACKED, (answered(pack_reply(0, slot=5)),), (answered(pack_reply(0, slot=None)),)
-    ),
-    "what has no answer is asked for again": after(
-        CHUNKS_ASKED,
-        (answered(pack_reply(0)), to_read(0)),
-        (110.0 + ASK_AGAIN_S - 0.01, Tick()),
-        (110.0 + ASK_AGAIN_S, Tick(), *asks(1, number=3)),
-        (110.0 + 2 * ASK_AGAIN_S, Tick(), *asks(1, number=4)),
-    ),
-    "a link that broke may have lost it": after(
-        CHUNKS_ASKED,
-        (
-            LinkBroken(RANK_0),
-            *asks(0, 1, number=3),
-            Send(RANK_0, renew(4, CLAIM, reading=1)),
-        ),
-    ),
-    "cancelled, it is stopped": after(
-        CHUNKS_ASKED,
-        (cancel_load(), STOP),
-        (STOPPED, GIVEN_UP, failed(FailureKind.DROPPED, "dropped")),
-    ),
-    "cancelled, it asks for no more": after(
-        CHUNKS_ASKED, (cancel_load(), STOP), (wanted(2), STOP), (answered(pack_reply(0)),)
-    ),
-    "denied, it waits for no chunk": after(
-        CHUNKS_ASKED, (answered(deny()), STOP), (STOPPED, GIVEN_UP, DENIED)
-    ),
-    "denied when all chunks have come, it goes on": after(
-        PACKED, (answered(deny()),), (read_done(), RELEASED, GOOD)
-    ),
-    "a rank that is gone packs no chunk": after(
-        CHUNKS_ASKED, (lost(), STOP), (STOPPED, GIVEN_UP, UNREACHABLE)
-    ),
-    "a read that gets chunks is not late": after(
-        CHUNKS_ASKED,
-        (110.0 + TIMEOUT_S - 0.5, answered(pack_reply(0)), to_read(0)),
-        (110.0 + TIMEOUT_S, Tick(), *asks(1, number=3)),
-    ),
-}
-
-
-@each_of(CHUNKS)
-def test_a_read_by_chunks(script: Script) -> None:
-    loading(script).check()
-
-
-def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
-    script = after(
-        VERIFIED,
-        (wanted(0, holds=(0,)), *asks(0, holds=(0,))),
-        (answered(pack_reply(0)), to_read(0)),
-    )
-    machine = loading(script)
-    assert machine.handle(LinkBroken(RANK_0), 110.5) == [Send(RANK_0, renew(3, CLAIM, reading=1))]
-    machine.handle(read_done(), 110.6)
-    assert Send(RANK_0, digest_request()) in machine.handle(LinkBroken(RANK_0), 110.8)
 
 
 # Times: deadlines, heartbeats, and turns in the queue
@@ -662,9 +449,6 @@ TIMES: dict[str, Script] = {
     ),
     "after a broken link a grant is renewed at once, and stands": after(
         GRANTED, (100.5, LINK_BROKEN, renewing(2)), (START, READ)
-    ),
-    "after a broken link a digest is asked for at once": after(
-        VERIFYING, (110.5, LINK_BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
     ),
     "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
     "a load without an answer is given up": after(
@@ -735,13 +519,6 @@ TIMES: dict[str, Script] = {
         (read_done(), GIVEN_UP, SILENT),
     ),
 }
-PENDING = {state: answered(pending(state)) for state in get_args(PrefillState)}
-EARLY: Script = [
-    (100.0, prepare_load(is_early=True), Send(HOME, describe())),
-    (fits(), Send(RANK_0, ask(is_early=True))),
-    (HandshakeDone(PEER),),
-]
-READY = LoadReady(D1)
 QUEUED_LONG: Script = after(
     EARLY,
     *(
@@ -820,7 +597,6 @@ EARLY_LOADS: dict[str, Script] = {
         EARLY, (answered(deny()), READY), (PENDING["queued"],), (START, DENIED)
     ),
 }
-OWN = Endpoint("tcp://10.0.0.2:5601")
 
 
 def landed_with(num_cached: int | None) -> Landed:
@@ -864,32 +640,10 @@ def test_the_scheduler_is_told_after_the_caller(script: Script) -> None:
     play(machine, script)
 
 
-PART, WHOLE = (grant(lease_s=3600.0, num_tokens=n) for n in (4, None))
 FIRST, REST = (replace(START, begin=begin, end=end) for begin, end in ((0, 4), (4, 7)))
 READ_FIRST = StartRead(PEER, Rank(0), PART, FIRST)
 READ_REST = StartRead(PEER, Rank(0), WHOLE, REST)
 IN_PARTS: Script = after(EARLY, (110.0, answered(PART), READY), (START, READ_FIRST))
-VERIFIED_PART: Script = after(
-    EARLY,
-    (answered(PART), READY),
-    (
-        110.0,
-        START_VERIFIED,
-        StartRead(PEER, Rank(0), PART, replace(START_VERIFIED, end=4)),
-    ),
-    (read_done(),),
-)
-AGAIN = Send(RANK_0, ask(is_early=True, number=2))
-SUM = replace(
-    read_done(),
-    num_bytes=2 * read_done().num_bytes,
-    num_runs=2 * read_done().num_runs,
-    seconds=2 * read_done().seconds,
-    post_seconds=2 * read_done().post_seconds,
-)
-GOOD_SUM = replace(GOOD, reads=(SUM,))
-OTHER_TOKEN = b"\2" * 16
-OTHER_WHOLE = replace(WHOLE, fence_token=OTHER_TOKEN)
 READ_MIDDLE = StartRead(PEER, Rank(0), replace(WHOLE, num_tokens=6), replace(START, begin=4, end=6))
 PARTS: dict[str, Script] = {
     "the rest is read when it is granted": after(
@@ -997,65 +751,6 @@ PARTS: dict[str, Script] = {
     "prefill has preempted the request, and that message is lost": after(
         IN_PARTS, (read_done(),), (answered(OTHER_WHOLE), replace(READ_REST, grant=OTHER_WHOLE))
     ),
-    "then all is read again, to be verified": after(
-        VERIFIED_PART,
-        (
-            answered(OTHER_WHOLE),
-            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-    ),
-    "also if a part that the former grant proves lands after it": after(
-        VERIFIED_PART[:-1],
-        (answered(OTHER_WHOLE),),
-        (read_done(), AGAIN),
-        (
-            answered(OTHER_WHOLE),
-            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-    ),
-    "the last part digests ahead, and prefill is asked once all has landed": after(
-        VERIFIED_PART,
-        (
-            answered(WHOLE),
-            StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-        (read_done(), ASK_DIGEST, TO_DIGEST),
-        TO_COMPARE,
-        (digest_compared(), RELEASED, replace(GOOD_SUM, verified=True)),
-    ),
-    "prefill preempts the request before its digest comes": after(
-        VERIFIED_PART,
-        (
-            answered(WHOLE),
-            StartRead(PEER, Rank(0), WHOLE, replace(START_VERIFIED, begin=4)),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-        (read_done(), ASK_DIGEST, TO_DIGEST),
-        (answered(renewed(CLAIM, number=2)), AGAIN),
-        (
-            answered(OTHER_WHOLE),
-            StartRead(PEER, Rank(0), OTHER_WHOLE, START_VERIFIED),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-    ),
-    "to be verified, all is read again after a preemption": after(
-        VERIFIED_PART,
-        (
-            answered(replace(WHOLE, num_tokens=6)),
-            StartRead(
-                PEER, Rank(0), replace(WHOLE, num_tokens=6), replace(START_VERIFIED, begin=4, end=6)
-            ),
-        ),
-        (read_done(fence_token=OTHER_TOKEN), AGAIN),
-        (
-            answered(WHOLE),
-            StartRead(PEER, Rank(0), WHOLE, START_VERIFIED),
-            replace(TO_DIGEST, has_landed=False),
-        ),
-    ),
 }
 ENTRY = 4
 MEASURED = {name for name, kind in get_type_hints(ReadDone).items() if kind in (int, float)}
@@ -1113,7 +808,6 @@ HEARTBEATS: dict[str, Script] = {
         )
         for name, script in {
             "reading": READING,
-            "verifying": VERIFYING,
             "draining": after(READING, (cancel_load(), STOP)),
         }.items()
     },
@@ -1212,7 +906,6 @@ def test_turns(script: Script) -> None:
         (GRANTED, "local blocks"),
         (QUEUED, "its turn in the read queue"),
         (READING, "data"),
-        (VERIFYING, "a digest"),
         (DRAINING, "the end of a cancelled read"),
         (after(TWO_ASKED, (answered(GRANT), READ)), "data, a grant"),
         (after(ASKING, (answered(deny()),)), "the scheduler, to start or cancel it"),
@@ -1266,44 +959,15 @@ def test_an_early_load_with_the_id_of_another_is_ready_to_fail() -> None:
     assert LoadReady(D1) in machine.handle(second, 101.0)
 
 
-def test_a_digest_from_before_a_preemption_is_forgotten() -> None:
-    machine = decode_machine()
-    play(machine, after(EARLY, (110.0, answered(PART), READY)))
-    (load,) = machine.loads
-    (read,) = load.reads.values()
-    proof = part_of(machine)._of(read)
-    proof.digest = digest_reply()
-    machine.handle(PENDING["queued"], 111.0)
-    machine.handle(answered(WHOLE), 112.0)
-    assert proof.digest is None
-
-
 # --- what decode believes, and what prefill knows
-
-WITH_KEYS: dict[str, Script] = {**READS, **SEVERAL_VERIFIED, **CHUNKS, **EARLY_LOADS, **PARTS}
 
 
 def test_prefill_never_hears_what_the_scheduler_believes() -> None:
     """No field of any message to a peer would be taken for the key of a hint."""
-    told: set[str] = set()
-    believed: set[str] = set()
-    for script in WITH_KEYS.values():
-        machine = decode_machine()
-        machine.set_engine(READER.engine, OWN)
-        for step in script:
-            has_time = isinstance(step[0], float)
-            now = step[0] if has_time else 100.0
-            for action in machine.handle(step[1] if has_time else step[0], now):
-                if not isinstance(action, Send):
-                    continue
-                if isinstance(action.message, Ready | Landed):
-                    assert action.endpoint == OWN
-                    believed.add(action.message.hint_key)
-                else:
-                    told |= set(re.findall("[0-9a-f]{32}", str(msgspec.to_builtins(action))))
-    assert believed == {HINT_KEY}
-    assert told >= {CLAIM, NONCE, READER.incarnation}
-    assert not told & believed
+    scripts = {**READS, **EARLY_LOADS, **PARTS}
+    heard = told(scripts.values())
+    assert heard >= {CLAIM, NONCE, READER.incarnation}
+    assert HINT_KEY not in heard
 
 
 @pytest.mark.parametrize(
