@@ -5,7 +5,6 @@ A stranger, a client without a key or a peer can add to most of them.
 
 import ast
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,10 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 import nixl_kv
-from harness.local.caches import Cache, Sizes
 from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.early.asks import EarlyAsks
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.errors import LimitedLog
 from nixl_kv.ids import (
@@ -46,23 +43,19 @@ from support.records import (
     PEER,
     PREFILL,
     RANK_LIFE,
-    TABLES,
-    ask,
     at,
     fits,
     hex32,
     landed,
     no_record,
-    pack_request,
     prepare_load,
     prepare_offer,
     reader,
     refusal,
-    release,
     ticket_for,
 )
 from support.scripts import decode_machine
-from support.stepped import Background, Clock
+from support.stepped import Clock
 
 BOUND, MANY = 2, 7
 PACKAGE: Final = Path(nixl_kv.__file__).parent
@@ -87,46 +80,6 @@ def kinds_of_log_lines() -> Growth:
     for number in range(MANY):
         log.warning("dropped %d", number, about=f"peer {number}")
         yield len(log._kinds)
-
-
-# --- asks that precede their offer
-
-
-def early_asks() -> Growth:
-    early = EarlyAsks(math.inf)
-    for number in range(MANY):
-        early.add(ask(nonce=nonce_of(number), reader=reader(engine=f"d{number}")), b"", 0.0)
-        assert len(early) == early.num_asks
-        yield len(early)
-
-
-def early_asks_for_one_offer() -> Growth:
-    early = EarlyAsks(math.inf)
-    for number in range(MANY):
-        early.add(ask(claim=Claim(hex32(number)), reader=reader(engine=f"d{number}")), b"", 0.0)
-        yield early.num_asks
-
-
-def early_releases() -> Growth:
-    early = EarlyAsks(math.inf)
-    for number in range(MANY):
-        early.release(release(nonce=nonce_of(number)), 0.0)
-        yield len(early)
-
-
-def early_asks_that_are_released() -> Growth:
-    early = EarlyAsks(math.inf)
-    for number in range(MANY):
-        early.add(ask(nonce=nonce_of(number)), b"", 0.0)
-        early.release(release(nonce=nonce_of(number)), 0.0)
-        yield len(early)
-
-
-def early_asks_of_a_reader() -> Growth:
-    early = EarlyAsks(math.inf)
-    for number in range(MANY):
-        early.add(ask(nonce=nonce_of(number)), b"", 0.0)
-        yield early.num_asks
 
 
 # --- machines
@@ -241,17 +194,6 @@ def warm_up_reads() -> Growth:
         yield len(reading.agent.warm_ups)
 
 
-def shares_that_are_packed() -> Growth:
-    path = pytest.importorskip("nixl_kv.reading.staged.path", reason="without that folder")
-    layout = Cache(Sizes()).layout()
-    queue = path.PackQueue(layout, None, Background(is_held=True))
-    for number in range(MANY):
-        layers = (messages.LayerHeads(layer=f"layer.{number}", first=0, end=1),)
-        queue.add(events.PackChunk(b"", pack_request(layers=layers), TABLES, 0))
-        assert queue.poll() == []
-        yield len(queue._crops)
-
-
 def buffers_of_copies() -> Growth:
     kernel = pytest.importorskip("nixl_kv.reading.kernel", reason="needs torch and Triton")
     stream = kernel.KernelStream.__new__(kernel.KernelStream)
@@ -266,13 +208,6 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "errors.MAX_KINDS": (kinds_of_log_lines,),
     "engine.directory.MAX_HINTS": (hints,),
     "protocol.messages.MAX_CLAIMS": (reads_from_a_rank,),
-    "early.asks.MAX_ASKS": (
-        early_asks,
-        early_asks_for_one_offer,
-        early_releases,
-        early_asks_that_are_released,
-    ),
-    "early.asks.MAX_ASKS_OF_READER": (early_asks_of_a_reader,),
     "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
     "protocol.prefill.MAX_ENDED": (ended_offers,),
     "protocol.read_queue.MAX_READS": (reads_under_way,),
@@ -282,15 +217,17 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
         prefill_engines_from_before_a_reset,
     ),
     "reading.agent.MAX_WARM_UPS": (warm_up_reads,),
-    "reading.staged.path.MAX_CROPS": (shares_that_are_packed,),
     "reading.kernel.MAX_FREE": (buffers_of_copies,),
 }
 ELSEWHERE: Final = {
+    "early.asks.MAX_ASKS": "early/test_asks.py",
+    "early.asks.MAX_ASKS_OF_READER": "early/test_asks.py",
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",
     "engine.loop.MAX_DECODING": "engine/test_loop.py",
     "protocol.messages.MAX_LISTED": "engine/test_status.py",
     "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
     "reading.paths.MAX_SLICES": "reading/test_paths.py",
+    "reading.staged.path.MAX_CROPS": "reading/staged/test_path.py",
     "transport.ports.MAX_CONNECTIONS": "transport/test_zmq.py",
     "transport.ucx.paced.MAX_STREAMS": "transport/ucx/test_paced.py",
     "transport.zmq.MAX_BATCH": "transport/test_zmq.py",

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.local.caches import Sizes
+from harness.local.caches import Cache, Sizes
 from harness.local.engine import part_of
 from harness.local.machines import by_name
 from nixl_kv.config import Config
@@ -27,8 +27,8 @@ from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged import path as staged_path_module
 from nixl_kv.reading.staged.path import FEW_RUNS, LONG_RUN, LONG_TCP_RUN, PackQueue, StagedPath
 from nixl_kv.reading.staged.ring import RingPart
-from support.records import pack_request
-from support.stepped import HOST, RING_SLOTS, MakeWorld, World, rank_setup
+from support.records import TABLES, pack_request
+from support.stepped import HOST, RING_SLOTS, Background, MakeWorld, World, rank_setup
 
 TOKENS, CHUNKS = 23, 3
 SHORT = [2, 8, 4, 6, 1, 3], [7, 3, 9, 1, 5, 0], TOKENS
@@ -355,3 +355,15 @@ def test_a_rank_that_packs_and_reads_has_half_of_its_staging_for_either(*, is_de
         assert feature.path.staging.ring.span == half
     else:
         assert (feature.path, feature.read_into) == (None, ())
+
+
+def test_the_plans_for_shares_that_are_packed_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_path_module, "MAX_CROPS", 2)
+    queue = PackQueue(Cache(Sizes()).layout(), Mock(), Background(is_held=True))
+    sizes = []
+    for number in range(7):
+        layers = (messages.LayerHeads(layer=f"layer.{number}", first=0, end=1),)
+        queue.add(PackChunk(b"", pack_request(layers=layers), TABLES, 0))
+        assert queue.poll() == []
+        sizes.append(len(queue._crops))
+    assert max(sizes) == 2
