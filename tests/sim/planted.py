@@ -5,6 +5,7 @@ No second defence keeps one from doing harm, or the schedules would be right to 
 
 import itertools
 import math
+import pkgutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
@@ -12,7 +13,7 @@ from typing import Any, Final
 import pytest
 from msgspec import structs
 
-from harness.local.engine import HOST_PATHS
+from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.connector.decode import DecodeScheduler, ScheduledState
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.early.asks import EarlyAsks, Steps, _Pair
@@ -23,10 +24,8 @@ from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.load import Load, ReadState
 from nixl_kv.protocol.prefill import OTHER_PROMPT, Binding, Offer, PrefillMachine
 from nixl_kv.reading import turnover
-from nixl_kv.reading.staged.ring import RingBook
 from nixl_kv.reading.turnover import Turnover
 from nixl_kv.transport.base import SlotPage
-from nixl_kv.verify import queue
 
 FOREVER: Final = 1e9
 LATER: Final = 1 << 30
@@ -37,12 +36,15 @@ BUGS: list[Any] = []
 """Each has its function, the checks that find it, and the profiles of schedules; none: all."""
 
 
-def breaks(*checks: str, in_: str = "", is_quick: bool = False) -> Callable[[Plant], Plant]:
-    """Add a bug to the list. One that is quick is found within a second."""
+def breaks(
+    *checks: str, in_: str = "", is_quick: bool = False, is_possible: bool = True
+) -> Callable[[Plant], Plant]:
+    """Add a bug to the list, if this tree can have it. One that is quick is found in a second."""
 
     def add(plant: Plant) -> Plant:
         marks = () if is_quick else pytest.mark.slow
-        BUGS.append(pytest.param(plant, checks, in_.split(), id=plant.__name__, marks=marks))
+        if is_possible:
+            BUGS.append(pytest.param(plant, checks, in_.split(), id=plant.__name__, marks=marks))
         return plant
 
     return add
@@ -191,9 +193,9 @@ def blocks_from_before_a_preemption_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "on_free", on_free)
 
 
-@breaks("wrong bytes", in_="busy late lossy")
+@breaks("wrong bytes", in_="busy late lossy", is_possible=HAS_VERIFY)
 def difference_between_digests_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(queue, "describe_difference", lambda *_: None)
+    patch.setattr("nixl_kv.verify.queue.describe_difference", lambda *_: None)
 
 
 @breaks("KV from before a reset", in_="resting")
@@ -380,16 +382,13 @@ def reader_believed_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offer, "has_read_for", lambda *_: False)
 
 
-@breaks("wrong bytes", "good bytes called corrupt", in_="staged")
+@breaks("wrong bytes", "good bytes called corrupt", in_="staged", is_possible=HAS_STAGED)
 def chunk_read_before_it_is_packed(patch: pytest.MonkeyPatch) -> None:
-    find = RingBook.find
+    book = "nixl_kv.reading.staged.ring.RingBook"
+    find: Callable[..., tuple[int, bool] | None] = pkgutil.resolve_name(f"{book}.find")
 
-    def find_packed(ring: RingBook, *given: Any) -> tuple[int, bool] | None:
-        found = find(ring, *given)
+    def find_packed(*given: Any) -> tuple[int, bool] | None:
+        found = find(*given)
         return found and (found[0], True)
 
-    patch.setattr(RingBook, "find", find_packed)
-
-
-if "staged" not in HOST_PATHS:  # a tree without that folder
-    BUGS.pop()
+    patch.setattr(f"{book}.find", find_packed)

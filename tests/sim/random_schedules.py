@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from harness.local.engine import HAS_VERIFY
 from sim.ending import ENDINGS
 from sim.schedule import MANY_SLOTS, Outcome, Run, follow
 from sim.steps import (
@@ -198,7 +199,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         shapes=[Shape(each, 2, fast=True) for each in (1, 2)],
     ),
 }
-VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
+VERIFY: Final = (0.5, 0.0, 1.0, 0.0) if HAS_VERIFY else (0.0,)
 """Shares of the loads that are verified."""
 LATE: Final = 0.5  # how many of the gentle worlds have writes that end late
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is

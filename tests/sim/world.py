@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from harness.local.engine import HOST_PATHS
+from harness.local.engine import HAS_STAGED
 from harness.local.memory_control import MemoryNetwork
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Nonce, Rank, RequestId
@@ -93,7 +93,7 @@ class Shape:
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,
-            path="staged" if self.staged and "staged" in HOST_PATHS else "direct",
+            path="staged" if self.staged and HAS_STAGED else "direct",
         )
 
 

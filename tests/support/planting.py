@@ -1,91 +1,36 @@
 """Faults that are planted into the bytes that decode has read, before their digest sees them.
 
-This module works out by itself where a load's tokens are: it sees mistakes of slices and plans too.
+`load_fields` works out by itself where a load's tokens are, so mistakes of slices and plans are
+seen too.
 """
 
-import ctypes
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.cluster.engines import Engine, EngineSpec, python_path
+from harness.local.engine import LocalRank, part_of
 from nixl_kv.errors import get_logger
-from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Region
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.verify.digest import Digester, Steps
+from nixl_kv.verify.queue import DigestQueue
 from nixl_kv.verify.slices import LocalSlice, part_name
+from support.load_fields import Bytes, Field, Places, fields_of, memory_of
 
 TESTS = Path(__file__).resolve().parents[1]
 
 logger = get_logger("nixl_kv.planted")
-
-Bytes = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.int64]
 
 FOUND = re.compile(
     r"the bytes from prefill rank \d+ are wrong: (?P<row>.+?)(?: and (?P<more>\d+) more heads)? "
     r"differs in tokens (?P<first>\d+) to (?P<last>\d+) \(blocks \d+ to \d+ of the request; "
     r"\d+ of \d+ columns of 64 tokens\)"
 )
-
-
-@dataclass(frozen=True)
-class Field:
-    """The tokens that a load fills in one layer: where each byte is, in the memory of a rank."""
-
-    group: Group
-    region: Region
-    tokens: Places
-    parts: tuple[Places, ...]  # shape (heads, tokens, bytes) each
-
-    @property
-    def whole_blocks(self) -> range:
-        """The first token of each block that has all of its tokens here; not for stripes."""
-        size, first, end = self.group.block_size, int(self.tokens[0]), int(self.tokens[-1]) + 1
-        return range(-(-first // size) * size, end - size + 1, size)
-
-    def can_have(self, fault: str) -> bool:
-        several = {"blocks": self.whole_blocks, "head": range(self.region.num_heads)}
-        return len({**several, "parts": self.parts}.get(fault, range(2))) > 1
-
-
-def memory_of(layout: CacheLayout) -> Bytes:
-    """A rank's memory, from its first span to the last."""
-    begin = min(span.address for span in layout.spans)
-    end = max(span.address + span.length for span in layout.spans)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(begin))
-
-
-def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
-    """All that a load fills on a rank: in each table, what comes after the last absent block."""
-    start = min(span.address for span in layout.spans)
-    for group, table in zip(layout.groups, load.tables, strict=True):
-        absent = np.flatnonzero(table.block_ids == ABSENT)
-        skipped = int(absent[-1]) + 1 if len(absent) else 0
-        tokens = np.arange(max(load.begin, (table.first + skipped) * group.entry_size), load.end)
-        count, place, width = group.stripe.count, group.stripe.place, group.stripe.width
-        tokens = tokens[tokens // width % count == place]
-        if not len(tokens):
-            continue
-        entries = table.block_ids[tokens // group.entry_size - table.first].astype(np.int64)
-        within = tokens % group.entry_size
-        within = within // (width * count) * width + within % width
-        within, slots = np.divmod(within, group.block_size)
-        blocks = entries * group.blocks_per_entry + within
-        for region in group.regions:
-            heads = np.arange(region.num_heads)[:, None, None] * region.head_stride
-            parts = []
-            for part in region.parts:
-                token_places = blocks * region.block_stride + slots * region.token_stride_of(part)
-                pieces = np.arange(part.count)[:, None] * part.stride + np.arange(part.length)
-                places = heads + token_places[:, None] + pieces.ravel()
-                parts.append(places + region.base + part.offset - start)
-            yield Field(group, region, tokens, tuple(parts))
 
 
 # --- the faults
@@ -202,6 +147,13 @@ class Planter(Digester):
             edges = field.tokens[[min(tokens), max(tokens)]].tolist()
             self.planted.append(Planted(fault.load.request, rows, *edges))
             logger.warning("planted %s", json.dumps(asdict(self.planted[-1])))
+
+
+def plant_on(rank: LocalRank, seed: int) -> Planter:
+    """Give a rank a digester that plants faults."""
+    planter = Planter(rank.description.layout, seed)
+    part_of(rank.parts, DigestQueue)._digester = planter
+    return planter
 
 
 # --- engines of vLLM that plant faults

@@ -19,7 +19,7 @@ from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import HOLD_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Loop
-from nixl_kv.feature import RankSetup
+from nixl_kv.feature import BuildFeature, RankSetup
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
@@ -131,10 +131,13 @@ class Stepped:
             num_slots=64,
             hold_s=world.hold_s,
             make_background=lambda _count: self.background,
-            features=features_with(
-                make_threads=lambda: self.copying,
-                make_memory=lambda _length: allocate(STAGING_BYTES),
-                num_slots=RING_SLOTS,
+            features=(
+                *features_with(
+                    make_threads=lambda: self.copying,
+                    make_memory=lambda _length: allocate(STAGING_BYTES),
+                    num_slots=RING_SLOTS,
+                ),
+                *world.features,
             ),
             make_clock=lambda: LoopClock(world.clock, world.max_gap_s, lambda: 0.0),
         )
@@ -241,9 +244,10 @@ class World:
         *,
         hold_s: float = HOLD_S,
         max_gap_s: float = math.inf,  # see `LoopClock`: loops run whenever time has passed
+        features: tuple[BuildFeature, ...] = (),  # in addition to those of this tree
     ) -> None:
         self.sizes, self.config, self.hold_s = sizes, config, hold_s
-        self.max_gap_s = max_gap_s
+        self.max_gap_s, self.features = max_gap_s, features
         self.clock, self.fabric, self.network = Clock(), Fabric(), MemoryNetwork()
         self.prefill = Stepped("prefill", self, roles=roles[0], seed=1)
         self.decode = Stepped("decode", self, roles=roles[1], seed=2)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def make_world() -> Iterator[MakeWorld]:
         def make(
             config: Config | None = None,
             roles: tuple[str, str] = ("prefill and decode", "prefill and decode"),
-            **options: float,
+            **options: Any,
         ) -> World:
             world = World(Sizes(), config or Config(), roles, **options)
             stack.callback(world.close)

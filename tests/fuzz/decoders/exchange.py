@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from harness.local.caches import Bytes, Cache, Sizes
+from harness.local.engine import HAS_VERIFY
 from nixl_kv import ids
 from nixl_kv.config import Config
 from nixl_kv.protocol.events import LoadEnded, OfferEnded
@@ -38,7 +39,10 @@ def unchanged(message: bytes) -> Sequence[bytes]:
 
 
 class Exchange:
-    """Prefill offers a prompt; decode loads and verifies it. `run` does all of it once."""
+    """Prefill offers a prompt; decode loads it, and verifies it if this tree can.
+
+    `run` does all of it once.
+    """
 
     def __init__(self, path: str, change: Change = unchanged) -> None:
         self.load: LoadEnded | None = None
@@ -64,7 +68,7 @@ class Exchange:
 
     def _transfer(self, world: World) -> list[LoadEnded | OfferEnded]:
         world.decode.prepare_load(1, world.prefill.offer(1, TABLE, NUM_TOKENS))
-        world.decode.start_load(1, OTHER_TABLE, NUM_TOKENS, verify=True)
+        world.decode.start_load(1, OTHER_TABLE, NUM_TOKENS, verify=HAS_VERIFY)
         ends: list[LoadEnded | OfferEnded] = []
         for number in range(ROUNDS + MORE_ROUNDS):
             is_calm = number >= ROUNDS

@@ -31,10 +31,12 @@ from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
-HOST_PATHS: Final = (
-    "direct",
-    *("staged" for build in FEATURES if build.__module__.endswith(".staged")),
+HAS_STAGED, HAS_VERIFY = (
+    any(build.__module__ == name for build in FEATURES)
+    for name in ("nixl_kv.reading.staged", "nixl_kv.verify")
 )
+"""Whether this tree has the feature."""
+HOST_PATHS: Final = ("direct", "staged") if HAS_STAGED else ("direct",)
 """The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
 """The context hash of every prompt: this engine does not compute, so nothing depends on it."""

@@ -1,6 +1,8 @@
 """One turn of the transfer thread: what comes first, what follows, how long it waits."""
 
 import logging
+from collections.abc import Sequence
+from typing import ClassVar
 from unittest.mock import Mock
 
 import msgspec
@@ -21,6 +23,7 @@ from nixl_kv.engine.loop import (
     STOPPED,
 )
 from nixl_kv.errors import REQUEST_LINES, TransportError
+from nixl_kv.feature import Feature
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import (
     ANY_INCARNATION,
@@ -50,6 +53,8 @@ from nixl_kv.protocol.events import (
     RevokeOffer,
     SetEngine,
     StartLoad,
+    WorkAction,
+    WorkEvent,
 )
 from nixl_kv.protocol.messages import (
     Answer,
@@ -75,7 +80,6 @@ from nixl_kv.transport.base import (
     FromEndpoint,
     Received,
 )
-from nixl_kv.verify.queue import DigestQueue
 from support.records import CONTEXT, HOME, NONCE, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World
 
@@ -626,13 +630,41 @@ def test_a_rank_has_not_stopped_before_the_end_of_each_agent_is_proven(world: Wo
     assert world.decode.failed_load() == STOPPED
 
 
-def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+class StubWorker:
+    """The worker of a feature, with one piece of work that never ends."""
+
+    name: ClassVar[str] = "stubs"
+    actions: ClassVar[frozenset[type]] = frozenset()
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s: float | None = wait_s
+
+    def __len__(self) -> int:
+        return 1
+
+    def add(self, action: WorkAction) -> WorkEvent | None:
+        raise NotImplementedError(action)
+
+    def poll(self) -> Sequence[WorkEvent]:
+        return ()
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_part_that_is_closed_stays_closed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error keeps nothing else from being closed, and is raised."""
+    world = make_world(features=(lambda _: Feature(worker=StubWorker(1.0)),))
     parts = world.decode.parts
     closed = Mock(wraps=parts.control.close)
     monkeypatch.setattr(parts.control, "close", closed)
     with monkeypatch.context() as buggy:
-        buggy.setattr(part_of(parts, DigestQueue), "close", Mock(side_effect=KeyError("a bug")))
+        buggy.setattr(part_of(parts, StubWorker), "close", Mock(side_effect=KeyError("a bug")))
         with pytest.raises(KeyError, match="a bug"):
             world.decode.engine.stop()
     assert not parts.agents.polled
@@ -665,12 +697,10 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5], ids=["each step is work", "a step looks at a GPU"])
-def test_a_digest_is_stepped_as_often_as_its_maker_needs(
-    world: World, monkeypatch: pytest.MonkeyPatch, pause_s: float
+def test_the_work_of_a_feature_is_stepped_as_often_as_it_needs(
+    make_world: MakeWorld, pause_s: float
 ) -> None:
-    monkeypatch.setattr(DigestQueue, "wait_s", pause_s)
-    monkeypatch.setattr(DigestQueue, "poll", lambda *_: [])
-    part_of(world.prefill.parts, DigestQueue).jobs.append("a digest")  # type: ignore[arg-type]
+    world = make_world(features=(lambda _: Feature(worker=StubWorker(pause_s)),))
     assert world.prefill.turn() == pause_s
 
 
