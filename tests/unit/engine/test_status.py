@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.engine.event_log import RECENT_S
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import MAX_ID
@@ -80,7 +81,8 @@ def test_a_load_its_peer_and_its_link_say_what_they_wait_for(world: World) -> No
     assert load["waits_for"] == "data"
     assert load["late_in_s"] == world.config.request_timeout_s
     ones = dict.fromkeys(("peers", "links", "loads", "reads"), 1)
-    zeros = dict.fromkeys(("offers", "digests", "packs"), 0)
+    works = *["digests"] * HAS_VERIFY, *["packs"] * HAS_STAGED
+    zeros = dict.fromkeys(("offers", *works), 0)
     assert answer.totals == {**ones, **zeros, "events": len(world.decode.parts.event_log)}
 
 
