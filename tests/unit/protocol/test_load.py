@@ -258,6 +258,12 @@ PROVING_ALL: Script = after(
     (110.0, PROVING_START, StartRead(PEER, RANK, WHOLE, PROVING_START)),
 )
 """An early load, all of whose tokens are written."""
+PROVING_PART: Script = after(
+    EARLY,
+    (answered(PART), READY),
+    (110.0, PROVING_START, StartRead(PEER, RANK, PART, replace(PROVING_START, end=4))),
+)
+"""Its first tokens alone."""
 LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "the connection": (lost(), UNREACHABLE),
     "the lease": (answered(renewed(CLAIM)), LOST_LEASE),
@@ -298,6 +304,17 @@ PROOFS: dict[str, Script] = {
         PROVING_ALL,
         (read_done(),),
         (answered(renewed(CLAIM, number=2)), AGAIN),
+        (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
+    ),
+    "also if a part that the former grant proves lands after another grant": after(
+        PROVING_PART,
+        (answered(OTHER_WHOLE),),
+        (read_done(), AGAIN),
+        (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
+    ),
+    "what was read of a former grant is read again": after(
+        PROVING_PART,
+        (read_done(),),
         (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
     ),
     "a preemption while it is read: all is read again": after(

@@ -10,6 +10,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Incarnation, Nonce, RequestId, short
 from nixl_kv.protocol.events import (
     OVER,
+    Action,
     ClearSlot,
     OfferEnd,
     OfferEnded,
@@ -85,6 +86,7 @@ from support.offers import (
     fence_token,
     granted_pair,
     granted_too,
+    mark_pair,
     prefill_machine,
     prepare_pair,
     reads_on,
@@ -441,24 +443,111 @@ ALL: dict[str, Script] = {
     }.items()
     for name, script in scripts.items()
 }
-PAIR_READ = [ClearSlot(PAIR_SLOT), OfferEnded(NONCE, P1, OfferEnd.READ)]
+PINNED = 95.0
+PINNED_PARTS: Script = after(
+    IN_PARTS, (prepare_pair(None),), (MARK, granted_pair(None)), (PINNED, publish_offer())
+)
+OTHER_FENCE = {"slot": 8, "fence_token": fence_token(0x78)}
+
+
+def pair_ended(end: OfferEnd) -> list[Action]:
+    return [ClearSlot(PAIR_SLOT), OfferEnded(NONCE, P1, end)]
+
+
+PAIR_READ = pair_ended(OfferEnd.READ)
 PAIRS: dict[str, Script] = {
-    "what is written is granted, and more of it when more is": after(
+    "all of it is granted when all is written, and pinned later": after(
         IN_PARTS,
         (94.0, prepare_pair(None)),
         (MARK, granted_pair(None)),
         (publish_offer(),),
         (RELEASE, *PAIR_READ),
     ),
-    # A part may keep its ask, and have it granted when the request is computed again.
-    "a preemption ends the grant, and its reader has to ask again": after(
-        IN_PARTS, (WithdrawOffer(NONCE, is_final=False), *denied(UNKNOWN))
+    "the pin may overtake the end of its last step": after(
+        IN_PARTS,
+        (94.0, prepare_pair(None)),
+        (publish_offer(),),
+        (asked(ask(number=2)),),
+        (MARK, granted_pair(None)),
+        (RELEASE, *PAIR_READ),
     ),
-    "a request that ends denies its readers": after(
+    "a reader that is done before the pin": after(
+        IN_PARTS, (94.0, prepare_pair(None)), (MARK, granted_pair(None)), (RELEASE, *PAIR_READ)
+    ),
+    "an ask gets what is written by then": after(
+        [(92.0, prepare_pair(4))],
+        (ASK, *denied(UNKNOWN)),
+        (mark_pair(4),),
+        (ASK, granted_pair(4)),
+        (asked(ask(number=2)), granted_pair(4)),
+    ),
+    "without a slot it waits for the pin": after(
+        [(92.0, prepare_offer(is_pair=True, is_written=False, computed=4))],
+        (mark_pair(4),),
+        (ASK, *denied(UNKNOWN)),
+        (prepare_offer(is_pair=True, is_written=False),),
+        (MARK,),
+        (publish_offer(),),
+        (ASK, WRITTEN, GRANT),
+    ),
+    "it is held from its pin on, and not for ever": after(
+        PINNED_PARTS,
+        (PINNED + HOLD_S - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (PINNED + HOLD_S, Tick(), RECALL),
+        (PINNED + HOLD_S + RECALL_S, Tick(), *pair_ended(OfferEnd.REVOKED)),
+    ),
+    "before its pin it is held as long as prefill computes": after(
+        IN_PARTS,
+        (93.0 + 10 * HOLD_S, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (93.0 + 10 * HOLD_S, Tick()),
+        (prepare_pair(None),),
+        (MARK, granted_pair(None)),
+    ),
+    "its time to read begins with the pin": after(
+        IN_PARTS,
+        (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
+        *reads_on(94.0, READING_S + 99),
+        (1100.0, prepare_pair(None)),
+        (publish_offer(),),
+        *reads_on(1100.0, READING_S),
+        (1100.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
+    ),
+    "what is recalled is not granted": after(
+        IN_PARTS,
+        (94.0, prepare_pair(None)),
+        (publish_offer(),),
+        (ReclaimBlocks(9), RECALL),
+        (MARK,),
+    ),
+    "what is computed is not recalled": after(IN_PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
+    "blocks of a pair that is computed do not count as recalled": after(
+        IN_PARTS,
+        (94.0, OFFER_2),
+        (publish_offer(NONCE2, P2),),
+        (asked(ask(nonce=NONCE2, claim=RIVAL)), WRITTEN, replied(grant(nonce=NONCE2, claim=RIVAL))),
+        (ReclaimBlocks(1), replied(recall(nonce=NONCE2, claim=RIVAL))),
+    ),
+    "a preemption between two parts: its reader has to ask again": after(
+        IN_PARTS,
+        (94.0, WithdrawOffer(NONCE, is_final=False), *denied(UNKNOWN)),
+        (mark_pair(6),),  # of the step before it
+        (prepare_pair(4, attempt=1, **OTHER_FENCE),),
+        (mark_pair(6),),
+        (ASK, *denied(UNKNOWN)),
+        (mark_pair(4, attempt=1),),
+        (ASK, replied(grant(num_tokens=4, **OTHER_FENCE))),
+    ),
+    "a request that ends while a part is read denies its readers": after(
         IN_PARTS,
         (93.5, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
         (WithdrawOffer(NONCE), *denied(WITHDRAWN)),
         (ASK, *denied(WITHDRAWN)),
+    ),
+    "a reader that gives up between two parts": after(
+        IN_PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED))
+    ),
+    "a reader that dies between two parts": after(
+        IN_PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED))
     ),
 }
 """Without a part that keeps asks until they can be granted."""
