@@ -45,7 +45,7 @@ MAX_HEADS = 16
 SEEDS = 2
 PLANTING = pkgutil.resolve_name("support.planting") if HAS_VERIFY else None
 FAULTS = PLANTING.FAULTS if PLANTING else ()
-"""Without `verify` none is found, and loads are only compared here."""
+"""A tree without `verify` plants none; this module compares the bytes of its loads."""
 MAX_LOADS = SEEDS * len(FAULTS) + SEEDS + 1
 SPARE = 8  # entries of a block table grow until a state fits in: then there are fewer
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a load are in the memory of a rank, independently of our slices and plans."""
+"""Finds the tokens of a load in the memory of a rank, without our slices and plans."""
 
 import ctypes
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Faults that are planted into the bytes that decode has read, before their digest sees them.
 
-`load_fields` works out by itself where a load's tokens are, so mistakes of slices and plans are
-seen too.
+`load_fields` finds a load's tokens by itself, so these faults also show mistakes of slices and
+plans.
 """
 
 import json

@@ -236,7 +236,7 @@ OWN = Endpoint("tcp://10.0.0.2:5601")
 def told(
     scripts: Iterable[Script], make_parts: Callable[[], Sequence[LoadPart]] = tuple
 ) -> set[str]:
-    """What prefill hears in these scripts that could be a key; the scheduler hears one, alone."""
+    """The strings in messages to prefill that look like keys; the scheduler hears its own key."""
     heard: set[str] = set()
     for script in scripts:
         machine = decode_machine(parts=make_parts())

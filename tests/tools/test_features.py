@@ -1,6 +1,6 @@
-"""A feature is a folder: without it, its tests and its two lines of wiring, all else works.
+"""Everything else works without a feature's folder, its tests and its two lines of wiring.
 
-Each test copies the tree, takes one feature out, and runs what remains there. Slow: a minute each.
+Each test copies the tree, removes one feature, and runs the rest there. Slow: a minute each.
 """
 
 import os
@@ -60,7 +60,7 @@ def copy_without(feature: str, to: Path) -> Path:
 
 
 def unwire(feature: str, tree: Path) -> None:
-    """Take its import and its entry in the list of features out."""
+    """Remove its import and its entry in the list of features."""
     lines = (tree / WIRING).read_text("utf-8").splitlines(keepends=True)
     kept = [line for line in lines if f"build_{feature}" not in line]
     assert len(lines) - len(kept) == 2
@@ -68,7 +68,7 @@ def unwire(feature: str, tree: Path) -> None:
 
 
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """With the copy before every other nixl_kv, such as an installed one."""
+    """Run Python there, where the copy precedes an installed nixl_kv."""
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, *command],

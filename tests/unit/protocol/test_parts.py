@@ -1,7 +1,6 @@
-"""What the machines tell the parts of features, and when; what they ask them.
+"""The machines call each method of a feature's part at its point.
 
-One test for each method of `PrefillPart` and of `LoadPart`: a feature relies on the point at which
-it is called.
+Each method of `PrefillPart` and of `LoadPart` has a test, because features rely on that point.
 """
 
 import math
@@ -97,7 +96,7 @@ class Happened:
 
 
 class RecordingPart(PrefillPart):
-    """Notes each call: the name of the method and what it is about. Does what `says` says."""
+    """Records each call by the name of its method; `says` has the answers."""
 
     def __init__(self, **says: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -182,7 +181,7 @@ class RecordingPart(PrefillPart):
 
 
 def with_part(script: Script, **says: Any) -> tuple[PrefillMachine, RecordingPart]:
-    """A machine after a script, and its part, which has forgotten the calls until then."""
+    """A machine after a script, and its part, which records calls from then on."""
     part = RecordingPart()
     machine = prefill_machine(script, parts=(part,))
     part.calls.clear()
@@ -436,7 +435,7 @@ def test_a_denial_of_a_part_keeps_the_reason_here() -> None:
 
 
 class RecordingLoadPart(LoadPart):
-    """Notes each call: the name of the method and what it is about. Does what `says` says."""
+    """Records each call by the name of its method; `says` has the answers."""
 
     def __init__(self, **says: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -485,7 +484,7 @@ class RecordingLoadPart(LoadPart):
 
 
 def load_with_part(script: Script, **says: Any) -> tuple[DecodeMachine, RecordingLoadPart]:
-    """A machine after a script, and its part, which has forgotten the calls until then."""
+    """A machine after a script, and its part, which records calls from then on."""
     part = RecordingLoadPart()
     machine = loading(script, part)
     part.calls.clear()

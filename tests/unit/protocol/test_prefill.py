@@ -550,11 +550,11 @@ PAIRS: dict[str, Script] = {
         IN_PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED))
     ),
 }
-"""Without a part that keeps asks until they can be granted."""
+"""The machine alone: no part keeps asks until it can grant them."""
 
 
 class Needless(PrefillPart):
-    """Nobody needs any offer."""
+    """Its feature knows that no reader needs any offer."""
 
     def is_needless(self, offer: Offer) -> bool:
         return bool(offer.nonce)
