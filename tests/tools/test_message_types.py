@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 from typing import Final, get_args
 
+from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.protocol import messages
 
 REPO: Final = Path(__file__).resolve().parents[2]
 KINDS: Final = {kind.__name__ for kind in (*get_args(messages.Message), messages.RankDescription)}
+UNUSED: Final = {
+    *[name for name in ("DigestRequest", "DigestReply") if not HAS_VERIFY],
+    *[name for name in ("PackRequest", "PackReply") if not HAS_STAGED],
+}
+"""Only a feature builds them, and this tree lacks it."""
 SHARED: Final = "ClaimFields"  # the fields that constructors take as `**`
 ERROR: Final = re.compile(r"^(nixl_kv/\S+\.py):(\d+): error: (.*)", re.MULTILINE)
 
@@ -56,7 +62,9 @@ def test_a_wrong_field_name_fails_mypy_wherever_a_message_is_built(tmp_path: Pat
         for source in sorted((tmp_path / "nixl_kv").rglob("*.py"))
         for line, name in plant(source).items()
     }
-    assert KINDS | {SHARED} == set(planted.values()), "no constructor call builds the others"
+    assert (KINDS - UNUSED) | {SHARED} == set(planted.values()), (
+        "no constructor call builds the others"
+    )
     files = sorted({path for path, _ in planted})
     result = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", *files],
