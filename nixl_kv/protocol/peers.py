@@ -61,6 +61,14 @@ class State(MachineState):
     UNUSABLE = enum.auto()
 
 
+class Reach(enum.Enum):
+    """How far decode came with an UNUSABLE peer."""
+
+    SILENT = enum.auto()  # it got no description that fits: a new ticket shows that the peer lives
+    ALIVE = enum.auto()  # it may meet the peer again over the same connections
+    DEAD = enum.auto()  # its connections broke, or are of no use
+
+
 TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
         events.PeerFits: (State.ADMITTING, State.HANDSHAKING),
@@ -107,12 +115,10 @@ class Peer:
     failures: int = 0  # to reach it or to read its memory, since the last successful read
     failure: Failure | None = None  # the latest one; always in UNUSABLE
     is_reported: bool = False  # the log says that it cannot be used
-    # UNUSABLE: when a load may begin an attempt, whether one wanted it since it failed, and whether
-    # its directory was silent. A new ticket shows that a silent engine is back.
+    # UNUSABLE: when a load may begin an attempt, and whether one wanted it since it failed.
     pause_ends_at: float = -math.inf
     is_wanted: bool = False
-    is_silent: bool = False
-    is_dead: bool = False  # UNUSABLE: its connections broke or are of no use
+    reach: Reach = Reach.ALIVE  # UNUSABLE
     lost: Endpoint | None = None  # UNUSABLE: of the rank whose link ended
     # From ADMITTING or HANDSHAKING on, until its memory is dropped.
     description: messages.Description | None = None
@@ -194,7 +200,7 @@ class PeerBook:
         peer.used_at = now
         if peer.state is State.UNUSABLE:
             peer.is_wanted = True
-            is_back = is_sealed and (peer.is_silent or peer.failures < MAX_FAILURES)
+            is_back = is_sealed and (peer.reach is Reach.SILENT or peer.failures < MAX_FAILURES)
             does_fit = peer.failure is None or peer.failure.kind is not FailureKind.INCOMPATIBLE
             is_due = peer.pause_ends_at <= now or (is_back and does_fit)
             if is_due and peer.description is None:
@@ -203,8 +209,8 @@ class PeerBook:
 
     def _attempt(self, peer: Peer, event: object, now: float) -> Actions:
         self._move(peer, State.CONNECTING, event)
-        peer.is_described = peer.is_wanted = peer.is_silent = peer.is_dead = False
-        peer.lost = None
+        peer.is_described = peer.is_wanted = False
+        peer.lost, peer.reach = None, Reach.ALIVE
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S)
         return [ask_who(peer.key)]
 
@@ -423,15 +429,17 @@ class PeerBook:
             pause_s = min(PAUSE_S * 2.0**peer.failures, MAX_PAUSE_S)
             peer.failures += 1
         peer.pause_ends_at = now + pause_s
-        peer.is_silent = before is State.CONNECTING
         is_lost = isinstance(event, events.EndpointLost)
-        fails_loads &= peer.is_silent or not is_lost
-        peer.is_dead = isinstance(event, events.PeerBroken) or (is_lost and not peer.is_silent)
+        if before is State.CONNECTING:
+            peer.reach = Reach.SILENT
+        elif is_lost or isinstance(event, events.PeerBroken):
+            peer.reach = Reach.DEAD
+        fails_loads &= peer.reach is Reach.SILENT or not is_lost
         peer.awaited.clear()
         if fails_loads:
             self.failed.append(peer)
         actions: Actions = []
-        if peer.is_silent:
+        if peer.reach is Reach.SILENT:
             # The answer to StartHandshake must find no peer.
             if peer.is_described and not isinstance(event, events.PeerRefused):
                 actions.append(events.DropPeer(peer.key))
@@ -468,7 +476,7 @@ class PeerBook:
         self._unindex(peer)
         peer.description, peer.introductions = None, ()
         self._index(peer)
-        dropped = events.DropPeer(peer.key, is_dead=peer.is_dead or bool(farewell))
+        dropped = events.DropPeer(peer.key, is_dead=peer.reach is Reach.DEAD or bool(farewell))
         return [dropped, *farewell, *closing]
 
     def _index(self, peer: Peer) -> None:
