@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 BLOCK_WAIT_S: Final = 1.0
 
 # Early tickets that are remembered, so that a second request with one makes an offer of its own.
-MAX_PAIRS: Final = 1 << 16
+MAX_PROMISED: Final = 1 << 16
 
 NOT_OFFERED: Final = "request %s is not offered: %s"
 LOST_BLOCKS: Final = (
@@ -114,7 +114,7 @@ class _Offer:
     pins: Pins = field(default_factory=dict)
     count_cached: Callable[[], int | None] = field(default=lambda: None, repr=False)
     num_cached: int = 0  # tokens that vLLM did not compute, as of the last step of the prompt
-    pair: Nonce = _NO_NONCE  # of an early ticket; it outlives a preemption
+    promised: Nonce = _NO_NONCE  # of an early ticket; it outlives a preemption
     num_hashed: int = 0  # tokens that its hashes cover; an early ticket's cover the whole prompt
     attempt: int = 0  # how often it was preempted
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
@@ -143,8 +143,8 @@ class PrefillScheduler:
         seal: Callable[[Ticket], dict[str, Any]],  # makes `kv_transfer_params`, with the MAC
         *,
         writes_late: bool = False,  # see `UnwrittenOffers`
-        # Whether decode may read a prompt of a pair before all of it is computed. vLLM must not
-        # write into new blocks before it calls the workers' hooks: not zeroes, nor copies.
+        # Whether decode may read an early prompt before all of it is computed. vLLM must not write
+        # into new blocks before it calls the workers' hooks: not zeroes, nor copies.
         in_parts: bool = False,
         is_decoding: Callable[[], bool] = lambda: False,  # whether this engine decodes at present
         clock: Callable[[], float] = time.monotonic,
@@ -169,7 +169,7 @@ class PrefillScheduler:
         self._allowed = int(blocks.num_blocks * offer_share)
         self._held = _DistinctBlocks(blocks.num_blocks)
         self._unclaimed = _DistinctBlocks(blocks.num_blocks)
-        self._pairs: dict[Nonce, None] = {}  # the latest pair tickets, oldest first
+        self._promised: dict[Nonce, None] = {}  # nonces of the latest early tickets, oldest first
         self._num_expected = 0
         self._is_full = False  # in this step, for prompts that will be offered
         self._commands: list[events.Command] = []
@@ -196,7 +196,7 @@ class PrefillScheduler:
         request: RequestId,
         num_tokens: int,
         make_hashes: Callable[[Nonce], tuple[str, str]],
-        pair: Nonce | None = None,
+        promised: Nonce | None = None,
         *,
         num_hashed: int = 0,
         count_cached: Callable[[], int | None] = lambda: None,  # in a step; None: no longer known
@@ -204,8 +204,8 @@ class PrefillScheduler:
         """Another engine decodes this request. `make_hashes` hashes prompt and media with a nonce.
 
         `count_cached` counts the tokens that vLLM takes from caches. An early ticket with the nonce
-        `pair` is out already. A nonce that was used before is ignored. The hashes cover the first
-        `num_hashed` tokens (0: all that are offered).
+        `promised` is out already. A nonce that was used before is ignored. The hashes cover the
+        first `num_hashed` tokens (0: all that are offered).
         """
         offer = _Offer(
             request,
@@ -215,29 +215,33 @@ class PrefillScheduler:
             count_cached=count_cached,
         )
         self._awaited[request] = offer
-        if pair is not None and self.is_new(pair):
-            offer.pair = pair
-            self._pairs[pair] = None
-            if len(self._pairs) > MAX_PAIRS:
-                del self._pairs[next(iter(self._pairs))]
-            offer.hashes = make_hashes(pair)
-            expect = events.ExpectOffer(pair, request, self._context(offer))
+        if promised is not None and self.is_new(promised):
+            offer.promised = promised
+            self._promised[promised] = None
+            if len(self._promised) > MAX_PROMISED:
+                del self._promised[next(iter(self._promised))]
+            offer.hashes = make_hashes(promised)
+            expect = events.ExpectOffer(promised, request, self._context(offer))
             self._commands.append(expect)
 
-    def decline(self, pair: Nonce) -> None:
+    def decline(self, promised: Nonce) -> None:
         """A request with an early ticket will not be offered."""
-        if self.is_new(pair):
-            self._commands.append(events.WithdrawOffer(pair))
+        if self.is_new(promised):
+            self._commands.append(events.WithdrawOffer(promised))
 
-    def is_new(self, pair: Nonce) -> bool:
+    def is_new(self, promised: Nonce) -> bool:
         """Whether no request has had this nonce before."""
         # Without a key, a client could name another request's offer.
-        is_used = any(pair in (offer.nonce, offer.pair) for offer in self._known())
-        return pair not in self._pairs and not is_used
+        is_used = any(promised in (offer.nonce, offer.promised) for offer in self._known())
+        return promised not in self._promised and not is_used
 
-    def awaited_of(self, pairs: Collection[Nonce]) -> dict[Nonce, RequestId]:
+    def awaited_of(self, promised: Collection[Nonce]) -> dict[Nonce, RequestId]:
         """The requests with these early tickets that this engine has not computed."""
-        return {offer.pair: name for name, offer in self._awaited.items() if offer.pair in pairs}
+        return {
+            offer.promised: name
+            for name, offer in self._awaited.items()
+            if offer.promised in promised
+        }
 
     def _known(self) -> Iterator[_Offer]:
         yield from self._awaited.values()
@@ -284,7 +288,7 @@ class PrefillScheduler:
             offer.local = max(offer.local, positions.stop)
             if offer.num_tokens - 1 in positions:
                 self._prepare(offer)
-            elif offer.pair and offer.in_parts and positions.stop < offer.num_tokens:
+            elif offer.promised and offer.in_parts and positions.stop < offer.num_tokens:
                 self._prepare(offer, computed=positions.stop)
         self._is_full = False
         self._end_shortage()
@@ -375,8 +379,8 @@ class PrefillScheduler:
             # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,
             # which has none, so that one is offered.
             is_mixed = self._blocks.has_blocks(request)
-            # Decode may hold a part from before, and the pair ticket has the former label.
-            is_over = is_mixed or bool(offer.pair)
+            # Decode may hold a part from before, and the early ticket has the former label.
+            is_over = is_mixed or bool(offer.promised)
             self._withdraw(offer, is_final=is_over)
             if is_over:
                 self._log.info(NOT_OFFERED, shown_id(request), "the cache was reset meanwhile")
@@ -386,13 +390,13 @@ class PrefillScheduler:
             self._commands.append(events.RevokeAll())
 
     def _prepare(self, offer: _Offer, *, computed: int | None = None) -> None:
-        """This step computes all of the prompt, or the first `computed` tokens of a pair."""
+        """This step computes all of the prompt, or the first `computed` tokens of an early one."""
         offer.move(OfferEvent.COMPUTED)
-        offer.nonce = offer.pair or new_nonce()
-        if not offer.pair:
+        offer.nonce = offer.promised or new_nonce()
+        if not offer.promised:
             offer.hashes = offer.make_hashes(offer.nonce)
         current = self._blocks.current(offer.request)
-        if offer.pair and offer.in_parts:
+        if offer.promised and offer.in_parts:
             offer.granted = self._blocks.filled(computed or offer.num_tokens, current)
             self._granted[offer.request] = offer
         offer.tables = self._blocks.tables(computed or offer.num_tokens, current, offer.pins)
@@ -405,9 +409,9 @@ class PrefillScheduler:
                 self._context(offer),
                 offer.num_tokens,
                 offer.tables,
-                is_written=not (self._writes_late or offer.pair),
-                is_pair=bool(offer.pair),
-                in_parts=bool(offer.pair) and offer.in_parts,
+                is_written=not (self._writes_late or offer.promised),
+                is_early=bool(offer.promised),
+                in_parts=bool(offer.promised) and offer.in_parts,
                 attempt=offer.attempt,
                 computed=computed,
                 num_cached=offer.num_cached,
@@ -430,10 +434,10 @@ class PrefillScheduler:
         return ""
 
     def _withdraw(self, offer: _Offer, *, is_final: bool = False) -> None:
-        nonce = offer.nonce or (offer.pair if is_final else _NO_NONCE)
+        nonce = offer.nonce or (offer.promised if is_final else _NO_NONCE)
         self._granted.pop(offer.request, None)
         if nonce:
-            is_over = is_final or not offer.pair
+            is_over = is_final or not offer.promised
             self._commands.append(events.WithdrawOffer(nonce, is_over))
             offer.nonce = _NO_NONCE
             offer.attempt += 1

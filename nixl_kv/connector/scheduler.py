@@ -620,27 +620,27 @@ class Scheduler:
         return OUTCOMES["fail"]
 
     def _begin_offer(self, request: Request) -> None:
-        prompt, pair = prompt_of(request, self._media), self._promised(request)
+        prompt, promised = prompt_of(request, self._media), self._promised(request)
         if reason := self._why_not_begun(request):
             shown = shown_id(request.request_id)
             self._log.info("request %s is not offered: %s", shown, reason, about=reason)
             if prompt.media.items:
                 self._not_offered[prompt.request] = reason
-            if pair is not None:
-                self._prefill.decline(pair)
+            if promised is not None:
+                self._prefill.decline(promised)
             return
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
             # token, but prefill keeps only the state after the last token that it computes.
             shorten(request)
         # An early ticket is for the whole prompt.
-        is_early = pair is not None and self._prefill.is_new(pair)
+        is_early = promised is not None and self._prefill.is_new(promised)
         num_tokens = prompt.num_tokens if is_early else request.num_prompt_tokens
         self._prefill.on_new_request(
             prompt.request,
             request.num_prompt_tokens,
             partial(prompt.hashes, num_tokens=num_tokens),
-            pair,
+            promised,
             num_hashed=num_tokens,
             count_cached=partial(count_cached, request),
         )

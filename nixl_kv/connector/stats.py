@@ -396,7 +396,7 @@ class RankReports:
     loads: dict[RequestId, LoadReport] = field(default_factory=dict)
     offers: dict[RequestId, OfferReport] = field(default_factory=dict)
     ready: set[RequestId] = field(default_factory=set)  # early loads; see `events.LoadReady`
-    released: set[Nonce] = field(default_factory=set)  # see `events.PairReleased`
+    released: set[Nonce] = field(default_factory=set)  # see `events.EarlyReleased`
     granted: set[RequestId] = field(default_factory=set)  # see `events.OfferGranted`
 
     def __bool__(self) -> bool:
@@ -411,7 +411,7 @@ class RankReports:
                     self.offers[result.request] = OfferReport.of(result)
                 case events.LoadReady():
                     self.ready.add(result.request)
-                case events.PairReleased():
+                case events.EarlyReleased():
                     self.released.add(result.nonce)
                 case events.OfferGranted():
                     self.granted.add(result.request)

@@ -77,7 +77,7 @@ DEMAND_TRANSITIONS: Final[Mapping[Demand, Mapping[DemandEvent, Demand]]] = {
 
 
 @dataclass
-class _Pair:
+class _Request:
     """A request with an early ticket on this rank, until its offer has ended."""
 
     state: PrefillState = "unknown"  # never "stalled", which is a fact about the engine
@@ -128,23 +128,23 @@ class EarlyAsks:
         """`stall_s`: how long a step may take."""
         self.steps = Steps(stall_s)
         self.due = Deadlines[Nonce]()
-        self._pairs: dict[Nonce, _Pair] = {}
+        self._requests: dict[Nonce, _Request] = {}
         self._num_asks = 0
         self._of_reader: dict[_Reader, int] = {}
 
     def __contains__(self, nonce: Nonce) -> bool:
-        return nonce in self._pairs
+        return nonce in self._requests
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._requests)
 
     @property
     def num_asks(self) -> int:
         return self._num_asks
 
     def expected(self, nonce: Nonce) -> events.ExpectOffer | None:
-        pair = self._pairs.get(nonce)
-        return None if pair is None else pair.expected
+        known = self._requests.get(nonce)
+        return None if known is None else known.expected
 
     def is_other(self, ask: messages.Ask) -> bool:
         """Whether the request that it asks for has arrived with another prompt."""
@@ -153,80 +153,80 @@ class EarlyAsks:
 
     def expect(self, event: events.ExpectOffer, now: float) -> list[RoutedAsk]:
         """The request has arrived. Returns the asks for another prompt, to be denied."""
-        pair = self._pairs.setdefault(event.nonce, _Pair())
-        pair.expected, pair.state, pair.known_by = event, "queued", math.inf
-        pair.expected_at = now
-        self._set_due(event.nonce, pair)
-        asks = {key: each.asked for key, each in pair.asks.items()}
+        known = self._requests.setdefault(event.nonce, _Request())
+        known.expected, known.state, known.known_by = event, "queued", math.inf
+        known.expected_at = now
+        self._set_due(event.nonce, known)
+        asks = {key: each.asked for key, each in known.asks.items()}
         others = {key: each for key, each in asks.items() if each.ask.context != event.context}
         for key in others:
-            self._drop(event.nonce, pair, key)
+            self._drop(event.nonce, known, key)
         return list(others.values())
 
     def set_state(self, nonce: Nonce, state: PrefillState) -> list[RoutedAsk]:
         """Note the state of a request; returns the asks whose readers have to be told."""
-        pair = self._pairs.get(nonce)
-        if pair is None or pair.expected is None or pair.state == state:
+        known = self._requests.get(nonce)
+        if known is None or known.expected is None or known.state == state:
             return []
-        pair.state = state
-        return [each.asked for each in pair.asks.values()]
+        known.state = state
+        return [each.asked for each in known.asks.values()]
 
     def add(self, ask: messages.Ask, route: bytes, now: float) -> PrefillState | None:
         """Remember an ask. Returns the state of its request, or None if there are too many."""
-        pair, key = self._pairs.get(ask.nonce), _key(ask)
-        if pair is None or key not in pair.asks:
+        known, key = self._requests.get(ask.nonce), _key(ask)
+        if known is None or key not in known.asks:
             of_reader = self._of_reader.get(key[1], 0)
             if self._num_asks >= MAX_ASKS or of_reader >= MAX_ASKS_OF_READER:
                 return None
             self._num_asks += 1
             self._of_reader[key[1]] = of_reader + 1
-        if pair is None:
-            pair = self._pairs[ask.nonce] = _Pair(known_by=now + UNKNOWN_S)
-        pair.asks[key] = _Waiting(RoutedAsk(route, ask), now + REPEATED_S)
-        self._set_due(ask.nonce, pair)
-        return "stalled" if self.steps.is_stalled(pair.expected_at, now) else pair.state
+        if known is None:
+            known = self._requests[ask.nonce] = _Request(known_by=now + UNKNOWN_S)
+        known.asks[key] = _Waiting(RoutedAsk(route, ask), now + REPEATED_S)
+        self._set_due(ask.nonce, known)
+        return "stalled" if self.steps.is_stalled(known.expected_at, now) else known.state
 
     def release(self, release: messages.Release, now: float) -> None:
         """Decode does not need the offer, of which this rank may not have heard."""
-        pair = self._pairs.get(release.nonce)
-        if pair is None and len(self._pairs) < MAX_ASKS:
-            pair = self._pairs[release.nonce] = _Pair(known_by=now + UNKNOWN_S)
-            self._set_due(release.nonce, pair)
-        if pair is None:
+        known = self._requests.get(release.nonce)
+        if known is None and len(self._requests) < MAX_ASKS:
+            known = self._requests[release.nonce] = _Request(known_by=now + UNKNOWN_S)
+            self._set_due(release.nonce, known)
+        if known is None:
             return
         # Another decode engine may have the same ticket, as after a router's retry.
-        if all(claim == release.claim for claim, _ in pair.asks):
-            pair.move(DemandEvent.COMPLETE if release.complete else DemandEvent.RELEASE)
-        self._drop(release.nonce, pair, _key(release))
+        if all(claim == release.claim for claim, _ in known.asks):
+            known.move(DemandEvent.COMPLETE if release.complete else DemandEvent.RELEASE)
+        self._drop(release.nonce, known, _key(release))
 
     def is_declined(self, nonce: Nonce) -> bool:
-        pair = self._pairs.get(nonce)
-        return pair is not None and pair.demand is not Demand.WANTED
+        known = self._requests.get(nonce)
+        return known is not None and known.demand is not Demand.WANTED
 
     def pop_given_up(self, nonce: Nonce) -> RequestId | None:
         """The request whose offer no reader needs any longer, if it has arrived; given once."""
-        pair = self._pairs.get(nonce)
-        if pair is None or pair.expected is None or pair.asks:
+        known = self._requests.get(nonce)
+        if known is None or known.expected is None or known.asks:
             return None
-        if pair.demand is not Demand.GIVEN_UP:
+        if known.demand is not Demand.GIVEN_UP:
             return None
-        pair.move(DemandEvent.REPORT)
-        return pair.expected.request
+        known.move(DemandEvent.REPORT)
+        return known.expected.request
 
     def pop(self, nonce: Nonce) -> list[RoutedAsk]:
         """The offer can be granted: its asks, in order of arrival."""
-        pair = self._pairs.get(nonce)
-        if pair is None:
+        known = self._requests.get(nonce)
+        if known is None:
             return []
-        asks = {key: each.asked for key, each in pair.asks.items()}
+        asks = {key: each.asked for key, each in known.asks.items()}
         for key in asks:
-            self._drop(nonce, pair, key)
+            self._drop(nonce, known, key)
         return list(asks.values())
 
     def forget(self, nonce: Nonce) -> list[RoutedAsk]:
         """The request has ended: the asks that are left must be denied."""
         asks = self.pop(nonce)
-        self._pairs.pop(nonce, None)
+        self._requests.pop(nonce, None)
         self.due.set(nonce, math.inf)
         return asks
 
@@ -234,34 +234,34 @@ class EarlyAsks:
         """Forget expired asks; returns those of requests that stayed unknown, to be denied."""
         denied: list[RoutedAsk] = []
         for nonce in self.due.pop_due(now):
-            pair = self._pairs[nonce]
-            if pair.known_by <= now:
+            known = self._requests[nonce]
+            if known.known_by <= now:
                 denied += self.forget(nonce)
                 continue
-            for key in [key for key, ask in pair.asks.items() if ask.expires_at <= now]:
-                self._drop(nonce, pair, key)
-            if nonce in self._pairs:
-                self._set_due(nonce, pair)
+            for key in [key for key, ask in known.asks.items() if ask.expires_at <= now]:
+                self._drop(nonce, known, key)
+            if nonce in self._requests:
+                self._set_due(nonce, known)
         return denied
 
     def clear(self) -> None:
-        for table in (self._pairs, self._of_reader, self.due):
+        for table in (self._requests, self._of_reader, self.due):
             table.clear()
         self._num_asks = 0
 
-    def _drop(self, nonce: Nonce, pair: _Pair, key: tuple[Claim, _Reader]) -> None:
-        if pair.asks.pop(key, None) is None:
+    def _drop(self, nonce: Nonce, known: _Request, key: tuple[Claim, _Reader]) -> None:
+        if known.asks.pop(key, None) is None:
             return
         self._num_asks -= 1
         self._of_reader[key[1]] -= 1
         if not self._of_reader[key[1]]:
             del self._of_reader[key[1]]
-        is_kept = pair.demand is not Demand.WANTED and len(self._pairs) <= MAX_ASKS
-        if pair.expected is None and not pair.asks and not is_kept:
-            del self._pairs[nonce]
+        is_kept = known.demand is not Demand.WANTED and len(self._requests) <= MAX_ASKS
+        if known.expected is None and not known.asks and not is_kept:
+            del self._requests[nonce]
             self.due.set(nonce, math.inf)
         else:
-            self._set_due(nonce, pair)
+            self._set_due(nonce, known)
 
     def check(self) -> None:
         """Check what the states promise.
@@ -269,24 +269,24 @@ class EarlyAsks:
         Raises:
             LocalProtocolError: says what does not hold.
         """
-        for nonce, pair in self._pairs.items():
-            is_unknown = pair.state == "unknown"
+        for nonce, known in self._requests.items():
+            is_unknown = known.state == "unknown"
             rules = {
-                f"expected {pair.expected}": is_unknown != (pair.expected is None),
-                f"known by {pair.known_by}": is_unknown != (pair.known_by < math.inf),
-                "reported": is_unknown and pair.demand is Demand.REPORTED,
+                f"expected {known.expected}": is_unknown != (known.expected is None),
+                f"known by {known.known_by}": is_unknown != (known.known_by < math.inf),
+                "reported": is_unknown and known.demand is Demand.REPORTED,
             }
             for rule, is_broken in rules.items():
                 if is_broken:
-                    raise LocalProtocolError(f"early ask {short(nonce)} is {pair.state}: {rule}")
+                    raise LocalProtocolError(f"early ask {short(nonce)} is {known.state}: {rule}")
         of_readers = sum(self._of_reader.values())
-        num_asks = sum(len(pair.asks) for pair in self._pairs.values())
+        num_asks = sum(len(known.asks) for known in self._requests.values())
         if not self._num_asks == of_readers == num_asks:
             raise LocalProtocolError(f"{num_asks} asks, counted {self._num_asks}, {of_readers}")
 
-    def _set_due(self, nonce: Nonce, pair: _Pair) -> None:
-        first = min((ask.expires_at for ask in pair.asks.values()), default=math.inf)
-        self.due.set(nonce, min(first, pair.known_by))
+    def _set_due(self, nonce: Nonce, known: _Request) -> None:
+        first = min((ask.expires_at for ask in known.asks.values()), default=math.inf)
+        self.due.set(nonce, min(first, known.known_by))
 
 
 def _key(message: messages.Ask | messages.Release) -> tuple[Claim, _Reader]:

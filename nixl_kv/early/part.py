@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from nixl_kv.early.asks import EarlyAsks
-from nixl_kv.early.slots import NUM_SLOTS, PairSlots
+from nixl_kv.early.slots import NUM_SLOTS, EarlySlots
 from nixl_kv.feature import Feature, RankSetup
 from nixl_kv.ids import FenceToken, Nonce
 from nixl_kv.protocol import events, messages
@@ -71,12 +71,12 @@ class EarlyPart(PrefillPart):
     def on_refused(self, command: events.PrepareOffer) -> Actions:
         if command.slot is None:
             return []
-        return [events.PairSlotFree(command.slot, command.fence_token)]
+        return [events.EarlySlotFree(command.slot, command.fence_token)]
 
     def on_prepared(self, offer: Offer, now: float) -> Actions:
         # A restart of the thread may have lost the command that the request has arrived.
         denials: Actions = []
-        if offer.prepared.is_pair and self.asks.expected(offer.nonce) is None:
+        if offer.prepared.is_early and self.asks.expected(offer.nonce) is None:
             expect = events.ExpectOffer(offer.nonce, offer.request, offer.prepared.context)
             denials = self.machine.deny_all(self.asks.expect(expect, now), OTHER_PROMPT)
         return denials + self._tell(offer.nonce, "computing")
@@ -89,7 +89,7 @@ class EarlyPart(PrefillPart):
         if expected is None:
             return denials
         # No reader is left, for example after a reset.
-        return [events.PairReleased(command.nonce, expected.request), *denials]
+        return [events.EarlyReleased(command.nonce, expected.request), *denials]
 
     def on_freed(self, offer: Offer) -> Actions:
         return self.on_refused(offer.prepared)
@@ -98,7 +98,7 @@ class EarlyPart(PrefillPart):
         denials = self.machine.deny_all(self.asks.forget(offer.nonce), ENDED[end])
         if offer.is_pinned or end is OfferEnd.READ:
             return denials
-        return [*denials, events.PairReleased(offer.nonce, offer.request)]
+        return [*denials, events.EarlyReleased(offer.nonce, offer.request)]
 
     # --- asks
 
@@ -116,7 +116,7 @@ class EarlyPart(PrefillPart):
             if state is None:
                 return machine.deny(ask, route, TOO_MANY)
             return [self._pending(RoutedAsk(route, ask), state)]
-        is_computed = offer.is_written or not offer.prepared.is_pair
+        is_computed = offer.is_written or not offer.prepared.is_early
         if is_computed or not self.asks.steps.is_stalled(offer.prepared_at, now):
             return None
         return [self._pending(RoutedAsk(route, ask), "stalled")]
@@ -136,7 +136,7 @@ class EarlyPart(PrefillPart):
 
     def _report_given_up(self, nonce: Nonce) -> Actions:
         request = self.asks.pop_given_up(nonce)
-        return [] if request is None else [events.PairReleased(nonce, request)]
+        return [] if request is None else [events.EarlyReleased(nonce, request)]
 
     def _tell(self, nonce: Nonce, state: messages.PrefillState) -> Actions:
         return [self._pending(each, state) for each in self.asks.set_state(nonce, state)]
@@ -147,7 +147,7 @@ class EarlyPart(PrefillPart):
 
     def clear(self) -> Actions:
         self.asks.clear()
-        return [events.PairSlotFree(None)]
+        return [events.EarlySlotFree(None)]
 
     def check(self) -> None:
         self.asks.check()
@@ -157,5 +157,5 @@ def build(setup: RankSetup, *, num_early_slots: int = NUM_SLOTS) -> Feature:
     """Let prefill keep asks that precede their offer. `num_early_slots`: fence slots for them."""
     if not setup.is_prefill:
         return Feature()
-    slots = PairSlots(num_early_slots)
+    slots = EarlySlots(num_early_slots)
     return Feature(prefill=EarlyPart(setup.config.stall_s, slots.read), step=slots)

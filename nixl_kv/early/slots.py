@@ -2,7 +2,7 @@
 
 vLLM may preempt such a request in any step, and reuse its blocks in that step. Only the caller's
 thread knows that before the step runs. So it writes and clears these slots itself, and waits for no
-other thread. A slot is free when the transfer thread reports `PairSlotFree`.
+other thread. A slot is free when the transfer thread reports `EarlySlotFree`.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from nixl_kv.transport.base import SlotPage
 NUM_SLOTS: Final = 256
 
 
-class PairSlots(StepPart):
+class EarlySlots(StepPart):
     """The last slots of a page."""
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
@@ -40,7 +40,7 @@ class PairSlots(StepPart):
         return self._page.read(slot)
 
     def before_step(self, commands: Iterable[events.Command]) -> list[events.Command]:
-        """Clear the slots of withdrawn offers, and give slots to pairs."""
+        """Clear the slots of withdrawn offers, and give slots to early ones."""
         found: list[events.Command] = []
         for command in commands:
             match command:
@@ -54,7 +54,7 @@ class PairSlots(StepPart):
         return found
 
     def on_result(self, result: events.Result) -> None:
-        if isinstance(result, events.PairSlotFree):
+        if isinstance(result, events.EarlySlotFree):
             self.free(result)
 
     def prepare(self, offer: events.PrepareOffer) -> events.PrepareOffer:
@@ -81,7 +81,7 @@ class PairSlots(StepPart):
         """The blocks are pinned: from now on the transfer thread clears the slot."""
         self._held.pop(nonce, None)
 
-    def free(self, report: events.PairSlotFree) -> None:
+    def free(self, report: events.EarlySlotFree) -> None:
         """The report may come twice, and the slot may have another token by then."""
         for slot in list(self._tokens) if report.slot is None else [report.slot]:
             if report.slot is None or self._tokens.get(slot) == report.fence_token:

@@ -141,7 +141,7 @@ class Outstanding:
                 self._unready.discard(command.request)
             case events.StartLoad():
                 self._loads[command.request] = command.num_tokens
-            case events.PrepareOffer():  # of a pair, one with each step
+            case events.PrepareOffer():  # of an early request, one with each step
                 return self._prepared.setdefault(command.nonce, None) is None
             case events.PublishOffer() if command.nonce not in self._published:
                 end = self._prepared.pop(command.nonce, events.OfferEnd.LOST)
@@ -152,7 +152,7 @@ class Outstanding:
                 if command.nonce in self._granted:
                     self._results.append(events.OfferGranted(command.request))
             case events.WithdrawOffer() if not command.is_final:
-                # The pair is computed again. Its readers have ended, and none will ask again.
+                # The request is computed again. Its readers have ended, and none will ask again.
                 if self._prepared.get(command.nonce) is not None:
                     return False
                 self._prepared.pop(command.nonce, None)
@@ -612,7 +612,7 @@ class Loop:
                 parts.slots.write(action.slot, action.fence_token)
             case events.ClearSlot():
                 parts.slots.clear(action.slot)
-            case events.PairSlotFree() | events.PairReleased():
+            case events.EarlySlotFree() | events.EarlyReleased():
                 self._results.append(action)
             case events.LoadReady():
                 self.outstanding.announce(action)

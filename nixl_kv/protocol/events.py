@@ -95,7 +95,7 @@ class SetEngine(msgspec.Struct, frozen=True):
 
 
 class ExpectOffer(msgspec.Struct, frozen=True):
-    """A request with a pair ticket has arrived: asks for its offer wait from now on."""
+    """A request with an early ticket has arrived: asks for its offer wait from now on."""
 
     nonce: Nonce
     request: RequestId
@@ -107,7 +107,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
     The ticket leaves after that step, with the blocks pinned: an ask with this nonce proves both.
 
-    The offer of a pair comes with each step of its prompt, until all is `computed`. Its blocks are
+    An early offer comes with each step of its prompt, until all is `computed`. Its blocks are
     not pinned before `PublishOffer`. Until then only the fence token in its `slot` shows that vLLM
     has not reused them; without a slot the rank grants it after `PublishOffer`.
     """
@@ -118,12 +118,12 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     num_tokens: int
     tables: tuple[Table, ...]  # one per cache group
     is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
-    is_pair: bool = False
-    in_parts: bool = False  # of a pair: it may have a slot, and be granted before `PublishOffer`
+    is_early: bool = False
+    in_parts: bool = False  # an early one may have a slot, and be granted before `PublishOffer`
     attempt: int = 0  # counts the preemptions of the request
     computed: int | None = None  # tokens in memory after the step; None: all
     num_cached: int = 0  # tokens that prefill did not compute; see `messages.Grant`
-    slot: int | None = None  # of `PairSlots`
+    slot: int | None = None  # of `EarlySlots`
     fence_token: FenceToken = NO_TOKEN
 
 
@@ -150,7 +150,7 @@ class PublishOffer(msgspec.Struct, frozen=True):
 
 
 class WithdrawOffer(msgspec.Struct, frozen=True):
-    """No ticket went out. The offer of a pair may be prepared again, unless it `is_final`."""
+    """No ticket went out. An early offer may be prepared again, unless it `is_final`."""
 
     nonce: Nonce
     is_final: bool = True
@@ -573,15 +573,15 @@ class LoadReady(msgspec.Struct, frozen=True):
     request: RequestId
 
 
-class PairSlotFree(msgspec.Struct, frozen=True):
-    """No grant names this slot of `PairSlots`, with this token, any longer."""
+class EarlySlotFree(msgspec.Struct, frozen=True):
+    """No grant names this slot of `EarlySlots`, with this token, any longer."""
 
     slot: int | None  # None: all slots, whatever their tokens
     fence_token: FenceToken = NO_TOKEN
 
 
-class PairReleased(msgspec.Struct, frozen=True):
-    """No reader needs the offer of this pair any longer, and its ticket has not left."""
+class EarlyReleased(msgspec.Struct, frozen=True):
+    """No reader needs this early offer any longer, and its ticket has not left."""
 
     nonce: Nonce
     request: RequestId
@@ -647,10 +647,10 @@ DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
 WorkAction: TypeAlias = DigestAction | PackChunk
 WorkEvent: TypeAlias = DigestEvent | ChunkPacked
-PairReport: TypeAlias = PairSlotFree | PairReleased
-LocalAction: TypeAlias = WriteSlot | ClearSlot | PairReport | LoadReady | LoadEnded | OfferEnded
+EarlyReport: TypeAlias = EarlySlotFree | EarlyReleased
+LocalAction: TypeAlias = WriteSlot | ClearSlot | EarlyReport | LoadReady | LoadEnded | OfferEnded
 Action: TypeAlias = Send | Reply | Disconnect | DataAction | WorkAction | LocalAction | Notice
 Actions: TypeAlias = list[Action]
 Result: TypeAlias = (
-    LoadReady | LoadEnded | OfferGranted | OfferEnded | PairReport | NewLife | Counts
+    LoadReady | LoadEnded | OfferGranted | OfferEnded | EarlyReport | NewLife | Counts
 )

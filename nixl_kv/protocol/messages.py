@@ -254,7 +254,7 @@ class Ask(_Message, frozen=True, kw_only=True):
     reader: Reader
     number: _Count  # counts this reader's asks, pack requests and heartbeats together
     readers: _Ranks  # all ranks of its engine that will read this rank under the claim
-    is_early: bool = False  # by a pair ticket: the rank may not know the offer yet
+    is_early: bool = False  # by an early ticket: the rank may not know the offer yet
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):

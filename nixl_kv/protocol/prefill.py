@@ -64,7 +64,7 @@ TRANSITIONS: Final[Table[State]] = {
     State.OFFERED: {
         messages.Ask: (State.GRANTED,),
         messages.Release: (None,),
-        events.PublishOffer: (None,),  # of a pair that decode has declined before
+        events.PublishOffer: (None,),  # an early one that decode has declined before
         events.Tick: (None,),
         events.RevokeOffer: (None,),
         events.RevokeAll: (None,),
@@ -76,7 +76,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Release: (None,),
         messages.Heartbeat: (State.READING, None),
         events.Tick: (State.RECALLED, None),
-        events.WithdrawOffer: (None,),  # of a pair that was still being computed
+        events.WithdrawOffer: (None,),  # an early one that was still being computed
     },
     State.RECALLED: {
         messages.Release: (None,),
@@ -167,16 +167,16 @@ class Offer:
     state: State = State.PREPARED
     ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
-    prepared_at: float = -math.inf  # when the latest step of a pair began
+    prepared_at: float = -math.inf  # when the latest step of an early one began
     written: int = field(init=False)  # tokens whose KV is in memory
-    is_pinned: bool = field(init=False)  # an ask with its nonce proves that; not one of a pair
+    is_pinned: bool = field(init=False)  # an ask with its nonce proves that, if it is not early
     # Messages to answer once it is written: each reader's last one of each kind.
     delayed: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.written = self.prepared.num_tokens if self.prepared.is_written else 0
-        self.is_pinned = not self.prepared.is_pair
+        self.is_pinned = not self.prepared.is_early
         self.subject = short(self.nonce)
         cause = f"PrepareOffer: offer {self.subject}"
         self._record("", "", self.state.name, cause)
@@ -436,7 +436,7 @@ class PrefillMachine:
         Raises:
             LocalProtocolError: says what does not hold.
         """
-        offers = [o for o in self.offers.values() if o.prepared.slot is None]  # not of `PairSlots`
+        offers = [o for o in self.offers.values() if o.prepared.slot is None]  # not of `EarlySlots`
         bound = [o.binding.slot for o in offers if o.binding is not None]
         if sorted(bound + self.free_slots) != list(range(self.num_slots)):
             raise LocalProtocolError(f"slots {bound} granted, {self.free_slots} free")
@@ -485,12 +485,12 @@ class PrefillMachine:
         offer = self.offers.get(command.nonce)
         if offer is None:
             offer = self.offers[command.nonce] = Offer(command, self._record)
-        elif command.is_pair and not offer.is_pinned:
+        elif command.is_early and not offer.is_pinned:
             if offer.prepared.slot is not None:  # readers may have it
                 fence = {"slot": offer.prepared.slot, "fence_token": offer.prepared.fence_token}
                 command = msgspec.structs.replace(command, **fence)
             offer.prepared = command
-        else:  # a preempted request without a pair gets a new nonce
+        else:  # a preempted request that is not early gets a new nonce
             raise LocalProtocolError(f"offer of request {command.request!r} exists already")
         offer.prepared_at = now
         return actions + [a for part in self._parts for a in part.on_prepared(offer, now)]
@@ -503,8 +503,8 @@ class PrefillMachine:
         offer.written = num_tokens
         binding, actions = offer.binding, self._grant_waiting(offer, now)
         delayed, offer.delayed = offer.delayed, {}
-        # A pair may be pinned already: that command may overtake the end of the step on the GPU.
-        if binding is not None and offer.prepared.is_pair and offer.state is not State.RECALLED:
+        # It may be pinned already: that command may overtake the end of the step on the GPU.
+        if binding is not None and offer.prepared.is_early and offer.state is not State.RECALLED:
             actions += [
                 self._grant(offer, binding, each.route, each.ask)
                 for each in offer.asks
@@ -535,7 +535,7 @@ class PrefillMachine:
                 raise LocalProtocolError(
                     f"offer of request {offer.request!r} is granted and pinned, but was withdrawn"
                 )
-            # The caller has cleared the slot of a pair already, before the blocks were reused.
+            # The caller has cleared an early offer's slot already, before the blocks were reused.
             asks = offer.asks
             actions = self._unbind(offer, is_cleared=True)
             offer.move(None, command)

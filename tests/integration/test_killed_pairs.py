@@ -20,7 +20,7 @@ from harness.local.caches import Sizes
 from harness.local.engine import CONTEXT, HOST, part_of
 from nixl_kv.config import Config
 from nixl_kv.early.part import EarlyPart
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -72,7 +72,7 @@ class PairSide(Side):
                 or decode.loads
                 or parts.agents.is_busy
             )
-            free = len(prefill.free_slots) + len(part_of(parts, PairSlots))
+            free = len(prefill.free_slots) + len(part_of(parts, EarlySlots))
             return not held and free == parts.slots.count
 
         self.engine.wait(is_settled, WAIT_S)
@@ -92,7 +92,7 @@ class PairSide(Side):
         offer = events.PrepareOffer(
             *(ticket.nonce, RequestId(f"p{prompt}"), CONTEXT, self.tokens, (table,)),
             is_written=False,
-            is_pair=True,
+            is_early=True,
             in_parts=True,
             computed=self.computed(chunk),
         )

@@ -19,7 +19,7 @@ from typing import Final
 
 from harness.local.engine import part_of
 from nixl_kv.early.part import EarlyPart
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
@@ -112,7 +112,7 @@ def _computes_pair(world: World, name: str) -> bool:
     """Whether decode may wait for a step of this engine, as long as its threads answer."""
     engine = world.engines[name]
     requests = engine.scheduler.prefill.requests if engine and engine.is_prefill else {}
-    return any(request.is_pair for request in requests.values())
+    return any(request.is_early for request in requests.values())
 
 
 def _do(world: World, word: str, engines: list[str]) -> None:
@@ -217,7 +217,7 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield "a valid slot"
     if parts.prefill.offers or (is_prefill and len(part_of(parts, EarlyPart).asks)):
         yield repr(parts.prefill)
-    if is_prefill and len(slots := part_of(parts, PairSlots)) < slots.num_slots:
+    if is_prefill and len(slots := part_of(parts, EarlySlots)) < slots.num_slots:
         yield "the fence slot of a pair"
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"

@@ -153,11 +153,11 @@ class Invariants:
         if owner is None:
             raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")
         granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
-        is_pair, key = grant.nonce in self._world.pairs, (rank, grant.nonce)
-        if not granted.is_valid and not is_pair:  # the step thread clears a pair's
+        is_early, key = grant.nonce in self._world.pairs, (rank, grant.nonce)
+        if not granted.is_valid and not is_early:  # the step thread clears a pair's
             raise Violation("granted without a slot", f"{rank.seat.name}: {owner}")
         known = self._grants.get(key)
-        grows = known is not None and is_pair and granted.blocks >= known.blocks
+        grows = known is not None and is_early and granted.blocks >= known.blocks
         if known is not None and known != granted and known.is_valid and not grows:
             raise Violation("granted in two ways", f"{rank.seat.name}: {known} and {granted}")
         self._grants[key] = granted
@@ -181,8 +181,8 @@ class Invariants:
     def _check_grant(self, granted: Granted) -> None:
         engine = self._engine_of(granted.rank)
         # A pair's blocks are not pinned before its ticket leaves: see `on_overwritten`.
-        is_pair = granted.nonce in self._world.pairs
-        if engine is None or is_pair or not granted.is_valid:
+        is_early = granted.nonce in self._world.pairs
+        if engine is None or is_early or not granted.is_valid:
             return
         for block in granted.blocks:
             if _owner(engine, block) != granted.owner:

@@ -219,7 +219,7 @@ class SimSlots(SlotPage):
     """A rank's page of slots, at the same address in all of its lives."""
 
     def __init__(self, count: int, num_pairs: int = 0) -> None:
-        """The last `num_pairs` are those of `PairSlots`: the step thread may clear them again."""
+        """The last `num_pairs` are those of `EarlySlots`: the step thread may clear them again."""
         super().__init__(count)
         self.faults = Faults()
         self._num_pairs = num_pairs
@@ -230,8 +230,8 @@ class SimSlots(SlotPage):
 
     def write(self, slot: int, fence_token: FenceToken) -> None:
         self.faults.touch()
-        is_pair = slot >= self.count - self._num_pairs
-        if not is_pair and (self.read(slot) == EMPTY) == (fence_token == EMPTY):
+        is_early = slot >= self.count - self._num_pairs
+        if not is_early and (self.read(slot) == EMPTY) == (fence_token == EMPTY):
             action = "cleared" if fence_token == EMPTY else "granted"
             raise Violation(f"slot {action} twice", f"slot {slot}")
         super().write(slot, fence_token)

@@ -16,8 +16,8 @@ from msgspec import structs
 from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.connector.decode import DecodeScheduler, ScheduledState
 from nixl_kv.connector.prefill import PrefillScheduler
-from nixl_kv.early.asks import EarlyAsks, Steps, _Pair
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.asks import EarlyAsks, Steps, _Request
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
@@ -208,7 +208,7 @@ def loads_from_before_a_reset_count(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("overwritten while its slot is valid", in_="early")
 def slot_of_a_preempted_pair_stays_valid(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PairSlots, "clear", lambda slots, nonce: slots.publish(nonce))
+    patch.setattr(EarlySlots, "clear", lambda slots, nonce: slots.publish(nonce))
 
 
 @breaks("granted before it is written", in_="early", is_quick=True)
@@ -284,7 +284,7 @@ def pair_granted_for_another_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def _expect_any(early: EarlyAsks, event: events.ExpectOffer, _now: float) -> list[events.Asked]:
-    pair = early._pairs.setdefault(event.nonce, _Pair())
+    pair = early._requests.setdefault(event.nonce, _Request())
     pair.expected, pair.state, pair.known_by = event, "queued", math.inf
     return []
 
@@ -301,11 +301,11 @@ def pair_given_up_by_who_reads_another_copy(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("needless failure", "granted in two ways", "not over", in_="early")
 def pair_slot_given_twice(patch: pytest.MonkeyPatch) -> None:
-    def free(slots: PairSlots, report: events.PairSlotFree) -> None:
+    def free(slots: EarlySlots, report: events.EarlySlotFree) -> None:
         if report.slot is not None:
             slots._free.append(report.slot)
 
-    patch.setattr(PairSlots, "free", free)
+    patch.setattr(EarlySlots, "free", free)
 
 
 # --- loads whose end the scheduler hears between its steps

@@ -267,12 +267,12 @@ class RankLife:
             if isinstance(result, events.Counts):
                 self.counts.update(by_name(result))
                 continue
-            if isinstance(result, events.PairSlotFree):
+            if isinstance(result, events.EarlySlotFree):
                 continue
             if isinstance(result, events.LoadReady):
                 self.ready.add(result.request)
                 continue
-            if isinstance(result, events.PairReleased):
+            if isinstance(result, events.EarlyReleased):
                 self.released.add(result.request)
                 continue
             if isinstance(result, events.OfferGranted):

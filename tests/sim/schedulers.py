@@ -111,7 +111,7 @@ class PrefillHalf(_Half):
             self.release(request)
         elif params is None:
             raise Violation("no ticket", request.request_id)
-        elif not request.is_pair:
+        elif not request.is_early:
             self.tickets.append(IssuedTicket(params, request.prompt, self.seats[0].process.name))
 
     def expects_end(self, request: Request) -> bool:

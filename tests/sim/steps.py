@@ -242,7 +242,7 @@ def _pair(world: World, length: int, engine: Engine) -> None:
     if not engine.is_prefill or address is None:
         return
     prompt, nonce = world.new_prompt(length), new_nonce()
-    request = Request(world.new_request_id(engine.name), prompt, is_pair=True)
+    request = Request(world.new_request_id(engine.name), prompt, is_early=True)
     context, media = request.connector_prompt.hashes(nonce)
     ticket = Ticket(
         **asdict(address),

@@ -135,7 +135,7 @@ class Request:
     status: Status = Status.WAITING
     local: int = 0  # tokens that decode has in its own cache
     steps_left: int = 1
-    is_pair: bool = False  # its ticket was out before it arrived
+    is_early: bool = False  # its ticket was out before it arrived
 
     @property
     def is_finished(self) -> bool:

@@ -11,10 +11,10 @@ from nixl_kv.protocol.events import (
     Action,
     AskDenied,
     ClearSlot,
+    EarlySlotFree,
     MarkWritten,
     OfferEnd,
     OfferEnded,
-    PairSlotFree,
     PrepareOffer,
     ReclaimBlocks,
     Record,
@@ -185,7 +185,7 @@ PAIR_SLOT, PAIR_TOKEN = 9, fence_token(0x77)
 
 
 def prepare_pair(computed: int | None, **changed: Any) -> PrepareOffer:
-    values = {"is_pair": True, "is_written": False, "computed": computed}
+    values = {"is_early": True, "is_written": False, "computed": computed}
     slot = {"slot": PAIR_SLOT, "fence_token": PAIR_TOKEN}
     return prepare_offer(**{**values, **slot, **changed})
 
@@ -199,7 +199,7 @@ def granted_pair(num_tokens: int | None) -> Action:
 
 
 def pair_ended(end: OfferEnd) -> list[Action]:
-    return [ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
+    return [ClearSlot(PAIR_SLOT), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
 
 
 IN_PARTS: Script = [

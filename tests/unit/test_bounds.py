@@ -131,7 +131,7 @@ def pair_tickets() -> Growth:
     for number in range(MANY):
         scheduler.on_new_request(request_of(number), 8, lambda _: (CONTEXT, ""), nonce_of(number))
         scheduler.request_finished(request_of(number), [[]], reason="aborted")
-        yield len(scheduler._pairs)
+        yield len(scheduler._promised)
 
 
 TOKEN_IDS = list(range(8))
@@ -211,7 +211,7 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
     "protocol.prefill.MAX_ENDED": (ended_offers,),
     "protocol.read_queue.MAX_READS": (reads_under_way,),
-    "connector.prefill.MAX_PAIRS": (pair_tickets,),
+    "connector.prefill.MAX_PROMISED": (pair_tickets,),
     "connector.decode.MAX_ENGINES": (
         prefill_engines_that_decode_met,
         prefill_engines_from_before_a_reset,
@@ -252,7 +252,7 @@ NO_TABLES: Final = {
     # characters of a key file; addresses of one process, and how many fit into one kernel filter
     *["keys.MAX_TEXT", "transport.ucx.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
     *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
-    *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
+    *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PROMISED", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
     "protocol.messages.MAX_ADDRESSES",

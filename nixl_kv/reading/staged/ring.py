@@ -133,7 +133,8 @@ class RingPart(PrefillPart):
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         machine, ring, rank = self.machine, self.ring, Rank(request.reader.rank)
         offer = machine.granted_to(request)
-        # A pair's last step may still be written when it is pinned: earlier parts stay granted.
+        # An early offer may be pinned while its last step is still written: earlier parts stay
+        # granted.
         if offer is None or offer.binding is None or not offer.written:
             return machine.deny(request, route, "a chunk of blocks that are not granted to it")
         if request.end > offer.written:

@@ -272,7 +272,7 @@ class Life:
 
     def _read_parts(self) -> None:
         """Decode may read what a step has computed, until the step that withdraws it."""
-        self._readable = {nonce: each for nonce, each in self._prepared.items() if each.is_pair}
+        self._readable = {nonce: each for nonce, each in self._prepared.items() if each.is_early}
         for offer in self._readable.values():
             request = self._requests[offer.request]
             if offer.computed is not None and not request.is_finished():

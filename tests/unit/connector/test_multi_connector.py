@@ -34,7 +34,7 @@ from nixl_kv.connector.scheduler import NO_CHUNKS
 from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.early.answers import PROMISE
 from nixl_kv.early.part import EarlyPart
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import new_nonce
 from nixl_kv.protocol.events import (
@@ -209,7 +209,7 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
         parts=(early,),
     )
     page: Any = SimpleNamespace(write=lambda *_: None, clear=lambda _: None)
-    slots = PairSlots(4)
+    slots = EarlySlots(4)
     slots.bind(page, 0)
     prefill.add("Q", [*range(64), *range(900, 940)], max_tokens=2)
     params = {**WANT_TICKET, PROMISE: role._trust.promise(new_nonce())}

@@ -81,7 +81,7 @@ def prefill() -> Prefill:
 def test_an_offer_has_the_nonce_of_its_pair_ticket(prefill: Prefill) -> None:
     assert prefill.arrive() == [EXPECTED]
     offer = prefill.compute()
-    assert (offer.nonce, offer.context, offer.is_pair) == (PAIR.nonce, NOW, True)
+    assert (offer.nonce, offer.context, offer.is_early) == (PAIR.nonce, NOW, True)
     ticket, commands = prefill.finish()
     assert commands == [PublishOffer(PAIR.nonce, P1)]
     assert ticket == replace(PAIR, is_early=False, epoch=3)
@@ -137,8 +137,8 @@ def test_a_promise_with_the_nonce_of_another_offer_is_ignored(prefill: Prefill) 
 def test_a_nonce_that_was_forgotten_names_no_second_offer(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After MAX_PAIRS others, while its request waits."""
-    monkeypatch.setattr("nixl_kv.connector.prefill.MAX_PAIRS", 0)
+    """After MAX_PROMISED others, while its request waits."""
+    monkeypatch.setattr("nixl_kv.connector.prefill.MAX_PROMISED", 0)
     assert prefill.arrive() == [EXPECTED]
     assert prefill.arrive(request=P2) == []
 
@@ -282,7 +282,7 @@ def offered(commands: Sequence[Command], table: Sequence[int]) -> Offered:
     found = [each for each in commands if isinstance(each, PrepareOffer)]
     assert len(found) <= 1
     for offer in found:
-        assert (offer.nonce, offer.is_pair, offer.is_written) == (PAIR.nonce, True, False)
+        assert (offer.nonce, offer.is_early, offer.is_written) == (PAIR.nonce, True, False)
         num_blocks = -(-(offer.computed or NUM_TOKENS) // 4)
         assert offer.tables == (Table.of(table[:num_blocks]),), "no block that is not written"
         return offer.computed, offer.attempt, offer.in_parts
@@ -339,7 +339,7 @@ def test_other_offers_wait_for_the_last_chunk(options: dict[str, Any], pair: Non
     assert prefill.step([(P1, range(8, 16))]) == []
     (offer,) = prefill.step([(P1, range(16, 20))])
     assert isinstance(offer, PrepareOffer)
-    assert (offer.computed, offer.in_parts, offer.is_pair) == (None, False, pair is not None)
+    assert (offer.computed, offer.in_parts, offer.is_early) == (None, False, pair is not None)
 
 
 # --- prefill in chunks
@@ -420,18 +420,18 @@ def test_a_preempted_request_that_runs_again_at_once_has_another_life(chunks: Pr
     assert (again.computed, again.attempt) == (8, 1)
 
 
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_pair: bool) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_early: bool) -> None:
     """VLLM discards a step if KV that it loaded synchronously is invalid; the blocks stay."""
     prefill = Prefill(in_parts=True)
-    prefill.arrive(NONCE if is_pair else None)
+    prefill.arrive(NONCE if is_early else None)
     prefill.scheduler.may_begin(P1, NUM_TOKENS)
     (first,) = prefill.step([(P1, range(NUM_TOKENS))])
     back, again = prefill.step([(P1, range(4, NUM_TOKENS))])
     assert isinstance(first, PrepareOffer)
     assert isinstance(again, PrepareOffer)
-    assert back == WithdrawOffer(first.nonce, is_final=not is_pair)
-    assert (again.nonce == first.nonce, again.attempt) == (is_pair, 1)
+    assert back == WithdrawOffer(first.nonce, is_final=not is_early)
+    assert (again.nonce == first.nonce, again.attempt) == (is_early, 1)
     assert prefill.finish()[1] == [PublishOffer(again.nonce, P1)]
 
 

@@ -24,7 +24,7 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
-    PairReleased,
+    EarlyReleased,
     PrepareLoad,
     PublishOffer,
     SetEngine,
@@ -695,7 +695,7 @@ def test_a_request_ends_whose_offer_decode_has_released(make: Make) -> None:
     assert scheduler.pop_released(requests) == []
     one, other = (WorkerMetadata({}) for _ in range(2))
     for rank in (one, other):
-        rank.reports.add([PairReleased(nonce, RequestId(request.request_id))])
+        rank.reports.add([EarlyReleased(nonce, RequestId(request.request_id))])
     report(scheduler, kv_connector_worker_meta=one.aggregate(other))
     assert scheduler.pop_released({}) == [], "vLLM has ended it"
     report(scheduler, kv_connector_worker_meta=one)

@@ -29,13 +29,13 @@ from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import (
     PHASES,
     Counts,
+    EarlyReleased,
     Failure,
     FailureKind,
     LoadEnded,
     LoadReady,
     OfferEnd,
     OfferEnded,
-    PairReleased,
     Result,
 )
 from support.records import D1, D2, NONCE, P1, PEER, read_done
@@ -169,7 +169,7 @@ def test_a_request_that_fails_for_its_ticket_is_no_load() -> None:
 
 def test_what_the_scheduler_reads_at_once_is_not_kept() -> None:
     counts, reports = RequestCounts(Stats(), CONFIG.entry_of, recomputes=False), RankReports()
-    reports.add([LoadReady(D1), PairReleased(NONCE, P1)])
+    reports.add([LoadReady(D1), EarlyReleased(NONCE, P1)])
     assert (reports.ready, reports.released, bool(reports)) == ({D1}, {NONCE}, True)
     counts.add(reports)
     assert not counts._reports

@@ -24,7 +24,7 @@ from nixl_kv.connector import plugin, unpromised
 from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
 from nixl_kv.early.answers import PROMISE
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -608,7 +608,7 @@ def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
 
     monkeypatch.setattr(Scheduler, "_free_request_blocks", free_request)
     prefill, page = make(), Page()
-    slots = PairSlots(page.count)
+    slots = EarlySlots(page.count)
     slots.bind(page, 0)  # type: ignore[arg-type] # the part of a page that it uses
     prefill.add("old", range(9000, 9032), max_tokens=300)
     prefill.end(prefill.vllm.schedule())

@@ -182,7 +182,7 @@ PROMPTS: Final = {
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["with a step", "between steps"])
-@pytest.mark.parametrize("is_pair", [False, True], ids=["ticket", "early ticket"])
+@pytest.mark.parametrize("is_early", [False, True], ids=["ticket", "early ticket"])
 @pytest.mark.parametrize("limit", [1024, 64], ids=["one step", "chunks"])
 @pytest.mark.parametrize(("on_prefill", "on_decode", "prompt"), PROMPTS.values(), ids=PROMPTS)
 def test_a_client_is_told_what_prefill_had_cached(
@@ -192,7 +192,7 @@ def test_a_client_is_told_what_prefill_had_cached(
     prompt: list[int],
     limit: int,
     *,
-    is_pair: bool,
+    is_early: bool,
     is_told: bool,
 ) -> None:
     """As by a single engine that has in its cache what prefill has. Metrics count as before."""
@@ -205,13 +205,13 @@ def test_a_client_is_told_what_prefill_had_cached(
         decode.run(earlier)
     prefill.offered.clear()
     early, promise = early_ticket(prefill, prompt)
-    prefill.run(prompt, WANT_TICKET | (promise if is_pair else {}))
+    prefill.run(prompt, WANT_TICKET | (promise if is_early else {}))
     expected = single.run(prompt)
-    num_parts = -(-(len(prompt) - expected.cached) // limit) if is_pair else 1
+    num_parts = -(-(len(prompt) - expected.cached) // limit) if is_early else 1
     assert prefill.offered == [expected.cached] * num_parts, "with each grant"
 
     told = decode.load(
-        prompt, early if is_pair else prefill.ticket, prefill.offered[-1], is_told=is_told
+        prompt, early if is_early else prefill.ticket, prefill.offered[-1], is_told=is_told
     )
     assert (told.cached, told.created) == (expected.cached, expected.created)
     local = LOCAL if on_decode else 0

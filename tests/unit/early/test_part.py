@@ -17,11 +17,11 @@ from nixl_kv.ids import Nonce
 from nixl_kv.protocol.events import (
     Action,
     ClearSlot,
+    EarlyReleased,
+    EarlySlotFree,
     ExpectOffer,
     OfferEnd,
     OfferEnded,
-    PairReleased,
-    PairSlotFree,
     Paused,
     ReclaimBlocks,
     Reply,
@@ -110,7 +110,7 @@ QUEUED, COMPUTING = replied(pending("queued")), replied(pending("computing"))
 STALLED = replied(pending("stalled"))
 ASKED_EARLY: Script = [(90.0, EARLY, replied(pending("unknown")))]
 AWAITED: Script = after(ASKED_EARLY, (91.0, EXPECT))
-COMPUTED: Script = after(AWAITED, (92.0, prepare_offer(is_pair=True), COMPUTING))
+COMPUTED: Script = after(AWAITED, (92.0, prepare_offer(is_early=True), COMPUTING))
 STALL_S = 10.0
 
 
@@ -126,7 +126,7 @@ def asks_of(machine: PrefillMachine) -> EarlyAsks:
 
 
 def pair_ended(end: OfferEnd) -> list[Action]:
-    return [ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
+    return [ClearSlot(PAIR_SLOT), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
 
 
 PAIR_READ = pair_ended(OfferEnd.READ)
@@ -138,7 +138,7 @@ PARTS: Script = after(
     (93.0, mark_pair(6), granted_pair(6)),
 )
 NO_REQUEST = "its request did not arrive"
-GIVEN_UP = PairReleased(NONCE, P1)
+GIVEN_UP = EarlyReleased(NONCE, P1)
 PINNED = 95.0
 PINNED_PARTS: Script = after(
     PARTS, (prepare_pair(None),), (mark_pair(8), granted_pair(None)), (PINNED, publish_offer())
@@ -163,26 +163,26 @@ PAIRS: dict[str, Script] = {
     "an ask between arrival and pin waits as well": after(
         [(90.0, EXPECT)],
         (EARLY, QUEUED),
-        (prepare_offer(is_pair=True), COMPUTING),
+        (prepare_offer(is_early=True), COMPUTING),
         (asked(ask()), COMPUTING),
         (publish_offer(), WRITTEN, GRANT),
     ),
     "it is granted only when it is written as well": after(
         AWAITED,
-        (92.0, prepare_offer(is_pair=True, is_written=False), COMPUTING),
+        (92.0, prepare_offer(is_early=True, is_written=False), COMPUTING),
         (publish_offer(),),
         (MARK, WRITTEN, GRANT),
     ),
     "written before it is pinned": after(
         AWAITED,
-        (92.0, prepare_offer(is_pair=True, is_written=False), COMPUTING),
+        (92.0, prepare_offer(is_early=True, is_written=False), COMPUTING),
         (MARK,),
         (publish_offer(), WRITTEN, GRANT),
     ),
     "a preempted request is computed again, under the same nonce": after(
         COMPUTED,
         (92.5, WithdrawOffer(NONCE, is_final=False), QUEUED),
-        (93.0, prepare_offer(is_pair=True), COMPUTING),
+        (93.0, prepare_offer(is_early=True), COMPUTING),
         (94.0, publish_offer(), WRITTEN, GRANT),
     ),
     "each early ask of the claim is granted, and the rival denied": after(
@@ -194,7 +194,7 @@ PAIRS: dict[str, Script] = {
             replied(pending("queued", reader=SECOND)),
         ),
         (
-            prepare_offer(is_pair=True),
+            prepare_offer(is_early=True),
             COMPUTING,
             replied(pending("computing", **OTHER_CLAIM)),
             replied(pending("computing", reader=SECOND)),
@@ -207,7 +207,7 @@ PAIRS: dict[str, Script] = {
     ),
     "nobody asked: the offer waits for its time": after(
         [(99.0, EXPECT)],
-        (prepare_offer(is_pair=True),),
+        (prepare_offer(is_early=True),),
         (100.0, publish_offer()),
         (100.0 + TTL_S, Tick(), UNCLAIMED),
         (asked(ask(is_early=True)), *denied(ENDED[OfferEnd.UNCLAIMED])),
@@ -222,7 +222,7 @@ PAIRS: dict[str, Script] = {
     "an ask that is not repeated is forgotten": after(
         AWAITED,
         (90.0 + REPEATED_S, Tick()),
-        (prepare_offer(is_pair=True),),
+        (prepare_offer(is_early=True),),
         (96.0, publish_offer()),
         (EARLY, WRITTEN, GRANT),
     ),
@@ -251,7 +251,7 @@ PAIRS: dict[str, Script] = {
         AWAITED,
         (RELEASE_INCOMPLETE, GIVEN_UP),
         (RELEASE_INCOMPLETE,),
-        (prepare_offer(is_pair=True),),
+        (prepare_offer(is_early=True),),
         (publish_offer(), NOT_NEEDED),
     ),
     "decode gives up before the request arrives": after(
@@ -277,7 +277,7 @@ PAIRS: dict[str, Script] = {
         AWAITED,
         (EARLY_RIVAL, replied(pending("queued", **OTHER_CLAIM))),
         (asked(release(complete=False, **OTHER_CLAIM)),),
-        (92.0, prepare_offer(is_pair=True), COMPUTING),
+        (92.0, prepare_offer(is_early=True), COMPUTING),
         (93.0, publish_offer(), WRITTEN, GRANT),
     ),
     "the engine hangs while a request waits": after(
@@ -321,7 +321,7 @@ PAIRS: dict[str, Script] = {
     "decode reads another rank's copy": after(
         [(90.0, EXPECT)],
         (RELEASE,),
-        (prepare_offer(is_pair=True),),
+        (prepare_offer(is_early=True),),
         (publish_offer(), NOT_NEEDED),
     ),
     "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
@@ -373,7 +373,7 @@ PAIRS: dict[str, Script] = {
     ),
     "a preemption between two parts": after(
         PARTS,
-        (94.0, WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
+        (94.0, WithdrawOffer(NONCE, is_final=False), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
         (mark_pair(6),),  # of the step before it
         (prepare_pair(4, attempt=1, slot=8, fence_token=fence_token(0x78)), COMPUTING),
         (mark_pair(6),),
@@ -385,7 +385,7 @@ PAIRS: dict[str, Script] = {
     "a request that ends between two parts": after(
         PARTS,
         (
-            *(94.0, WithdrawOffer(NONCE), PairSlotFree(PAIR_SLOT, PAIR_TOKEN)),
+            *(94.0, WithdrawOffer(NONCE), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN)),
             *(GIVEN_UP, *denied(WITHDRAWN)),
         ),
         (EARLY, *denied(WITHDRAWN)),
@@ -393,7 +393,7 @@ PAIRS: dict[str, Script] = {
     "a preemption while a part is read": after(
         PARTS,
         (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
-        (WithdrawOffer(NONCE, is_final=False), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
+        (WithdrawOffer(NONCE, is_final=False), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
     ),
     "a reader that gives up between two parts": after(
         PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED), GIVEN_UP)
@@ -416,9 +416,9 @@ PAIRS: dict[str, Script] = {
     "what is computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "without a slot it waits for the pin": after(
         AWAITED,
-        (92.0, prepare_offer(is_pair=True, is_written=False, computed=4), COMPUTING),
+        (92.0, prepare_offer(is_early=True, is_written=False, computed=4), COMPUTING),
         (mark_pair(4),),
-        (prepare_offer(is_pair=True, is_written=False),),
+        (prepare_offer(is_early=True, is_written=False),),
         (MARK,),
         (publish_offer(), WRITTEN, GRANT),
     ),
@@ -427,13 +427,13 @@ PAIRS: dict[str, Script] = {
         (prepare_pair(4),),
         (RELEASE_INCOMPLETE, GIVEN_UP),
         (prepare_pair(None),),
-        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
+        (publish_offer(), ClearSlot(PAIR_SLOT), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ),
     "a release that is earlier than the request": [
         (90.0, RELEASE),
         (91.0, EXPECT),
         (92.0, prepare_pair(None)),
-        (publish_offer(), ClearSlot(PAIR_SLOT), PairSlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
+        (publish_offer(), ClearSlot(PAIR_SLOT), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), NOT_NEEDED),
     ],
     "an early ask for another life": [
         (
@@ -475,7 +475,7 @@ def test_early_asks_are_bounded_in_total_and_for_each_reader() -> None:
 
 
 def test_a_pair_that_is_not_pinned_yet_waits_for_a_slot() -> None:
-    second = prepare_offer(nonce=NONCE2, request=P2, is_pair=True, is_written=False)
+    second = prepare_offer(nonce=NONCE2, request=P2, is_early=True, is_written=False)
     expect = ExpectOffer(NONCE2, P2, CONTEXT)
     waits = replied(pending("computing", nonce=NONCE2, claim=RIVAL))
     machine = early_machine(num_slots=1)

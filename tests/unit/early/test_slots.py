@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.early.slots import PairSlots
+from nixl_kv.early.slots import EarlySlots
 from nixl_kv.ids import FenceToken, Nonce
-from nixl_kv.protocol.events import PairSlotFree, PrepareOffer
+from nixl_kv.protocol.events import EarlySlotFree, PrepareOffer
 from nixl_kv.transport.base import SlotPage
 from support.records import NONCE, NONCE2, hex32, prepare_offer
 
@@ -20,22 +20,22 @@ def page() -> SlotPage:
 
 
 @pytest.fixture
-def slots(page: SlotPage) -> PairSlots:
-    slots = PairSlots(COUNT)
+def slots(page: SlotPage) -> EarlySlots:
+    slots = EarlySlots(COUNT)
     slots.bind(page, FIRST)
     return slots
 
 
-def free(offer: PrepareOffer) -> PairSlotFree:
-    return PairSlotFree(offer.slot, offer.fence_token)
+def free(offer: PrepareOffer) -> EarlySlotFree:
+    return EarlySlotFree(offer.slot, offer.fence_token)
 
 
 def offer(nonce: Nonce = NONCE) -> PrepareOffer:
-    return prepare_offer(nonce=nonce, is_pair=True, in_parts=True)
+    return prepare_offer(nonce=nonce, is_early=True, in_parts=True)
 
 
 def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
-    slots: PairSlots, page: SlotPage
+    slots: EarlySlots, page: SlotPage
 ) -> None:
     first = slots.prepare(offer())
     assert first.slot is not None
@@ -49,7 +49,7 @@ def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
     slots.free(free(first))
 
 
-def test_without_a_free_slot_an_offer_has_none(slots: PairSlots) -> None:
+def test_without_a_free_slot_an_offer_has_none(slots: EarlySlots) -> None:
     taken = [slots.prepare(offer(Nonce(hex32(number)))) for number in range(COUNT)]
     assert slots.prepare(offer(Nonce(hex32(9)))).slot is None
     assert taken[0].slot is not None
@@ -57,7 +57,7 @@ def test_without_a_free_slot_an_offer_has_none(slots: PairSlots) -> None:
     assert slots.prepare(offer(Nonce(hex32(9)))).slot == taken[0].slot
 
 
-def test_the_transfer_thread_clears_a_published_slot(slots: PairSlots, page: SlotPage) -> None:
+def test_the_transfer_thread_clears_a_published_slot(slots: EarlySlots, page: SlotPage) -> None:
     prepared = slots.prepare(offer())
     slots.publish(NONCE)
     slots.clear(NONCE)  # of another life
@@ -65,7 +65,7 @@ def test_the_transfer_thread_clears_a_published_slot(slots: PairSlots, page: Slo
     assert page.read(prepared.slot) == prepared.fence_token
 
 
-def test_a_slot_that_is_freed_early_is_not_given_again_to_its_offer(slots: PairSlots) -> None:
+def test_a_slot_that_is_freed_early_is_not_given_again_to_its_offer(slots: EarlySlots) -> None:
     """Its readers have ended before the prompt was computed, and the rank forgets later steps."""
     prepared = slots.prepare(offer())
     assert prepared.slot is not None
@@ -82,7 +82,7 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
 ) -> None:
     """P(repare), c(lear), (p)u(blish), f(ree), a s(tale) report, a r(estart), in any order."""
     page = SlotPage(FIRST + COUNT)
-    slots = PairSlots(COUNT)
+    slots = EarlySlots(COUNT)
     slots.bind(page, FIRST)
     of_offer: dict[Nonce, int] = {}  # while the caller may clear it
     in_use: dict[int, FenceToken] = {}
@@ -107,12 +107,12 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
                 of_offer.pop(nonce, None)
             case "f" if in_use:
                 slot = sorted(in_use)[number % len(in_use)]
-                slots.free(PairSlotFree(slot, in_use.pop(slot)))
+                slots.free(EarlySlotFree(slot, in_use.pop(slot)))
                 of_offer = {n: s for n, s in of_offer.items() if s != slot}
             case "s" if in_use:
-                slots.free(PairSlotFree(min(in_use), FenceToken(b"9" * 16)))
+                slots.free(EarlySlotFree(min(in_use), FenceToken(b"9" * 16)))
             case "r":
-                slots.free(PairSlotFree(None))
+                slots.free(EarlySlotFree(None))
                 in_use, of_offer = {}, {}
     assert len(slots) == COUNT - len(in_use)
     assert all(page.read(slot) == CLEAR for slot in range(FIRST))

@@ -39,6 +39,7 @@ from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
+    EarlySlotFree,
     ExpectOffer,
     FailureKind,
     LoadEnded,
@@ -46,7 +47,6 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     OfferGranted,
-    PairSlotFree,
     PrepareLoad,
     PrepareOffer,
     PublishOffer,
@@ -776,7 +776,7 @@ def test_after_a_restart_a_part_is_granted_in_no_slot_that_was_cleared(
     rank = world.prefill
     nonce, request = Nonce(hex32(1)), RequestId("p1")
     offer = PrepareOffer(
-        nonce, request, CONTEXT, 11, (Table.of(TABLE),), is_pair=True, is_written=False
+        nonce, request, CONTEXT, 11, (Table.of(TABLE),), is_early=True, is_written=False
     )
     part = structs.replace(offer, computed=4, in_parts=True)
     rank.submit(ExpectOffer(nonce, request, CONTEXT))
@@ -796,8 +796,8 @@ def test_after_a_restart_a_part_is_granted_in_no_slot_that_was_cleared(
     rank.submit(offer, MarkWritten(nonce), PublishOffer(nonce, request))
     rank.turn()
     results = rank.engine.pop_results()
-    freed = [each for each in results if isinstance(each, PairSlotFree)]
-    assert freed == [PairSlotFree(None), PairSlotFree(first.slot, first.fence_token)]
+    freed = [each for each in results if isinstance(each, EarlySlotFree)]
+    assert freed == [EarlySlotFree(None), EarlySlotFree(first.slot, first.fence_token)]
     ends = [each.end for each in results if isinstance(each, OfferEnded)]
     if is_known:  # the restart ended the offer
         assert ends == [OfferEnd.LOST]
@@ -813,7 +813,7 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     counts_of(world.decode)
     world.decode.background.is_held = True
     world.decode.loop.restart()
-    assert world.decode.engine.pop_results() == [PairSlotFree(None)]
+    assert world.decode.engine.pop_results() == [EarlySlotFree(None)]
     world.decode.turn()
     assert counts_of(world.decode) == {"thread_restarts": 1}
     for _ in range(3):

@@ -482,10 +482,10 @@ PAIRS: dict[str, Script] = {
         (asked(ask(number=2)), granted_pair(4)),
     ),
     "without a slot it waits for the pin": after(
-        [(92.0, prepare_offer(is_pair=True, is_written=False, computed=4))],
+        [(92.0, prepare_offer(is_early=True, is_written=False, computed=4))],
         (mark_pair(4),),
         (ASK, *denied(UNKNOWN)),
-        (prepare_offer(is_pair=True, is_written=False),),
+        (prepare_offer(is_early=True, is_written=False),),
         (MARK,),
         (publish_offer(),),
         (ASK, WRITTEN, GRANT),
