@@ -1,4 +1,4 @@
-"""What a feature adds to one rank: parts of the machines, work in steps, and a part of the caller.
+"""The interface of a feature: parts of the machines, work in steps, and a part on the step thread.
 
 A feature is a folder. Its `build` makes a `Feature`, and `engine.engine` lists it. The machines,
 the loop and the caller's half know these interfaces, and no feature.
@@ -48,7 +48,7 @@ class Worker(Protocol):
         """Begin an action. Returns its event if it has ended at once."""
 
     def poll(self) -> Sequence[events.WorkEvent]:
-        """Do a step; return the events of what has ended."""
+        """Do a step; return the events of the work that has ended."""
 
     def clear(self) -> None:
         """Forget the work that may be forgotten: the machines have forgotten all."""
@@ -79,7 +79,7 @@ class StepPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What a feature adds to one rank."""
+    """All parts of a feature on one rank."""
 
     prefill: PrefillPart | None = None
     load: LoadPart | None = None

@@ -1,4 +1,4 @@
-"""What the `kv_transfer_params` of a request say that this connector shall do."""
+"""The leg that a request is for this connector, by its `kv_transfer_params`."""
 
 import enum
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class Leg(enum.Enum):
     PREFILL = enum.auto()  # the router wants the request's KV for another engine
     IN_TREE = enum.auto()  # vLLM's own NixlConnector on prefill wrote them
     UNANSWERED = enum.auto()  # the router asks decode to load before prefill has answered
-    DECODE = enum.auto()  # a ticket, or fields that are none
+    DECODE = enum.auto()  # a ticket, or fields without one
 
 
 def leg_of(params: object) -> Leg:

@@ -1,8 +1,8 @@
 """The early answer's part of the prefill machine: asks that precede their offer.
 
-See `asks` for what is remembered of them. This part answers them with the state of their request,
-has them granted when vLLM has written the first tokens, and tells the caller which requests no
-decode engine needs any longer. It also gives the slots of `slots` back to the caller's thread.
+`asks` remembers them. This part answers them with the state of their request, and has them granted
+when vLLM has written the first tokens. It tells the caller which requests no decode engine needs
+any longer, and gives the fence slots of `slots` back to the caller's thread.
 """
 
 from collections.abc import Callable

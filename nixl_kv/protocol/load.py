@@ -285,7 +285,7 @@ class RankRead:
 
 
 class LoadPart:
-    """A feature's part of all loads of a rank: what the feature handles, and what it is told.
+    """A feature's part of all loads of a rank: its handlers, and calls at points of a load's life.
 
     Each method here is that of a feature which does nothing at that point. `now` is monotonic, in
     seconds.
@@ -402,7 +402,7 @@ class Load:
         return any(part.compares(self) for part in self.parts)
 
     def lacks_answer(self, read: RankRead) -> bool:
-        """Whether the read's rank owes an answer: a grant, or what a part has asked for."""
+        """Whether the read's rank owes an answer: a grant, or the answer to a part's question."""
         match read.state:
             case ReadState.ASKING:
                 return True

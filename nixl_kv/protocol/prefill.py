@@ -269,7 +269,7 @@ def reader_name(reader: messages.Reader) -> str:
 
 
 class PrefillPart:
-    """A feature's part of `PrefillMachine`: what the feature handles, and what it is told.
+    """A feature's part of `PrefillMachine`: its handlers, and calls at points of an offer's life.
 
     Each method here is that of a feature which does nothing at that point. `now` is monotonic, in
     seconds.

@@ -1,4 +1,4 @@
-"""What one rank does with its agents: handshakes with peers, and reads.
+"""The agents of one rank: their handshakes with peers, and their reads.
 
 New reads use the current agent. `turnover` replaces it, and has the others.
 """

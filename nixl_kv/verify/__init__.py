@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 
 def build(setup: RankSetup) -> Feature:
-    """Let prefill digest what readers ask for, and decode compare what it has read.
+    """Let prefill digest blocks for its readers, and decode compare the bytes of its loads.
 
     A rank that has nothing to digest, or cannot, refuses to. On a GPU this compiles the program,
     which takes seconds: on each prefill rank, because any reader may ask, and on a decode rank that
