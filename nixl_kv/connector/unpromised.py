@@ -106,7 +106,8 @@ USAGE: Final = Absence("decode tells its clients that all loaded tokens were cac
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
 )
-EARLY_ANSWER: Final = Absence("overlap has no effect on prefill")  # in the API server
+# In the API server.
+EARLY_ANSWER: Final = Absence("overlap has no effect on prefill", rests_on_order=True)
 
 
 class Part(NamedTuple):

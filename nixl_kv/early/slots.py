@@ -83,11 +83,15 @@ class EarlySlots(StepPart):
 
     def free(self, report: events.EarlySlotFree) -> None:
         """The report may come twice, and the slot may have another token by then."""
-        for slot in list(self._tokens) if report.slot is None else [report.slot]:
-            if report.slot is None or self._tokens.get(slot) == report.fence_token:
-                del self._tokens[slot]
-                self._page.clear(slot)
-                self._free.append(slot)
+        if report.slot is not None:
+            freed = [report.slot] if self._tokens.get(report.slot) == report.fence_token else []
+        else:
+            # Those that the transfer thread has cleared. This thread may have written others since.
+            freed = [slot for slot, token in self._tokens.items() if self._page.read(slot) != token]
+        for slot in freed:
+            del self._tokens[slot]
+            self._page.clear(slot)
+            self._free.append(slot)
         for nonce, held in self._held.items():
             if held is not None and self._tokens.get(held[0]) != held[1]:
                 self._held[nonce] = None

@@ -38,6 +38,7 @@ from nixl_kv.protocol.read_queue import Key, ReadQueue
 
 MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
 
+CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
 TOO_MANY: Final = Failure(
@@ -226,7 +227,10 @@ class DecodeMachine:
             return [events.LoadEnded(command.request, command.num_tokens, NOT_PREPARED)]
         if load.start is not None:  # a second request with its id
             return []
-        return load.on_blocks(command, now)
+        actions = load.on_blocks(command, now)
+        if command.verify and not load.is_compared:
+            load.fail(CANNOT_VERIFY)
+        return actions
 
     def _cancel(self, command: events.CancelLoad, now: float) -> Actions:
         load = self._of_request(command.request)

@@ -576,7 +576,7 @@ class LoadReady(msgspec.Struct, frozen=True):
 class EarlySlotFree(msgspec.Struct, frozen=True):
     """No grant names this slot of `EarlySlots`, with this token, any longer."""
 
-    slot: int | None  # None: all slots, whatever their tokens
+    slot: int | None  # None: all slots that the transfer thread has cleared
     fence_token: FenceToken = NO_TOKEN
 
 

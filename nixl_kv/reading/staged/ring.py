@@ -5,7 +5,7 @@ a slot of its ring as soon as one is free, and answers with the slot's number.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -244,8 +244,10 @@ class ChunkPart(LoadPart):
         return self._request(load, read, self._of(read).chunks.values(), now)
 
     def _request(
-        self, load: Load, read: RankRead, chunks: Iterable[events.Chunk], now: float
+        self, load: Load, read: RankRead, chunks: Collection[events.Chunk], now: float
     ) -> Actions:
+        if not chunks:
+            return []
         read.ask_again_at = now + ASK_AGAIN_S
         number = load.numbers.next()
         requests = [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 import vllm
@@ -581,6 +582,17 @@ def test_chunks_are_off_with_an_untested_vllm(
     assert len(warnings) == (0 if version == "0.33.0" else 1), "of all features together"
     for text in ("in chunks", "overlap", f"vLLM {version} was not tested"):
         assert all(text in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("version", "wraps"), [("0.33.0", True), ("0.34.1", False)])
+def test_nothing_is_answered_early_with_an_untested_vllm(
+    monkeypatch: pytest.MonkeyPatch, version: str, *, wraps: bool
+) -> None:
+    wrapped = Mock()
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr("nixl_kv.connector.early.wrap_client", wrapped)
+    plugin.wrap_engine_client()
+    assert wrapped.called is wraps
 
 
 class Page:

@@ -76,16 +76,30 @@ def test_a_slot_that_is_freed_early_is_not_given_again_to_its_offer(slots: Early
     assert slots.prepare(offer()).slot is not None
 
 
-@given(st.lists(st.tuples(st.sampled_from("pcufsr"), st.integers(0, 4)), max_size=60))
-def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
+def test_a_late_report_of_a_restart_frees_no_slot_that_was_written_since(
+    slots: EarlySlots, page: SlotPage
+) -> None:
+    old = slots.prepare(offer())
+    page.clear_all()  # the transfer thread restarts, and then reports it
+    new = slots.prepare(offer(NONCE2))
+    slots.free(EarlySlotFree(None))
+    assert new.slot is not None
+    assert page.read(new.slot) == new.fence_token
+    other = slots.prepare(offer(Nonce(hex32(7))))
+    assert other.slot == old.slot != new.slot
+
+
+@given(st.lists(st.tuples(st.sampled_from("pcufsrl"), st.integers(0, 4)), max_size=60))
+def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(  # noqa: C901 - a case per move
     moves: list[tuple[str, int]],
 ) -> None:
-    """P(repare), c(lear), (p)u(blish), f(ree), a s(tale) report, a r(estart), in any order."""
+    """P(repare), c(lear), (p)u(blish), f(ree), a s(tale) report, a r(estart), its l(ate) report."""
     page = SlotPage(FIRST + COUNT)
     slots = EarlySlots(COUNT)
     slots.bind(page, FIRST)
     of_offer: dict[Nonce, int] = {}  # while the caller may clear it
     in_use: dict[int, FenceToken] = {}
+    cleared: set[int] = set()  # of these, by a restart whose report has not come
     for move, number in moves:
         nonce = Nonce(hex32(number))
         match move:
@@ -96,8 +110,9 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
                     assert FIRST <= slot < FIRST + COUNT
                     assert (slot in in_use) == (of_offer.get(nonce) == slot)
                     of_offer[nonce] = slot
-                    in_use[slot] = page.read(slot)
-                    assert in_use[slot] == prepared.fence_token != CLEAR
+                    in_use[slot] = prepared.fence_token
+                    assert slot in cleared or page.read(slot) == prepared.fence_token
+                    assert prepared.fence_token != CLEAR
             case "c":
                 slots.clear(nonce)
                 if nonce in of_offer:
@@ -108,11 +123,19 @@ def test_no_slot_is_given_twice_and_a_cleared_one_has_no_token(
             case "f" if in_use:
                 slot = sorted(in_use)[number % len(in_use)]
                 slots.free(EarlySlotFree(slot, in_use.pop(slot)))
+                cleared.discard(slot)
                 of_offer = {n: s for n, s in of_offer.items() if s != slot}
             case "s" if in_use:
                 slots.free(EarlySlotFree(min(in_use), FenceToken(b"9" * 16)))
             case "r":
+                page.clear_all()
+                cleared = set(in_use)
+            case "l":
                 slots.free(EarlySlotFree(None))
-                in_use, of_offer = {}, {}
+                gone = {slot for slot in in_use if page.read(slot) == CLEAR}
+                assert cleared <= gone
+                in_use = {slot: token for slot, token in in_use.items() if slot not in gone}
+                of_offer = {n: s for n, s in of_offer.items() if s in in_use}
+                cleared.clear()
     assert len(slots) == COUNT - len(in_use)
     assert all(page.read(slot) == CLEAR for slot in range(FIRST))

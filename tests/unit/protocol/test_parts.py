@@ -20,6 +20,7 @@ from nixl_kv.protocol.events import (
     AskDenied,
     ClearSlot,
     LinkBroken,
+    LoadEnded,
     OfferEnd,
     OfferEnded,
     OfferGranted,
@@ -531,6 +532,14 @@ def test_a_load_whose_bytes_a_part_compares_is_verified() -> None:
     machine, _ = load_with_part(scripts.READING, compares=True)
     verified = replace(scripts.GOOD, verified=True)
     play(machine, [(read_done(), scripts.RELEASED, verified)])
+
+
+def test_a_load_that_shall_be_verified_fails_if_no_part_compares() -> None:
+    machine, _ = load_with_part(scripts.GRANTED, compares=False)
+    (*_, end) = machine.handle(start_load(verify=True), 110.0)
+    assert isinstance(end, LoadEnded)
+    assert end.failure is not None
+    assert end.failure.detail == "this rank cannot verify loads"
 
 
 @pytest.mark.parametrize("compares", [False, True])

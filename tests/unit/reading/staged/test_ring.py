@@ -322,6 +322,11 @@ CHUNKS: dict[str, Script] = {
         (110.0 + ASK_AGAIN_S, Tick(), *asks(1, number=3)),
         (110.0 + 2 * ASK_AGAIN_S, Tick(), *asks(1, number=4)),
     ),
+    "also while the read moves": after(
+        CHUNKS_ASKED,
+        (110.0 + ASK_AGAIN_S / 2, wanted()),
+        (110.0 + ASK_AGAIN_S, Tick(), *asks(0, 1, number=3)),
+    ),
     "a link that broke may have lost it": after(
         CHUNKS_ASKED,
         (
