@@ -28,8 +28,8 @@ def translated(kind: type[NixlKVError], doing: str) -> Iterator[None]:
 @contextlib.contextmanager
 def on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make a stream and its GPU current, on any thread."""
-    # The first GPU is current in a new thread. To restore its stream while it is current would make
-    # a context there: 115 ms once, and memory. So enter the device first, and leave it last.
+    # GPU 0 is current in a new thread. Restoring its stream there would create a CUDA context on it
+    # (115 ms once, and memory). So enter the device first, and leave it last.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 

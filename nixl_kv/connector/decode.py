@@ -195,7 +195,7 @@ class DecodeScheduler:
         self._loads: dict[RequestId, _Load] = {}
         self._by_hint_key: dict[HintKey, _Load] = {}
         self.aside: set[RequestId] = set()  # the loads in ASIDE
-        self._told: set[RequestId] = set()  # vLLM knows their ends; the workers' reports follow
+        self._told: set[RequestId] = set()  # ended loads that workers report again
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset

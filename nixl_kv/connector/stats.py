@@ -143,7 +143,7 @@ GAUGES: Final[Mapping[str, Metric]] = {
     # Each rank measures its own. A sum, or the value that arrived last, would be wrong.
     "peers": _decode(
         "Prefill engines that a decode rank knows, by state.",
-        state=[state.name.lower() for state in peers.State],
+        state=[state.name.lower() for state in peers.PeerState],
         rank=RANK,
     ),
     "unreadable": _prefill("1 while peers cannot connect to the rank's memory; else 0.", rank=RANK),

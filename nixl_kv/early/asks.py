@@ -164,7 +164,7 @@ class EarlyAsks:
         return list(others.values())
 
     def set_state(self, nonce: Nonce, state: PrefillState) -> list[RoutedAsk]:
-        """Note the state of a request; returns the asks whose readers have to be told."""
+        """Note the state of a request. Returns the asks to answer with Pending."""
         known = self._requests.get(nonce)
         if known is None or known.expected is None or known.state == state:
             return []

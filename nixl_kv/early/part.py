@@ -17,7 +17,7 @@ from nixl_kv.ids import FenceToken, Nonce
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.prefill import (
-    ENDED,
+    END_REASONS,
     NOT_ARRIVED,
     OTHER_PROMPT,
     WITHDRAWN,
@@ -95,7 +95,7 @@ class EarlyPart(PrefillPart):
         return self.on_refused(offer.prepared)
 
     def on_ended(self, offer: Offer, end: OfferEnd) -> Actions:
-        denials = self.machine.deny_all(self.asks.forget(offer.nonce), ENDED[end])
+        denials = self.machine.deny_all(self.asks.forget(offer.nonce), END_REASONS[end])
         if offer.is_pinned or end is OfferEnd.READ:
             return denials
         return [*denials, events.EarlyReleased(offer.nonce, offer.request)]

@@ -82,7 +82,7 @@ class EarlySlots(StepPart):
         self._held.pop(nonce, None)
 
     def free(self, report: events.EarlySlotFree) -> None:
-        """The report may come twice, and the slot may have another token by then."""
+        """Ignores a report whose token is not the slot's: it is a repetition."""
         if report.slot is not None:
             freed = [report.slot] if self._tokens.get(report.slot) == report.fence_token else []
         else:

@@ -12,7 +12,7 @@ from nixl_kv.engine.loop import Parts
 from nixl_kv.errors import shown_id
 from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.peers import State as PeerState
+from nixl_kv.protocol.peers import PeerState
 
 
 def build_status(

@@ -32,8 +32,7 @@ from nixl_kv.protocol.load import (
     ReadState,
 )
 from nixl_kv.protocol.machine import Deadlines
-from nixl_kv.protocol.peers import MAX_FAILURES, Peer, PeerBook
-from nixl_kv.protocol.peers import State as PeerState
+from nixl_kv.protocol.peers import MAX_FAILURES, Peer, PeerBook, PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
 MIN_HEARTBEAT_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
@@ -273,7 +272,7 @@ class DecodeMachine:
     def _greet(self, ranks: Sequence[messages.RankDescription]) -> Actions:
         """Send a heartbeat to each rank that holds nothing for this one.
 
-        Others get one soon, with the claims that they hold: one without them would end those.
+        Ranks with claims get their periodic heartbeat. One without claims would release them.
         """
         return [
             self._heartbeat(rank.endpoint, rank.incarnation)

@@ -405,8 +405,8 @@ class HeartbeatReply(_Message, frozen=True, kw_only=True):
 class Release(_OfClaim, frozen=True, kw_only=True):
     """The reader has ended, and none of its reads is in flight."""
 
-    # It has all bytes that it needs, maybe none if its engine reads another rank's copy.
-    complete: bool  # else it gives up
+    # True if the reader needs nothing more from this rank. It may have read another rank's copy.
+    complete: bool  # False: it gives up
 
 
 class _Hint(_Message, frozen=True, kw_only=True):

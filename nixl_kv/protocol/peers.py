@@ -49,7 +49,7 @@ NO_DESCRIPTION: Final = Failure(
 )
 
 
-class State(MachineState):
+class PeerState(MachineState):
     CONNECTING = enum.auto()  # decode has asked its directory for the description
     # The description fits, and loads ask its ranks. These are also asked to let this one connect to
     # UCX's ports: NIXL must not connect before that, because a dropped SYN costs a second.
@@ -69,36 +69,36 @@ class Reach(enum.Enum):
     DEAD = enum.auto()  # its connections broke, or are of no use
 
 
-TRANSITIONS: Final[Table[State]] = {
-    State.CONNECTING: {
-        events.PeerFits: (State.ADMITTING, State.HANDSHAKING),
-        events.PeerRefused: (State.UNUSABLE,),
-        messages.Refusal: (State.UNUSABLE,),
-        events.EndpointLost: (State.UNUSABLE,),
-        events.Tick: (State.UNUSABLE,),
+TRANSITIONS: Final[Table[PeerState]] = {
+    PeerState.CONNECTING: {
+        events.PeerFits: (PeerState.ADMITTING, PeerState.HANDSHAKING),
+        events.PeerRefused: (PeerState.UNUSABLE,),
+        messages.Refusal: (PeerState.UNUSABLE,),
+        events.EndpointLost: (PeerState.UNUSABLE,),
+        events.Tick: (PeerState.UNUSABLE,),
     },
-    State.ADMITTING: {
-        messages.Admitted: (State.HANDSHAKING, State.UNUSABLE),
-        events.EndpointLost: (State.UNUSABLE,),
-        events.Tick: (State.UNUSABLE,),
+    PeerState.ADMITTING: {
+        messages.Admitted: (PeerState.HANDSHAKING, PeerState.UNUSABLE),
+        events.EndpointLost: (PeerState.UNUSABLE,),
+        events.Tick: (PeerState.UNUSABLE,),
     },
-    State.HANDSHAKING: {
-        events.HandshakeDone: (State.READY,),
-        messages.Pending: (State.UNUSABLE,),  # its engine hangs
-        events.PeerRefused: (State.UNUSABLE,),
-        events.EndpointLost: (State.UNUSABLE,),
+    PeerState.HANDSHAKING: {
+        events.HandshakeDone: (PeerState.READY,),
+        messages.Pending: (PeerState.UNUSABLE,),  # its engine hangs
+        events.PeerRefused: (PeerState.UNUSABLE,),
+        events.EndpointLost: (PeerState.UNUSABLE,),
     },
-    State.READY: {
-        messages.Pending: (State.UNUSABLE,),  # as above
-        events.PeerBroken: (State.UNUSABLE,),
-        events.EndpointLost: (State.UNUSABLE,),
+    PeerState.READY: {
+        messages.Pending: (PeerState.UNUSABLE,),  # as above
+        events.PeerBroken: (PeerState.UNUSABLE,),
+        events.EndpointLost: (PeerState.UNUSABLE,),
         events.Tick: (None,),
     },
-    State.UNUSABLE: {
+    PeerState.UNUSABLE: {
         # A load wants it, after its pause or with a ticket that shows that it is back.
-        events.PrepareLoad: (State.CONNECTING,),
+        events.PrepareLoad: (PeerState.CONNECTING,),
         events.Tick: (
-            State.CONNECTING,
+            PeerState.CONNECTING,
             None,
         ),  # a wanted peer is tried again, another one is forgotten
     },
@@ -110,7 +110,7 @@ MACHINE: Final = Machine("peer", TRANSITIONS)
 class Peer:
     key: events.PeerKey
     used_at: float  # monotonic seconds
-    state: State = State.CONNECTING
+    state: PeerState = PeerState.CONNECTING
     is_described: bool = False  # CONNECTING: its description came and is being checked
     failures: int = 0  # to reach it or to read its memory, since the last successful read
     failure: Failure | None = None  # the latest one; always in UNUSABLE
@@ -132,7 +132,7 @@ class Peer:
     def kept_until(self) -> float:
         """When it is forgotten unless it is in use, or wanted by the end of its pause."""
         # Without failures, another attempt costs no load more than the first one.
-        is_harmless = self.state is State.UNUSABLE and not self.failures
+        is_harmless = self.state is PeerState.UNUSABLE and not self.failures
         return self.pause_ends_at if is_harmless else self.used_at + KEPT_S
 
     @property
@@ -159,11 +159,11 @@ class PeerBook:
         self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
         self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
-        self.num_in = Counter[State]()  # how many peers are in each state
-        self._changed: set[State] = set()  # whose number has changed
+        self.num_in = Counter[PeerState]()  # how many peers are in each state
+        self._changed: set[PeerState] = set()  # whose number has changed
         self._unusable: dict[events.PeerKey, Peer] = {}  # in the order of their failures
 
-    def pop_changed(self) -> set[State]:
+    def pop_changed(self) -> set[PeerState]:
         changed, self._changed = self._changed, set()
         return changed
 
@@ -194,11 +194,11 @@ class PeerBook:
             self._count(peer.state, 1)
             self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
             cause = type(event).__name__
-            begin = ("", State.CONNECTING.name, cause)
+            begin = ("", PeerState.CONNECTING.name, cause)
             self._record(events.Transition(MACHINE.name, str(key), "", str(key), *begin))
             return peer, [ask_who(key)]
         peer.used_at = now
-        if peer.state is State.UNUSABLE:
+        if peer.state is PeerState.UNUSABLE:
             peer.is_wanted = True
             is_back = is_sealed and (peer.reach is Reach.SILENT or peer.failures < MAX_FAILURES)
             does_fit = peer.failure is None or peer.failure.kind is not FailureKind.INCOMPATIBLE
@@ -208,7 +208,7 @@ class PeerBook:
         return peer, []
 
     def _attempt(self, peer: Peer, event: object, now: float) -> Actions:
-        self._move(peer, State.CONNECTING, event)
+        self._move(peer, PeerState.CONNECTING, event)
         peer.is_described = peer.is_wanted = False
         peer.lost, peer.reach = None, Reach.ALIVE
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S)
@@ -216,20 +216,20 @@ class PeerBook:
 
     def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests that a broken link may have lost."""
-        connecting = self._in_state(State.CONNECTING, endpoint)
+        connecting = self._in_state(PeerState.CONNECTING, endpoint)
         actions: Actions = [ask_who(peer.key) for peer in connecting if not peer.is_described]
-        for peer in self._in_state(State.ADMITTING, endpoint):
+        for peer in self._in_state(PeerState.ADMITTING, endpoint):
             if endpoint in peer.awaited:
                 actions.append(self._introduce(peer, endpoint))
         return actions
 
     def is_asked(self, endpoint: Endpoint) -> bool:
         """Whether an answer of this endpoint is awaited."""
-        admitting = self._in_state(State.ADMITTING, endpoint)
+        admitting = self._in_state(PeerState.ADMITTING, endpoint)
         is_awaited = any(endpoint in peer.awaited for peer in admitting)
-        return is_awaited or bool(self._in_state(State.CONNECTING, endpoint))
+        return is_awaited or bool(self._in_state(PeerState.CONNECTING, endpoint))
 
-    def _in_state(self, state: State, endpoint: Endpoint) -> list[Peer]:
+    def _in_state(self, state: PeerState, endpoint: Endpoint) -> list[Peer]:
         peers = self._at.get(endpoint, {}).values()
         return [peer for peer in peers if peer.state is state]
 
@@ -237,7 +237,7 @@ class PeerBook:
         """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
         peer = self.known.get(key)
-        if peer is None or peer.state is not State.CONNECTING or peer.is_described:
+        if peer is None or peer.state is not PeerState.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
         return [events.StartHandshake(key, message), *self._disconnect(peer)]
@@ -245,10 +245,12 @@ class PeerBook:
     def on_fits(self, event: events.PeerFits, now: float) -> Actions | None:
         """Ask its ranks to let this one in, if that is necessary. None: it is not wanted now."""
         peer, introductions = self.known.get(event.peer), event.introductions
-        if peer is None or peer.state is not State.CONNECTING:
+        if peer is None or peer.state is not PeerState.CONNECTING:
             return None
         detail = f"{len(event.routes)} of {len(event.description.ranks)} ranks"
-        self._move(peer, State.ADMITTING if introductions else State.HANDSHAKING, event, detail)
+        self._move(
+            peer, PeerState.ADMITTING if introductions else PeerState.HANDSHAKING, event, detail
+        )
         self._unindex(peer)
         peer.description, peer.routes = event.description, event.routes
         self._index(peer)
@@ -271,7 +273,7 @@ class PeerBook:
     def on_admitted(self, answer: messages.Admitted, endpoint: Endpoint, now: float) -> Actions:
         """Connect once all ranks have let this one in."""
         actions: Actions = []
-        for peer in self._in_state(State.ADMITTING, endpoint):
+        for peer in self._in_state(PeerState.ADMITTING, endpoint):
             one = peer.awaited.get(endpoint)
             if one is None:
                 continue
@@ -288,7 +290,7 @@ class PeerBook:
                 del peer.awaited[endpoint]
                 peer.sources.update(answer.sources)
                 if not peer.awaited:
-                    self._move(peer, State.HANDSHAKING, answer)
+                    self._move(peer, PeerState.HANDSHAKING, answer)
                     self.deadlines.set(peer.key, math.inf)
                     actions.append(events.Connect(peer.key, tuple(sorted(peer.sources))))
                 continue
@@ -313,8 +315,8 @@ class PeerBook:
 
     def on_handshake_done(self, event: events.HandshakeDone, now: float) -> Actions:
         peer = self.known.get(event.peer)
-        if peer is not None and peer.state is State.HANDSHAKING:
-            self._move(peer, State.READY, event)
+        if peer is not None and peer.state is PeerState.HANDSHAKING:
+            self._move(peer, PeerState.READY, event)
             self.deadlines.set(event.peer, now + KEPT_S)
         return []
 
@@ -330,9 +332,9 @@ class PeerBook:
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
         """A broken connection costs the loads that are read over it, and two in a row the peer."""
         peer = self.known.get(event.peer)
-        if peer is None or peer.state not in (State.HANDSHAKING, State.READY):
+        if peer is None or peer.state not in (PeerState.HANDSHAKING, PeerState.READY):
             return []
-        if peer.state is State.HANDSHAKING or peer.failures + 1 < MAX_FAILURES:
+        if peer.state is PeerState.HANDSHAKING or peer.failures + 1 < MAX_FAILURES:
             peer.failures += 1
             return []
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
@@ -354,7 +356,7 @@ class PeerBook:
             return []
         actions: Actions = [events.PeerUsable(key)] if peer.is_reported else []
         peer.failures, peer.is_reported = 0, False
-        if peer.state is State.UNUSABLE:
+        if peer.state is PeerState.UNUSABLE:
             peer.pause_ends_at = -math.inf
         else:
             peer.failure = None
@@ -370,8 +372,8 @@ class PeerBook:
         actions: Actions = []
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         for peer in list(self._at.get(event.endpoint, {}).values()):
-            if peer.state is not State.UNUSABLE:
-                is_cheap = peer.state is not State.CONNECTING and peer.key not in failed
+            if peer.state is not PeerState.UNUSABLE:
+                is_cheap = peer.state is not PeerState.CONNECTING and peer.key not in failed
                 actions += self._fail(peer, event, failure, now, is_cheap=is_cheap)
         return actions
 
@@ -382,10 +384,10 @@ class PeerBook:
         actions: Actions = []
         for key in self.deadlines.pop_due(now):
             peer = self.known[key]
-            if peer.state in (State.CONNECTING, State.ADMITTING):
+            if peer.state in (PeerState.CONNECTING, PeerState.ADMITTING):
                 actions += self._fail(peer, tick, NO_DESCRIPTION, now)
             elif is_in_use(key):
-                kept_until = now if peer.state is State.UNUSABLE else peer.kept_until
+                kept_until = now if peer.state is PeerState.UNUSABLE else peer.kept_until
                 self.deadlines.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
                 actions += self._on_unused(peer, tick, now)
@@ -393,10 +395,10 @@ class PeerBook:
 
     def _on_unused(self, peer: Peer, tick: events.Tick, now: float) -> Actions:
         """The deadline of a READY or UNUSABLE peer has passed, and no load reads it."""
-        dropped = self._drop(peer) if peer.state is State.UNUSABLE else []
-        if peer.state is State.UNUSABLE and now < peer.pause_ends_at:
+        dropped = self._drop(peer) if peer.state is PeerState.UNUSABLE else []
+        if peer.state is PeerState.UNUSABLE and now < peer.pause_ends_at:
             self.deadlines.set(peer.key, peer.pause_ends_at)
-        elif peer.state is State.UNUSABLE and peer.is_wanted:
+        elif peer.state is PeerState.UNUSABLE and peer.is_wanted:
             return dropped + self._attempt(peer, tick, now)
         elif now < peer.kept_until:
             self.deadlines.set(peer.key, peer.kept_until)
@@ -419,7 +421,7 @@ class PeerBook:
         `is_cheap`: no load has paid for this, so it does not count.
         """
         before, does_fit = peer.state, failure.kind is not FailureKind.INCOMPATIBLE
-        self._move(peer, State.UNUSABLE, event, failure.detail)
+        self._move(peer, PeerState.UNUSABLE, event, failure.detail)
         peer.failure, peer.is_wanted = failure, False
         if not does_fit:
             pause_s = INCOMPATIBLE_S
@@ -430,7 +432,7 @@ class PeerBook:
             peer.failures += 1
         peer.pause_ends_at = now + pause_s
         is_lost = isinstance(event, events.EndpointLost)
-        if before is State.CONNECTING:
+        if before is PeerState.CONNECTING:
             peer.reach = Reach.SILENT
         elif is_lost or isinstance(event, events.PeerBroken):
             peer.reach = Reach.DEAD
@@ -489,7 +491,7 @@ class PeerBook:
             if not self._at[endpoint]:
                 del self._at[endpoint]
 
-    def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
+    def _move(self, peer: Peer, after: PeerState | None, event: object, detail: str = "") -> None:
         states = peer.state, after
         self._count(peer.state, -1)
         if after is not None:
@@ -497,10 +499,10 @@ class PeerBook:
         name = str(peer.key)
         peer.state = MACHINE.move(self._record, states, event, (name, "", name), detail)
         self._unusable.pop(peer.key, None)
-        if after is State.UNUSABLE:
+        if after is PeerState.UNUSABLE:
             self._unusable[peer.key] = peer
 
-    def _count(self, state: State, amount: int) -> None:
+    def _count(self, state: PeerState, amount: int) -> None:
         self.num_in[state] += amount
         self._changed.add(state)
 
@@ -515,7 +517,7 @@ class PeerBook:
     def _is_needed_by_others(self, endpoint: Endpoint, peer: Peer) -> bool:
         # Another incarnation may have the same ports.
         others = [each for each in self._at.get(endpoint, {}).values() if each is not peer]
-        return any(each.state is State.CONNECTING or each.description for each in others)
+        return any(each.state is PeerState.CONNECTING or each.description for each in others)
 
 
 def ask_who(key: events.PeerKey) -> events.Send:

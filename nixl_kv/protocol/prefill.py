@@ -94,7 +94,7 @@ TRANSITIONS: Final[Table[State]] = {
     },
 }
 MAX_ENDED: Final = 4096  # ended offers that are remembered, oldest first
-ENDED: Final = {
+END_REASONS: Final = {
     OfferEnd.NOT_NEEDED: "the offer was released unread",
     OfferEnd.READ: "the offer was read already; a ticket is good for one load",
     OfferEnd.UNCLAIMED: "the offer has expired: no ask came within offer_ttl_s of the ticket",
@@ -110,7 +110,7 @@ NO_OFFER: Final = "no such offer: used, expired, or never made"
 NOT_ARRIVED: Final = "its request did not arrive"
 CAUSES: Final[Mapping[str, messages.DenyCause]] = {
     NOT_ARRIVED: "not_arrived",
-    ENDED[OfferEnd.UNCLAIMED]: "unclaimed",
+    END_REASONS[OfferEnd.UNCLAIMED]: "unclaimed",
 }
 """The reasons that decode may know: its operator looks for them in the wrong place otherwise."""
 WITHDRAWN: Final = "its request ended without an offer"
@@ -833,7 +833,7 @@ class PrefillMachine:
         peer = "" if binding is None else f"engine {binding.engine!r}"
         actions = self._unbind(offer)
         offer.move(None, event, peer=peer, detail=end.value)
-        self._note_end(offer.nonce, ENDED[end])
+        self._note_end(offer.nonce, END_REASONS[end])
         self._remove(offer)
         reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
         actions.append(events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at))

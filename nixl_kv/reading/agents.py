@@ -232,5 +232,5 @@ def _is_of(action: events.StopRead | events.AbandonRead, read: events.StartRead)
 
 
 def _is_settled(ranks: Ranks) -> bool:
-    """Whether `collect` and `begin_next` would do nothing: each turn asks."""
+    """True if there is nothing to collect or begin. Called in every turn."""
     return not (ranks.busy or ranks.ended or ranks.adding)

@@ -321,7 +321,7 @@ def allocate(num_bytes: int, memory: Memory = "DRAM", device: int = 0) -> Buffer
 
 @dataclass(frozen=True, kw_only=True)
 class PathFeature(Feature):
-    """A path besides direct reads: decode's and prefill's halves of it."""
+    """An optional path on one rank, with the objects of both roles."""
 
     path: ReadPath | None = None
     description: messages.PathFields = field(default_factory=messages.PathFields)

@@ -225,10 +225,10 @@ class Ranks:
         self._on_ready = on_ready
         self._ranks: dict[PeerKey, dict[Rank, RemoteRank]] = {}
         self.busy: dict[RemoteRank, None] = {}  # in order: those that are not READY
-        self.adding: Future[None] | None = None  # until `collect` has seen its end
+        self.adding: Future[None] | None = None  # the call in progress; `collect` clears it
         self.ended: list[Ended] = []  # to be reported
         self._kept: set[PeerName] = set()  # names whose connections stay, without a record
-        self._num_dropped = 0  # likewise, which the transport has forgotten
+        self._num_dropped = 0  # ranks whose connections NIXL still holds
 
     def __repr__(self) -> str:
         states = Counter(rank.state.name for rank in self._all())

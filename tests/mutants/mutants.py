@@ -120,15 +120,15 @@ MUTANTS: Final = (
     # --- peers that decode cannot use
     Mutant(
         "breaker-used",
-        "peer.used_at = now\n        if peer.state is State.UNUSABLE:",
-        "if peer.state is State.UNUSABLE:",
+        "peer.used_at = now\n        if peer.state is PeerState.UNUSABLE:",
+        "if peer.state is PeerState.UNUSABLE:",
         "unit/protocol/test_decode unit/protocol/test_peers",
         "Decode forgets a peer that it used a moment ago, and the next load connects anew.",
     ),
     Mutant(
         "breaker-ranks",
-        "self._move(peer, State.READY, event)",
-        "self._move(peer, State.READY, event)\n            peer.failures = 0",
+        "self._move(peer, PeerState.READY, event)",
+        "self._move(peer, PeerState.READY, event)\n            peer.failures = 0",
         "unit/protocol/test_decode unit/protocol/test_peers",
         "An engine that answers but cannot be read costs each load its time: failures never add up",
     ),
@@ -361,8 +361,8 @@ MUTANTS: Final = (
     # --- the engine: slots, the loop, the directory
     Mutant(
         "slots-token",
-        "if report.slot is None or self._tokens.get(slot) == report.fence_token:",
-        "if slot in self._tokens:",
+        "freed = [report.slot] if self._tokens.get(report.slot) == report.fence_token else []",
+        "freed = [report.slot] if report.slot in self._tokens else []",
         "unit/early/test_slots",
         "A late report clears the fence slot of another offer, and a good read is refused.",
     ),

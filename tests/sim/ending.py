@@ -22,7 +22,7 @@ from nixl_kv.early.part import EarlyPart
 from nixl_kv.early.slots import EarlySlots
 from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.load import DRAIN_S
-from nixl_kv.protocol.peers import KEPT_S, State
+from nixl_kv.protocol.peers import KEPT_S, PeerState
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.turnover import TRY_AGAIN_S
 from nixl_kv.transport.base import LINGER_S, LINK_KEPT_S
@@ -194,7 +194,7 @@ def _check_idle(world: World, invariants: Invariants) -> None:
             break
     for rank in world.ranks():
         # To close connections of the dead, or to try peers again.
-        is_paused = rank.parts.decode.peers.num_in[State.UNUSABLE] > 0
+        is_paused = rank.parts.decode.peers.num_in[PeerState.UNUSABLE] > 0
         if rank.loop.parts.agents.next_due is not None or is_paused:
             continue
         if rank.control.wait_s is not None and rank.control.wait_s < KEPT_S / 2:
@@ -223,7 +223,9 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield f"a load that waits for {load.waits_for}"
     for peer in parts.decode.peers.known.values():
         # The failures of an unusable peer are remembered for ten minutes; its memory is not.
-        if peer.state is not State.READY and (peer.state is not State.UNUSABLE or peer.description):
+        if peer.state is not PeerState.READY and (
+            peer.state is not PeerState.UNUSABLE or peer.description
+        ):
             yield f"{peer.key}, {peer.state.name}"
     if len(rank.loop.outstanding):
         yield repr(rank.loop.outstanding)

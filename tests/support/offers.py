@@ -22,7 +22,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.prefill import (
     CAUSES,
-    ENDED,
+    END_REASONS,
     PrefillMachine,
     PrefillPart,
 )
@@ -125,7 +125,7 @@ DENIED_UNKNOWN = (ASK, *denied(UNKNOWN))
 
 
 def denied_as(end: OfferEnd) -> tuple[Any, ...]:
-    return (ASK, *denied(ENDED[end]))
+    return (ASK, *denied(END_REASONS[end]))
 
 
 RELEASE_SECOND = asked(release(reader=SECOND))

@@ -31,7 +31,7 @@ from nixl_kv.protocol.events import (
     WriteSlot,
 )
 from nixl_kv.protocol.prefill import (
-    ENDED,
+    END_REASONS,
     OTHER_PROMPT,
     READING_S,
     RECALL_S,
@@ -210,7 +210,7 @@ PAIRS: dict[str, Script] = {
         (prepare_offer(is_early=True),),
         (100.0, publish_offer()),
         (100.0 + TTL_S, Tick(), UNCLAIMED),
-        (asked(ask(is_early=True)), *denied(ENDED[OfferEnd.UNCLAIMED])),
+        (asked(ask(is_early=True)), *denied(END_REASONS[OfferEnd.UNCLAIMED])),
     ),
     "a request that never arrives": after(
         ASKED_EARLY,

@@ -45,7 +45,7 @@ from nixl_kv.protocol.peers import (
     PAUSE_S,
     TRANSITIONS,
     PeerBook,
-    State,
+    PeerState,
 )
 from support.records import (
     CLAIM,
@@ -583,13 +583,13 @@ def test_the_scripts_make_each_transition_of_a_load() -> None:
     assert moves_of(of_loads) == changes
 
 
-@pytest.mark.parametrize("before", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("before", PeerState, ids=lambda state: state.name)
 @pytest.mark.parametrize(
     "event",
     [fits(2), HandshakeDone(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
     ids=lambda event: type(event).__name__,
 )
-def test_only_transitions_of_the_table_are_possible(before: State, event: object) -> None:
+def test_only_transitions_of_the_table_are_possible(before: PeerState, event: object) -> None:
     recorded: list[Transition] = []
     book = PeerBook(recorded.append, reader)
     peer, _ = book.want(PEER, prepare_load(), 100.0, is_sealed=True)
@@ -794,7 +794,7 @@ def test_closed_ports_of_ranks_cost_one_load_per_pause() -> None:
     for _ in range(1000):
         _, failure = loads.load()
         tried += failure is None
-        if loads.peer.state is State.CONNECTING:
+        if loads.peer.state is PeerState.CONNECTING:
             loads.do(answered(description(), HOME))
             loads.do(fits())
         if failure is None:
@@ -812,7 +812,7 @@ def test_a_good_read_ends_the_count_of_failures() -> None:
     machine.handle(read_done(), 110.1)
     assert (peer.failures, peer.failure) == (0, None)
     machine.handle(PeerBroken(PEER, "reset"), 110.2)
-    assert peer.state is State.READY, "it counts from the beginning"
+    assert peer.state is PeerState.READY, "it counts from the beginning"
 
 
 def test_a_link_that_ends_without_a_load_is_no_failure() -> None:
@@ -835,7 +835,7 @@ def test_a_good_read_of_an_unusable_peer_is_reported_and_ends_its_pause() -> Non
     value = hex32(3)
     load = prepare_load(RequestId("d3"), Claim(value), nonce=Nonce(value), is_early=True)
     assert DESCRIBE in machine.handle(load, 110.4)
-    assert machine.peers.known[PEER].state is State.CONNECTING
+    assert machine.peers.known[PEER].state is PeerState.CONNECTING
 
 
 def test_a_restarted_engine_is_tried_at_once() -> None:
@@ -855,9 +855,9 @@ def test_only_a_good_read_ends_the_count_of_failures() -> None:
         for event in (answered(description(), HOME), fits(), HandshakeDone(PEER)):
             loads.do(event)
         for _ in range(1 + is_first):
-            assert loads.peer.state is State.READY
+            assert loads.peer.state is PeerState.READY
             loads.do(PeerBroken(PEER, "refused"))
-        assert loads.peer.state is State.UNUSABLE
+        assert loads.peer.state is PeerState.UNUSABLE
         pauses.append(loads.peer.pause_ends_at - loads.now)
         for request in list(loads.machine._by_request):
             loads.do(cancel_load(request))

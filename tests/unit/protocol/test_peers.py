@@ -13,7 +13,7 @@ from nixl_kv.protocol.peers import (
     LOOK_AGAIN_S,
     Peer,
     PeerBook,
-    State,
+    PeerState,
 )
 from support.records import hex32, prepare_load, reader
 
@@ -102,7 +102,7 @@ def test_ranks_that_let_this_one_in_hear_of_it_if_another_does_not() -> None:
     decode, other = Decode(), Endpoint("tcp://10.0.0.1:5602")
     peer = decode.meet(1, 0.0, RANK, other, silent=other)
     decode.send(decode.book.on_tick(events.Tick(), lambda _: False, CONNECT_TIMEOUT_S))
-    assert peer.state is State.UNUSABLE
+    assert peer.state is PeerState.UNUSABLE
     decode.send(decode.book.on_tick(events.Tick(), lambda _: False, CONNECT_TIMEOUT_S))
     # An admission may still be under way, and this comes after it.
     assert decode.leaves() == [peer_life(1, 0), peer_life(1, 1)]

@@ -25,7 +25,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Deny, DenyCause
 from nixl_kv.protocol.prefill import (
-    ENDED,
+    END_REASONS,
     OTHER_PROMPT,
     READING_S,
     READING_WANTED_S,
@@ -366,7 +366,7 @@ RECALLS: dict[str, Script] = {
         (101.0 + READING_S - 0.01, Tick()),
         (101.0 + READING_S, Tick(), *ended(OfferEnd.OVERDUE)),
         (asked(renew(9999, CLAIM, reading=1)), replied(renewed(CLAIM, number=9999))),
-        (ASK, *denied(ENDED[OfferEnd.OVERDUE])),
+        (ASK, *denied(END_REASONS[OfferEnd.OVERDUE])),
     ),
     "two readers have no more time than one": after(
         SHARED,
@@ -402,7 +402,7 @@ RECALLS: dict[str, Script] = {
         (RevokeAll(), RECALL, *TAKEN_BACK, OfferEnded(NONCE2, P2, OfferEnd.REVOKED)),
         (asked(renew(3, CLAIM, reading=1)), replied(renewed(CLAIM, number=3))),
         (RevokeAll(),),
-        (ASK, *denied(ENDED[OfferEnd.REVOKED])),
+        (ASK, *denied(END_REASONS[OfferEnd.REVOKED])),
     ),
     "and what is granted, or recalled": after(GRANTED, (RevokeAll(), RECALL, *TAKEN_BACK)),
     "and what was recalled before": after(RECALLED, (RevokeAll(), RECALL, *TAKEN_BACK)),
