@@ -16,6 +16,7 @@ from nixl_kv.early import asks as early
 from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 from nixl_kv.reading import peers as ranks
+from nixl_kv.verify import queue
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = ROOT / "nixl_kv"
@@ -35,6 +36,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "scheduled": decode.SCHEDULED_TRANSITIONS,
     "offered": offers.OFFER_TRANSITIONS,
     "demand": early.DEMAND_TRANSITIONS,
+    "digest": queue.JOB_TRANSITIONS,
 }
 
 # Shorter times are pauses between two polls, and bounds of one turn or step.

@@ -8,18 +8,21 @@ that no reader or load waits for, so that later digests are still in time under 
 """
 
 import contextlib
+import enum
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.errors import DigestError
+from nixl_kv.errors import DigestError, LocalProtocolError
 from nixl_kv.feature import Worker
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol import events
+from nixl_kv.protocol.machine import MachineState
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify.digest import Digest, Digester, Steps, describe_difference
 from nixl_kv.verify.slices import LocalSlice, find_slices
@@ -31,16 +34,45 @@ _Subject: TypeAlias = tuple[str, int, tuple[KVSlice, ...], tuple[Table, ...]]
 know it."""
 
 
+class JobState(MachineState):
+    PREPARED = enum.auto()  # a load's: its bytes have not landed yet
+    QUEUED = enum.auto()  # the digest is computed, after those before it
+    MADE = enum.auto()  # prefill's digest, to compare with, has not come yet
+
+
+class JobEvent(MachineState):
+    LANDED = enum.auto()
+    FINISHED = enum.auto()
+    FAILED = enum.auto()
+    COMPARED = enum.auto()
+    FORGOTTEN = enum.auto()  # the load has ended
+
+
+# None ends the job for one reader or load; others may share it.
+JOB_TRANSITIONS: Final[Mapping[JobState, Mapping[JobEvent, JobState | None]]] = {
+    JobState.PREPARED: {JobEvent.LANDED: JobState.QUEUED, JobEvent.FORGOTTEN: None},
+    JobState.QUEUED: {JobEvent.FINISHED: JobState.MADE, JobEvent.FAILED: None},
+    JobState.MADE: {JobEvent.COMPARED: None, JobEvent.FORGOTTEN: None},
+}
+
+
 @dataclass(eq=False)
 class _Job:
-    """A digest under way, or of a load whose bytes, or prefill's digest, have not arrived."""
+    """A digest of one subject."""
 
     actions: dict[_Requester, events.DigestAction]  # that wait for the digest
     subject: _Subject
     slices: Sequence[LocalSlice]
     steps: Steps
-    started_at: float | None = None
+    state: JobState
+    #: Once the first step of a QUEUED job has begun.
+    started_at: float = math.inf
+    #: In MADE.
     digest: Digest | None = None
+
+    def move(self, event: JobEvent) -> None:
+        after = JOB_TRANSITIONS[self.state][event]
+        self.state = self.state if after is None else after
 
 
 class DigestQueue(Worker):
@@ -100,7 +132,8 @@ class DigestQueue(Worker):
         except ValueError as error:
             return _refused(action, str(error))
         steps = self._digester(secret, local_slices)
-        job = _Job({requester: action}, subject, local_slices, steps)
+        state = JobState.PREPARED if is_early else JobState.QUEUED
+        job = _Job({requester: action}, subject, local_slices, steps, state)
         if not is_early:
             self.jobs.append(job)
             return None
@@ -114,9 +147,12 @@ class DigestQueue(Worker):
     ) -> events.DigestEvent | None:
         job = self.waiting[requester]
         if job.digest is not None and not _awaits_reply(action):
+            job.move(JobEvent.COMPARED)
             del self.waiting[requester]
             return _finished(action, job, job.digest)
-        if job.digest is None and isinstance(action, events.CompareDigest) and action.has_landed:
+        has_landed = isinstance(action, events.CompareDigest) and action.has_landed
+        if job.state is JobState.PREPARED and has_landed:
+            job.move(JobEvent.LANDED)
             del self.waiting[requester]
             job.actions[requester] = action
             self.jobs.append(job)
@@ -127,15 +163,18 @@ class DigestQueue(Worker):
 
         Returns an event for each digest or comparison that has ended.
         """
-        is_wanted, waiting = self._is_wanted, self.waiting
-        if waiting:
-            self.waiting = {key: job for key, job in waiting.items() if is_wanted(job.actions[key])}
+        is_wanted = self._is_wanted
+        for key, job in list(self.waiting.items()) if self.waiting else ():
+            if not is_wanted(job.actions[key]):
+                job.move(JobEvent.FORGOTTEN)
+                del self.waiting[key]
         if not self.jobs:
             return []
         job = self.jobs[0]
         if not any(map(is_wanted, job.actions.values())):
             return self._fail_job("no reader waits for it any longer")
-        job.started_at = job.started_at or self._clock()
+        if job.started_at == math.inf:
+            job.started_at = self._clock()
         try:
             next(job.steps)
         except StopIteration as end:
@@ -152,8 +191,20 @@ class DigestQueue(Worker):
         if self._digester is not None:
             self._digester.close()
 
+    def check(self) -> None:
+        """Check what the states promise.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        for job in (*self.jobs, *self.waiting.values()):
+            is_queued, is_made = job.state is JobState.QUEUED, job.state is JobState.MADE
+            if is_queued != (job in self.jobs) or is_made != (job.digest is not None):
+                raise LocalProtocolError(f"a digest is {job.state.name}, with {job.digest}")
+
     def _finish_job(self, digest: Digest, seconds: float) -> list[events.DigestEvent]:
         job = self.jobs.popleft()
+        job.move(JobEvent.FINISHED)
         job.digest = digest
         self._counts.observe("digest_seconds", seconds)
         self.waiting |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
@@ -161,7 +212,9 @@ class DigestQueue(Worker):
         return [_finished(one, job, digest) for one in ended]
 
     def _fail_job(self, reason: str) -> list[events.DigestEvent]:
-        refused = [_refused(action, reason) for action in self.jobs.popleft().actions.values()]
+        job = self.jobs.popleft()
+        job.move(JobEvent.FAILED)
+        refused = [_refused(action, reason) for action in job.actions.values()]
         return [event for event in refused if event is not None]
 
 

@@ -389,8 +389,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "verify-wanted",
-        "if waiting:\n            self.waiting = {",
-        "if False:\n            self.waiting = {",
+        "                job.move(JobEvent.FORGOTTEN)\n                del self.waiting[key]",
+        "                pass",
         "unit/verify/test_queue",
         "The digests of loads that have ended stay in the queue.",
     ),

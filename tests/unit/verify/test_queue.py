@@ -89,6 +89,7 @@ def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
     ended = []
     for _ in range(turns):
         ended += digests.poll()
+        digests.check()
     assert digests.wait_s is None
     return ended
 
