@@ -204,7 +204,7 @@ def test_tensor_parallel_ranks_on_two_hosts_over_ipv6(
         assert ranks == [hosts.first.wire_address, hosts.second.wire_address]
 
 
-RANGES = {"ranks": range(5700, 5702), "UCX": range(20000, 21000)}
+RANGES = {"ranks": range(5700, 5702), "UCX": range(14000, 15000)}
 CONNECT = """\
 import os, socket, sys
 "x".encode("idna")
@@ -242,7 +242,7 @@ def test_who_can_connect_to_which_port(cluster: Cluster, hosts: Hosts, *, has_pe
     """Prefill has two ranks. Decode's host has the key, the router's has not. Prints a table."""
     networks = [f"{host.wire_address}/32" for host in (hosts.first, hosts.decode)]
     config = {"host": WIRE, "rank_port": 5700, **({"peers": networks} if has_peers else {})}
-    env = KEY_VARIABLE | {"UCX_TCP_PORT_RANGE": "20000-20999"}
+    env = KEY_VARIABLE | {"UCX_TCP_PORT_RANGE": "14000-14999"}
     name = f"ports-{has_peers}"
     specs = (
         spec_at(hosts.first, f"prefill-{name}", config, tensor_parallel=2),
