@@ -252,7 +252,7 @@ NO_TABLES: Final = {
     # characters of a key file; addresses of one process, and how many fit into one kernel filter
     *["keys.MAX_TEXT", "transport.ucx.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
     *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
-    *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PROMISED", "cli.compare.MAX_RANGES"],
+    *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
     "protocol.messages.MAX_ADDRESSES",

@@ -23,7 +23,7 @@ from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 from nixl_kv.transport.zmq import CONNECT_TIMEOUT_S
 
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
-MAX_PROMISED: Final = 64
+MAX_PAIRS: Final = 64
 
 KEYGEN: Final = "make a key with `nixl-kv keygen`, and set key_file on every engine"
 FIREWALL: Final = (
@@ -225,7 +225,7 @@ def check_together(own: EngineAnswer | None, peers: Sequence[EngineAnswer]) -> I
     if not pairs:
         about = "give a prefill and a decode engine, by --at and --peer, to compare them"
         yield skipped("pairs of engines", about)
-    yield from itertools.starmap(_pair, pairs[:MAX_PROMISED])
+    yield from itertools.starmap(_pair, pairs[:MAX_PAIRS])
 
 
 def _reverse(own: EngineAnswer, peer: EngineAnswer) -> Check:
