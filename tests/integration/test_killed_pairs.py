@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from harness.local.caches import Sizes
-from harness.local.engine import CONTEXT, HOST, part_of
+from harness.local.engine import CONTEXT, HOST, parts_of
 from nixl_kv.config import Config
 from nixl_kv.early.part import EarlyPart
 from nixl_kv.early.slots import EarlySlots
@@ -66,13 +66,9 @@ class PairSide(Side):
         prefill, decode = parts.prefill, parts.decode
 
         def is_settled() -> bool:
-            held = (
-                prefill.offers
-                or len(part_of(parts, EarlyPart).asks)
-                or decode.loads
-                or parts.agents.is_busy
-            )
-            free = len(prefill.free_slots) + len(part_of(parts, EarlySlots))
+            asks = sum(len(part.asks) for part in parts_of(parts, EarlyPart))
+            held = prefill.offers or asks or decode.loads or parts.agents.is_busy
+            free = len(prefill.free_slots) + sum(map(len, parts_of(parts, EarlySlots)))
             return not held and free == parts.slots.count
 
         self.engine.wait(is_settled, WAIT_S)

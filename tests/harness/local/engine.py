@@ -100,15 +100,18 @@ def features_with(**options: Any) -> tuple[BuildFeature, ...]:
     )
 
 
-def part_of(parts: Parts, kind: type[Part]) -> Part:
-    """The part of this kind that a feature has added to a rank."""
-    found = [
+def parts_of(parts: Parts, kind: type[Part]) -> list[Part]:
+    """The parts of this kind that features have added to a rank; a role may have none."""
+    return [
         part
         for feature in parts.features
         for part in (feature.prefill, feature.load, feature.worker, feature.step)
         if isinstance(part, kind)
     ]
-    (part,) = found
+
+
+def part_of(parts: Parts, kind: type[Part]) -> Part:
+    (part,) = parts_of(parts, kind)
     return part
 
 
