@@ -290,7 +290,7 @@ class EarlyAnswers:
         try:
             if exchange.has_ended and exchange.rank is not None:
                 self._note_end(exchange, exchange.rank, answer)
-        except Exception as error:  # noqa: BLE001 - see `_Exchange`
+        except Exception as error:  # noqa: BLE001 - the top of ours in vLLM's output handler
             self._log.warning("an early answer's end was lost: %s", repr(error))
 
     def _note_end(self, exchange: _Exchange, rank: _Rank, answer: Any) -> None:

@@ -46,8 +46,7 @@ class LoopClock:
     def begin_wait(self, wait_s: float | None) -> None:
         """The thread waits for so long; None: without a limit."""
         self()
-        now = self._due
-        self._due = math.inf if wait_s is None else now + wait_s
+        self._due = math.inf if wait_s is None else self._due + wait_s
 
     def end_wait(self) -> None:
         """The thread runs."""

@@ -131,6 +131,7 @@ class TransferEngine:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.loop: Loop | None = None
+        self._steps: list[StepPart] = []  # once it is started; for the caller's thread
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
@@ -158,13 +159,8 @@ class TransferEngine:
 
     def _take(self, loop: Loop) -> Loop:
         self.loop = loop
+        self._steps = _step_parts(loop.parts.features)
         return loop
-
-    @property
-    def _steps(self) -> list[StepPart]:
-        """The parts on the caller's thread, once it is started."""
-        features = () if self.loop is None else self.loop.parts.features
-        return [each.step for each in features if each.step is not None]
 
     def before_step(self, commands: Iterable[events.Command]) -> list[events.Command]:
         """Clear the fence slots of blocks that the next step may reuse; call it before that step.
@@ -365,7 +361,7 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         parts=[each.load for each in features if each.load is not None],
     )
     num_slots = spec.num_slots or slots_for(layout)
-    steps = [each.step for each in features if each.step is not None]
+    steps = _step_parts(features)
     slots = spec.make_slots(num_slots + sum(each.num_slots for each in steps))
     first = num_slots
     for step in steps:
@@ -417,6 +413,10 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         counts=counts,
         description=description,
     )
+
+
+def _step_parts(features: Iterable[Feature]) -> list[StepPart]:
+    return [each.step for each in features if each.step is not None]
 
 
 def slots_for(layout: CacheLayout) -> int:

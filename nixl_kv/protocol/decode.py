@@ -342,8 +342,7 @@ class DecodeMachine:
             return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._send_heartbeat(endpoint, now)  # it lists the claims that are being read
-        handler = self._handlers.get(type(message))
-        actions = [] if handler is None else handler(load, read, message, now)
+        actions = self._pass_on(load, read, message, now)
         failure = load.failure
         if isinstance(message, messages.Pending) and failure and message.state == "stalled":
             actions += self.peers.on_stalled(load.peer, message, failure, now)
@@ -377,8 +376,12 @@ class DecodeMachine:
         actions: Actions = []
         if isinstance(event, events.ReadDone):
             actions = self.peers.on_read(load.peer)
+        return actions + self._pass_on(load, read, event, now)
+
+    def _pass_on(self, load: Load, read: RankRead, event: object, now: float) -> Actions:
+        """Let the load or a part handle it; one for a part that is not here changes nothing."""
         handler = self._handlers.get(type(event))
-        return actions if handler is None else actions + handler(load, read, event, now)
+        return [] if handler is None else handler(load, read, event, now)
 
     # --- time
 
@@ -391,9 +394,8 @@ class DecodeMachine:
             for read in load.reads.values() if load.failure is None else ():
                 if load.lacks_answer(read) and read.ask_again_at <= now:
                     actions += load.ask(read, now)
-        actions += self._settle(
-            now
-        )  # first, so that no heartbeat names a claim that has just ended
+        # First, so that no heartbeat names a claim that has just ended.
+        actions += self._settle(now)
         return actions + [
             a for at in self._heartbeats.pop_due(now) for a in self._send_heartbeat(at, now)
         ]

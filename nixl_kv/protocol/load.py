@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -44,6 +44,8 @@ SILENCE_S: Final = 3.0
 DRAIN_S: Final = 1.0
 MAX_LOST: Final = 16  # preemptions of one request, after which decode computes it
 MAX_TIMEOUTS: Final = 4  # a read that does not move is late then, whatever moves beside it
+
+_Kept = TypeVar("_Kept")
 
 DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
 
@@ -266,12 +268,19 @@ class RankRead:
     num_lost: int = 0  # grants, to preemptions
     proven: int = 0  # the tokens before this one have landed, under a valid grant
     done: events.ReadDone | None = None  # of all parts that are proven
-    kept: dict["LoadPart", Any] = field(default_factory=dict)  # what each part keeps about it
+    kept: dict["LoadPart", Any] = field(default_factory=dict)  # see `keep`
     entered_at: dict[ReadState, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank = self.route.remote_rank
         self.name = f"rank {self.rank} at {self.endpoint}"
+
+    def keep(self, part: "LoadPart", make: Callable[[], _Kept]) -> _Kept:
+        """The record that a part keeps about this read, made when the part first asks for it."""
+        kept: _Kept | None = self.kept.get(part)
+        if kept is None:
+            kept = self.kept[part] = make()
+        return kept
 
     @property
     def is_partial(self) -> bool:

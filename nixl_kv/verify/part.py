@@ -92,10 +92,7 @@ class ProofPart(LoadPart):
         return load.start is not None and load.start.verify
 
     def _of(self, read: RankRead) -> _Proof:
-        proof: _Proof | None = read.kept.get(self)
-        if proof is None:
-            proof = read.kept[self] = _Proof()
-        return proof
+        return read.keep(self, _Proof)
 
     def on_blocks(self, load: Load, read: RankRead, now: float) -> Actions:
         if load.start is None or not load.start.verify or read.state in ENDED:

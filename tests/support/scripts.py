@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, get_args
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.ids import Endpoint, Rank, short
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     OVER,
@@ -22,8 +23,10 @@ from nixl_kv.protocol.events import (
     OfferEnded,
     Record,
     Send,
+    StartLoad,
     StartRead,
     StopRead,
+    Tick,
     Transition,
 )
 from nixl_kv.protocol.load import (
@@ -31,6 +34,7 @@ from nixl_kv.protocol.load import (
 )
 from nixl_kv.protocol.messages import Landed, PrefillState, Reader, Ready
 from support.records import (
+    CLAIM,
     D1,
     D2,
     HINT_KEY,
@@ -44,6 +48,7 @@ from support.records import (
     answered,
     ask,
     at,
+    deny,
     describe,
     fits,
     grant,
@@ -52,6 +57,7 @@ from support.records import (
     prepare_load,
     read_done,
     release,
+    renewed,
     start_load,
 )
 
@@ -252,3 +258,56 @@ def told(
                 else:
                     heard |= set(re.findall("[0-9a-f]{32}", str(msgspec.to_builtins(action))))
     return heard
+
+
+# --- what a load records
+
+
+@dataclass
+class RecordedLoad:
+    """The load of `prepare_load` from one rank, and the beginnings of its transitions."""
+
+    load: tuple[str, ...] = ("load", short(CLAIM), D1, str(PEER))
+    peer: tuple[str, ...] = ("peer", str(PEER), "", str(PEER))
+    rank: tuple[str, ...] = ("read", f"{short(CLAIM)}/0", D1, f"rank 0 at {RANK_0}")
+
+    def until_it_reads(self, start: StartLoad) -> list[tuple[Any, ...]]:
+        """Events, each with the transitions that it causes; the last ones cause none."""
+        load, peer, rank = self.load, self.peer, self.rank
+        return [
+            (
+                prepare_load(),
+                (*load, "", "CONNECTING", "PrepareLoad: offer 00000000"),
+                (*peer, "", "CONNECTING", "PrepareLoad"),
+            ),
+            (
+                fits(),
+                (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
+                (*load, "CONNECTING", "ASKED", "PeerFits"),
+                (*rank, "", "ASKING", "PeerFits"),
+            ),
+            (
+                answered(grant()),
+                (*load, "ASKED", "READY", "Grant"),
+                (*rank, "ASKING", "GRANTED", "Grant"),
+            ),
+            (answered(grant()),),
+            (
+                start,
+                (*load, "READY", "READY", "StartLoad: tokens 0 to 6"),
+                (*rank, "GRANTED", "READING", "StartLoad"),
+            ),
+            (answered(deny()),),
+            (answered(renewed(CLAIM)),),
+            (Tick(),),
+        ]
+
+
+def expect_recorded(
+    machine: DecodeMachine, recorded: list[Transition], steps: Iterable[tuple[Any, ...]]
+) -> None:
+    """Each event causes these transitions, and no others."""
+    for event, *moves in steps:
+        recorded.clear()
+        machine.handle(event, 100.0)
+        assert recorded == [Transition(*move) for move in moves], event

@@ -1,4 +1,4 @@
-"""Two ranks that are stepped by hand."""
+"""Two ranks that are stepped by hand, and fence tokens that are known beforehand."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,13 @@ import pytest
 
 from harness.local.caches import Sizes
 from nixl_kv.config import Config
+from support.offers import count_fence_tokens
 from support.stepped import MakeWorld, World
+
+
+@pytest.fixture
+def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_fence_tokens(monkeypatch)
 
 
 @pytest.fixture

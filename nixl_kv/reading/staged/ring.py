@@ -146,7 +146,7 @@ class RingPart(PrefillPart):
         holder = offer.nonce, rank
         ring.release(holder, request.holds)
         if request.chunk not in request.holds:
-            return []  # the reader has read it, and asks for nothing
+            return []  # it only tells which chunks the reader still holds
         slot, is_packed = ring.find(holder, request.chunk) or (None, False)
         if slot is None:
             is_waiting = ring.wait(holder, route, request)
@@ -209,10 +209,7 @@ class ChunkPart(LoadPart):
         }
 
     def _of(self, read: RankRead) -> _Asked:
-        asked: _Asked | None = read.kept.get(self)
-        if asked is None:
-            asked = read.kept[self] = _Asked()
-        return asked
+        return read.keep(self, _Asked)
 
     def _on_wanted(
         self, load: Load, read: RankRead, event: events.ChunksWanted, now: float

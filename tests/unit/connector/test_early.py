@@ -373,12 +373,13 @@ def test_an_engine_with_another_key_answers_itself(caplog: pytest.LogCaptureFixt
     assert "no front end of this engine has written nixl_kv_promise" in caplog.text
 
 
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def test_an_error_of_ours_leaves_all_answers_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
     monkeypatch.setattr(early.MediaReader, "of", fail)
 
     async def test() -> None:
@@ -496,9 +497,6 @@ def test_an_engine_that_refuses_a_request_is_asked_again() -> None:
 def test_an_error_of_ours_ends_no_output_handler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
     monkeypatch.setattr(early.EarlyAnswers, "_address_in", fail)
 
     async def test() -> None:

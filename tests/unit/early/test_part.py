@@ -60,7 +60,6 @@ from support.offers import (
     TTL_S,
     UNCLAIMED,
     WRITTEN,
-    count_fence_tokens,
     denied,
     fence_token,
     granted_pair,
@@ -96,10 +95,7 @@ from support.records import (
 )
 from support.scripts import Script, after, each_of, play
 
-
-@pytest.fixture(autouse=True)
-def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_fence_tokens(monkeypatch)
+pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 
 EARLY = asked(ask(is_early=True))

@@ -196,8 +196,7 @@ class FakeLoop:
     """Waits in each turn until it is woken; `steps` has all that was done."""
 
     def __init__(self) -> None:
-        prefill = SimpleNamespace(num_slots=4)
-        self.parts = SimpleNamespace(slots=SlotPage(4), prefill=prefill, description=None)
+        self.parts = SimpleNamespace(slots=SlotPage(4), features=(), description=None)
         self.steps: list[str] = []
         self.errors: list[BaseException] = []
         self.threads: set[threading.Thread] = set()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Rank, RequestId, short
+from nixl_kv.ids import Claim, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import (
     AbandonRead,
@@ -120,10 +120,12 @@ from support.scripts import (
     TWO_ASKED,
     UNREACHABLE,
     WHOLE,
+    RecordedLoad,
     Script,
     after,
     decode_machine,
     each_of,
+    expect_recorded,
     failed,
     impossible,
     loading,
@@ -394,43 +396,16 @@ def test_nothing_else_changes_the_state_of_a_read(state: ReadState, event: objec
 def test_each_transition_of_a_load_is_recorded_once() -> None:
     recorded: list[Transition] = []
     machine = decode_machine(recorded.append)
-    load, peer = ("load", short(CLAIM), D1, str(PEER)), ("peer", str(PEER), "", str(PEER))
-    rank = ("read", f"{short(CLAIM)}/0", D1, f"rank 0 at {RANK_0}")
-    for event, *moves in (
-        (
-            prepare_load(),
-            (*load, "", "CONNECTING", "PrepareLoad: offer 00000000"),
-            (*peer, "", "CONNECTING", "PrepareLoad"),
-        ),
-        (
-            fits(),
-            (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
-            (*load, "CONNECTING", "ASKED", "PeerFits"),
-            (*rank, "", "ASKING", "PeerFits"),
-        ),
-        (
-            answered(grant()),
-            (*load, "ASKED", "READY", "Grant"),
-            (*rank, "ASKING", "GRANTED", "Grant"),
-        ),
-        (answered(grant()),),
-        (
-            START,
-            (*load, "READY", "READY", "StartLoad: tokens 0 to 6"),
-            (*rank, "GRANTED", "READING", "StartLoad"),
-        ),
-        (answered(deny()),),
-        (answered(renewed(CLAIM)),),
-        (Tick(),),
+    of = RecordedLoad()
+    steps = [
+        *of.until_it_reads(START),
         (
             read_done(num_bytes=4096),
-            (*rank, "READING", "DONE", "ReadDone", 4096, "", True),
-            (*load, "READY", "LOADED", "Settled", 0, "", True),
+            (*of.rank, "READING", "DONE", "ReadDone", 4096, "", True),
+            (*of.load, "READY", "LOADED", "Settled", 0, "", True),
         ),
-    ):
-        recorded.clear()
-        machine.handle(event, 100.0)
-        assert recorded == [Transition(*move) for move in moves], event
+    ]
+    expect_recorded(machine, recorded, steps)
 
 
 # Times: deadlines, heartbeats, and turns in the queue

@@ -39,7 +39,6 @@ from support.offers import (
     FIRST_SLOT,
     PAIR_SLOT,
     PAIR_TOKEN,
-    count_fence_tokens,
     denied,
     ended,
     granted_pair,
@@ -80,9 +79,7 @@ SIGN: Any = OfferGranted(RequestId("from a part"))
 ONE_RANK = Rank(0)
 
 
-@pytest.fixture(autouse=True)
-def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_fence_tokens(monkeypatch)
+pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,7 @@ from support.records import (
 )
 from support.scripts import Script, after, each_of, impossible, moves_of, play, rows_of
 
-
-@pytest.fixture(autouse=True)
-def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_fence_tokens(monkeypatch)
+pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 
 GRANTS: dict[str, Script] = {

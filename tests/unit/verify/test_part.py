@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Nonce, Rank, short
+from nixl_kv.ids import Nonce, Rank
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     Chunk,
@@ -54,7 +54,6 @@ from support.offers import (
     UNWRITTEN,
     WANTED_BACK,
     WRITTEN,
-    count_fence_tokens,
     denied,
     granted_pair,
     prefill_machine,
@@ -96,7 +95,6 @@ from support.records import (
     no_record,
     pack_reply,
     pack_request,
-    prepare_load,
     read_done,
     reader,
     recall,
@@ -131,10 +129,12 @@ from support.scripts import (
     TWO_ASKED,
     UNREACHABLE,
     WHOLE,
+    RecordedLoad,
     Script,
     after,
     decode_machine,
     each_of,
+    expect_recorded,
     failed,
     moves_of,
     play,
@@ -142,10 +142,7 @@ from support.scripts import (
     told,
 )
 
-
-@pytest.fixture(autouse=True)
-def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_fence_tokens(monkeypatch)
+pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 
 # --- prefill
@@ -642,45 +639,18 @@ def test_prefill_never_hears_what_the_scheduler_believes() -> None:
 def test_each_transition_of_a_verified_load_is_recorded_once() -> None:
     recorded: list[Transition] = []
     machine = verifying_machine(recorded.append)
-    load, peer = ("load", short(CLAIM), D1, str(PEER)), ("peer", str(PEER), "", str(PEER))
-    rank = ("read", f"{short(CLAIM)}/0", D1, f"rank 0 at {RANK_0}")
-    for event, *moves in (
-        (
-            prepare_load(),
-            (*load, "", "CONNECTING", "PrepareLoad: offer 00000000"),
-            (*peer, "", "CONNECTING", "PrepareLoad"),
-        ),
-        (
-            fits(),
-            (*peer, "CONNECTING", "HANDSHAKING", "PeerFits: 1 of 1 ranks"),
-            (*load, "CONNECTING", "ASKED", "PeerFits"),
-            (*rank, "", "ASKING", "PeerFits"),
-        ),
-        (
-            answered(grant()),
-            (*load, "ASKED", "READY", "Grant"),
-            (*rank, "ASKING", "GRANTED", "Grant"),
-        ),
-        (answered(grant()),),
-        (
-            START_VERIFIED,
-            (*load, "READY", "READY", "StartLoad: tokens 0 to 6"),
-            (*rank, "GRANTED", "READING", "StartLoad"),
-        ),
-        (answered(deny()),),
-        (answered(renewed(CLAIM)),),
-        (Tick(),),
-        (read_done(num_bytes=4096), (*rank, "READING", "VERIFYING", "ReadDone", 4096)),
+    of = RecordedLoad()
+    steps = [
+        *of.until_it_reads(START_VERIFIED),
+        (read_done(num_bytes=4096), (*of.rank, "READING", "VERIFYING", "ReadDone", 4096)),
         (answered(digest_reply()),),
         (
             digest_compared(),
-            (*rank, "VERIFYING", "DONE", "Compared", 0, "", True),
-            (*load, "READY", "LOADED", "Settled", 0, "", True),
+            (*of.rank, "VERIFYING", "DONE", "Compared", 0, "", True),
+            (*of.load, "READY", "LOADED", "Settled", 0, "", True),
         ),
-    ):
-        recorded.clear()
-        machine.handle(event, 100.0)
-        assert recorded == [Transition(*move) for move in moves], event
+    ]
+    expect_recorded(machine, recorded, steps)
 
 
 def test_a_digest_from_before_a_preemption_is_forgotten() -> None:

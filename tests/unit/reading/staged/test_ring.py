@@ -37,7 +37,6 @@ from support.offers import (
     READ,
     SECOND,
     WRITTEN,
-    count_fence_tokens,
     denied,
     fence_token,
     granted_too,
@@ -88,10 +87,7 @@ from support.scripts import (
     told,
 )
 
-
-@pytest.fixture(autouse=True)
-def counted_fence_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_fence_tokens(monkeypatch)
+pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 
 # --- prefill
