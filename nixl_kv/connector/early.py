@@ -28,7 +28,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from nixl_kv.connector.own import answers_early, has_ours, log_like_vllm, own_config
 from nixl_kv.connector.prefill import Address
 from nixl_kv.connector.vllm_config import PARAMS, MediaReader, prompt_of_client
-from nixl_kv.early.answers import PROMISE, OpenAnswers
+from nixl_kv.early.answers import PROMISE, OpenAnswers, open_promise, seal_promise
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import REQUEST_LINES, LimitedLog, TicketRefused, get_logger, shown_id
 from nixl_kv.ids import Nonce, new_nonce
@@ -155,8 +155,11 @@ class EarlyAnswers:
                 rank.address = None
                 self._begin_to_ask(rank)
         exchange = _Exchange(request, queue, self._on_answer)
-        _replace(request, {**fields, PROMISE: self._trust.promise(exchange.nonce)})
+        _replace(request, {**fields, PROMISE: self._seal(exchange)})
         return exchange
+
+    def _seal(self, exchange: _Exchange) -> str:
+        return seal_promise(exchange.nonce, self._trust.ticket_key)
 
     def _is_late(self, request: EngineCoreRequest) -> bool:
         """Whether the engine must answer: decode's answer lacks something, or the ticket would."""
@@ -268,7 +271,7 @@ class EarlyAnswers:
 
     def _address_of_own(self, found: dict[str, Any]) -> Address:
         """Raises TicketRefused if the engine has another key, as another machine may."""
-        self._trust.open_promise(found.pop(PROMISE))
+        open_promise(found.pop(PROMISE), self._trust.ticket_key)
         return Address(**found)
 
     def _listen(self) -> None:
@@ -338,7 +341,7 @@ class EarlyAnswers:
         task = asyncio.ensure_future(
             self._client.notify_kv_transfer_request_rejected(
                 f"early-{uuid.uuid4().hex}",
-                {"do_remote_decode": True, PROMISE: self._trust.promise(exchange.nonce)},
+                {"do_remote_decode": True, PROMISE: self._seal(exchange)},
                 **(to if self._has_balancer else {}),
             )
         )

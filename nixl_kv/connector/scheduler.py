@@ -53,7 +53,7 @@ from nixl_kv.connector.vllm_config import (
     zeroes_blocks,
 )
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, open_promise, seal_promise
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
@@ -384,7 +384,8 @@ class Scheduler:
         is_off = is_draining or self._is_paused or not self._is_prefill
         if is_off or self._prefill.address is None:
             return None
-        proof = self._trust.promise(new_nonce())  # shows that the API server has the same key
+        # Shows that the API server has the same key.
+        proof = seal_promise(new_nonce(), self._trust.ticket_key)
         return {**asdict(self._prefill.address), PROMISE: proof}
 
     # Called by `SchedulerHooks`.
@@ -682,7 +683,7 @@ class Scheduler:
         if PROMISE not in fields:
             return None
         try:
-            return self._trust.open_promise(fields[PROMISE])
+            return open_promise(fields[PROMISE], self._trust.ticket_key)
         except TicketRefused as error:
             shown = shown_id(request.request_id)
             self._log.info("request %s: no promise: %s", shown, error, about=error.reason)

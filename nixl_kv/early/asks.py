@@ -16,7 +16,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.machine import Deadlines, MachineState
-from nixl_kv.protocol.messages import PrefillState
+from nixl_kv.protocol.messages import PAUSED_S, PrefillState
 from nixl_kv.protocol.prefill import RoutedAsk
 
 # A prefill rank denies an early ask, because its request has not arrived. Prefill may tokenize a
@@ -27,9 +27,6 @@ UNKNOWN_S: Final = 10.0
 REPEATED_S: Final = 5.0
 MAX_ASKS: Final = 8192  # of all readers; an ask takes up to 5 KiB
 MAX_ASKS_OF_READER: Final = 4096
-
-# A rank no longer believes that its engine is paused. `DirectoryServer` repeats that more often.
-PAUSED_S: Final = 20.0
 
 _Reader: TypeAlias = tuple[EngineId, Rank]
 

@@ -21,7 +21,6 @@ from typing import Final
 
 import nixl_kv
 from nixl_kv.addresses import is_local
-from nixl_kv.early.asks import PAUSED_S
 from nixl_kv.errors import (
     ForeignVersion,
     LimitedLog,
@@ -164,7 +163,7 @@ class DirectoryServer:
 
     def _tell(self, *, is_paused: bool) -> None:
         number = next(self._numbers)
-        self._tell_again_at = self._clock() + PAUSED_S / 4 if is_paused else None
+        self._tell_again_at = self._clock() + messages.PAUSED_S / 4 if is_paused else None
         ranks = () if self._published is None else self._published[0].ranks
         for rank in ranks:
             paused = messages.Paused(
@@ -176,7 +175,7 @@ class DirectoryServer:
     def _main(self) -> None:
         while not self._is_stopping:
             is_busy = self._control.links() or self._tell_again_at is not None
-            timeout_s = PAUSED_S / 4 if is_busy else None
+            timeout_s = messages.PAUSED_S / 4 if is_busy else None
             run_guarded(partial(self.turn, timeout_s), FAILED)
 
     def _serve(self, item: FromPeer) -> None:

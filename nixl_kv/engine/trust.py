@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
-from nixl_kv.early.answers import open_promise, seal_promise
 from nixl_kv.errors import TicketRefused
-from nixl_kv.ids import Nonce
 from nixl_kv.keys import (
     Keys,
     make_user_key,
@@ -71,7 +69,7 @@ class Trust:
         )
 
     def seal(self, ticket: Ticket, *, for_in_tree: bool = True) -> dict[str, Any]:
-        return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
+        return ticket.params(self.ticket_key, for_in_tree=for_in_tree)
 
     def check(self, params: object) -> SealedTicket:
         """Find the ticket, of any wire version. Connects to nothing.
@@ -82,7 +80,7 @@ class Trust:
         """
         ticket = SealedTicket.parse(params)
         try:
-            ticket.check_mac(self._ticket_key)
+            ticket.check_mac(self.ticket_key)
         except TicketRefused as error:
             if not self.key_path:
                 raise
@@ -113,15 +111,8 @@ class Trust:
             TicketRefused: if no engine with our key has made it, or if it is malformed.
         """
         ticket = SealedTicket.parse(params)
-        ticket.check_mac(self._ticket_key)
+        ticket.check_mac(self.ticket_key)
         return ticket.open()
-
-    def promise(self, nonce: Nonce) -> str:
-        return seal_promise(nonce, self._ticket_key)
-
-    def open_promise(self, value: object) -> Nonce:
-        """Raises TicketRefused unless a front end of this engine has written it."""
-        return open_promise(value, self._ticket_key)
 
     def control(self, *own: str) -> ZmqControl:
         """`own` hosts may connect as well: the ranks of this engine, for example."""
@@ -130,5 +121,6 @@ class Trust:
         return ZmqControl(self.keys, allowed=allowed, peer_timeout_s=self.peer_timeout_s)
 
     @property
-    def _ticket_key(self) -> bytes | None:
+    def ticket_key(self) -> bytes | None:
+        """Protects fields that pass through clients and front ends; None without a key."""
         return None if self.keys is None else self.keys.tickets

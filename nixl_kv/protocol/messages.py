@@ -23,7 +23,7 @@ fields that a later version appends to a message. Every length is bounded, excep
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -375,6 +375,10 @@ class Paused(_Message, frozen=True, kw_only=True):
 
     number: Annotated[int, Meta(ge=1, le=2**62)]  # the latest one counts
     is_paused: bool
+
+
+# A rank no longer believes that its engine is paused. `DirectoryServer` repeats that more often.
+PAUSED_S: Final = 20.0
 
 
 class Leave(_Message, frozen=True, kw_only=True):

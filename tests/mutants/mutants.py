@@ -370,7 +370,7 @@ MUTANTS: Final = (
         "loop-slot",
         "if command.slot is None or self._read_slot(command.slot) == command.fence_token:",
         "if True:",
-        "unit/engine/test_loop unit/engine/test_engine",
+        "unit/early/test_rank unit/engine/test_engine",
         "After a restart of the thread, prefill grants an offer whose slot is cleared.",
     ),
     Mutant(

@@ -1,9 +1,11 @@
 """Everything else works without a feature's folder, its tests and its two lines of wiring.
 
+The early answer has vLLM's half as well: `connector/early.py`, and a few lines of two other files.
 Each test copies the tree, removes one feature, and runs the rest there. Slow: a minute each.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +16,48 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 WIRING: Final = Path("nixl_kv/engine/engine.py")
-FEATURES: Final = {"gather": "reading/gather", "staged": "reading/staged", "verify": "verify"}
+FEATURES: Final = {
+    "early": "early",
+    "gather": "reading/gather",
+    "staged": "reading/staged",
+    "verify": "verify",
+}
 """Their folders in nixl_kv/, and in tests/unit/."""
+VLLM: Final = {
+    "early": {
+        "nixl_kv/connector/plugin.py": {
+            "    from nixl_kv.connector.early import wrap_client  "
+            "# noqa: PLC0415 - imports vLLM's engine client\n\n    wrap_client()\n": "",
+        },
+        "nixl_kv/connector/scheduler.py": {
+            "from nixl_kv.early.answers import PROMISE, open_promise, seal_promise\n": "",
+            """        # Shows that the API server has the same key.
+        proof = seal_promise(new_nonce(), self._trust.ticket_key)
+        return {**asdict(self._prefill.address), PROMISE: proof}
+""": "        return asdict(self._prefill.address)\n",
+            """        fields = request.kv_transfer_params or {}
+        if PROMISE not in fields:
+            return None
+        try:
+            return open_promise(fields[PROMISE], self._trust.ticket_key)
+        except TicketRefused as error:
+            shown = shown_id(request.request_id)
+            self._log.info("request %s: no promise: %s", shown, error, about=error.reason)
+            return None
+""": "        return None\n",
+        },
+    }
+}
+"""Edits of files beside the wiring, where vLLM's half is `connector/<feature>.py`."""
 MIN_MODULES: Final = 50
-TESTS: Final = ("tests/unit/protocol", "tests/unit/engine", "tests/unit/reading", "tests/sim")
+PURE: Final = ("tests/unit/protocol", "tests/unit/engine", "tests/unit/reading")
+TESTS: Final = {
+    # Every schedule of the simulator may contain early requests.
+    "early": (*PURE, "tests/unit/verify", "tests/unit/connector"),
+    "gather": (*PURE, "tests/sim"),
+    "staged": (*PURE, "tests/sim"),
+    "verify": (*PURE, "tests/sim"),
+}
 IN_COPY: Final = """
 from pathlib import Path
 
@@ -56,15 +96,33 @@ def copy_without(feature: str, to: Path) -> Path:
     tree = Path(shutil.copytree(ROOT, to / "tree", symlinks=True, ignore=skip)).resolve()
     for parent in ("nixl_kv", "tests/unit"):
         shutil.rmtree(tree / parent / FEATURES[feature])
+    if feature in VLLM:
+        (tree / "nixl_kv" / "connector" / f"{feature}.py").unlink()
+        remove_tests_of(feature, tree / "tests" / "unit")
     return tree
 
 
+def remove_tests_of(feature: str, folder: Path) -> None:
+    """Remove the files of tests that import the feature, or another file that was removed."""
+    gone = rf"nixl_kv\.(connector\.)?{feature}\b"
+    while found := [p for p in folder.rglob("*.py") if re.search(gone, p.read_text("utf-8"))]:
+        for path in found:
+            path.unlink()
+        gone = "|".join(rf"import.*\b{p.stem}\b|\.{p.stem} import" for p in found)
+
+
 def unwire(feature: str, tree: Path) -> None:
-    """Remove its import and its entry in the list of features."""
+    """Remove its import and its entry in the list of features, and what uses vLLM's half."""
     lines = (tree / WIRING).read_text("utf-8").splitlines(keepends=True)
     kept = [line for line in lines if f"build_{feature}" not in line]
     assert len(lines) - len(kept) == 2
     (tree / WIRING).write_text("".join(kept), "utf-8")
+    for path, edits in VLLM.get(feature, {}).items():
+        text = (tree / path).read_text("utf-8")
+        for old, new in edits.items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tree / path).write_text(text, "utf-8")
 
 
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +151,7 @@ def test_the_rest_works_without_a_feature(feature: str, tmp_path: Path) -> None:
     in_copy = IN_COPY.format(tree=str(tree), module=module)
     (tree / "tests/unit/protocol/test_copy.py").write_text(in_copy, "utf-8")
     selected = ("-m", "not slow", "-k", "not many", f"--basetemp={tmp_path / 'tests'}")
-    tested = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *TESTS)
+    tested = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *TESTS[feature])
     assert tested.returncode == 0, tested.stdout[-3000:]
     print(tested.stdout.splitlines()[-1])
 

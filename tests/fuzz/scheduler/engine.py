@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.ids import RequestId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import Hint, Reader, encode
 from support.records import rank_description, teller, ticket_for
@@ -196,7 +196,7 @@ class Engine:
 
     def promise(self) -> dict[str, Any]:
         """The field that this engine's front end adds to a request that it answers early."""
-        return {PROMISE: self.role._trust.promise(new_nonce())}
+        return {PROMISE: seal_promise(new_nonce(), self.role._trust.ticket_key)}
 
     def metadata(self, output: SchedulerOutput) -> Any:
         """What this connector tells its workers in a step."""

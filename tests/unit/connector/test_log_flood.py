@@ -15,7 +15,7 @@ import nixl_kv
 from nixl_kv.connector import scheduler as module
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.traces import _Begun
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.errors import MAX_ID, REQUEST_LINES, TICKET_REASONS
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import FIELD
@@ -201,7 +201,7 @@ def test_a_reset_of_the_cache_costs_bounded_lines(
 ) -> None:
     scheduler = make()
     for _ in range(FLOOD):
-        promise = scheduler._trust.promise(Nonce(f"{next(_numbers):032x}"))
+        promise = seal_promise(Nonce(f"{next(_numbers):032x}"), scheduler._trust.ticket_key)
         scheduler.on_new_request(long_request({**OFFER, PROMISE: promise}))
     caplog.clear()
     caplog.set_level(logging.INFO)

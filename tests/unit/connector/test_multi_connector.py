@@ -32,7 +32,7 @@ import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
 from nixl_kv.connector.scheduler import NO_CHUNKS
 from nixl_kv.connector.worker import HandshakeMetadata
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.early.part import EarlyPart
 from nixl_kv.early.slots import EarlySlots
 from nixl_kv.errors import ConfigError
@@ -212,7 +212,7 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
     slots = EarlySlots(4)
     slots.bind(page, 0)
     prefill.add("Q", [*range(64), *range(900, 940)], max_tokens=2)
-    params = {**WANT_TICKET, PROMISE: role._trust.promise(new_nonce())}
+    params = {**WANT_TICKET, PROMISE: seal_promise(new_nonce(), role._trust.ticket_key)}
     request = prefill.add("R", [*range(64), *range(5000, 4936 + length)], params)
     granted = []
     for step in range(8):

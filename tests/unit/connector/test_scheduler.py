@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import KEY_VARIABLE, Config
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, open_promise, seal_promise
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation, new_nonce
@@ -442,7 +442,7 @@ def test_a_request_whose_whole_prompt_decode_cannot_bring_is_not_offered(
 def test_a_failed_request_that_was_answered_early_ends_its_ticket(make: Make) -> None:
     """vLLM puts another prompt in its place; decode waits for this ticket's offer."""
     scheduler, nonce = make(), new_nonce()
-    params = TO_OFFER | {PROMISE: scheduler._trust.promise(nonce)}
+    params = TO_OFFER | {PROMISE: seal_promise(nonce, scheduler._trust.ticket_key)}
     scheduler.on_new_request(new_request(params, num_tokens=1, abort_immediately=True))
     assert commands(scheduler) == [WithdrawOffer(nonce)]
 
@@ -689,7 +689,7 @@ def test_different_generated_keys_are_a_warning_that_names_both_files(
 def test_a_request_ends_whose_offer_decode_has_released(make: Make) -> None:
     """All ranks report it, in one step or in several."""
     scheduler, nonce = make(), new_nonce()
-    request = new_request({**TO_OFFER, PROMISE: scheduler._trust.promise(nonce)})
+    request = new_request({**TO_OFFER, PROMISE: seal_promise(nonce, scheduler._trust.ticket_key)})
     scheduler.on_new_request(request)
     requests = {request.request_id: request}
     assert scheduler.pop_released(requests) == []
@@ -708,7 +708,8 @@ def test_an_engine_tells_its_address_unless_it_drains_or_is_paused(make: Make) -
     assert scheduler._prefill.address is not None
     told = scheduler.early_address()
     assert told is not None
-    assert scheduler._trust.open_promise(told.pop(PROMISE)), "it has the key of its API servers"
+    key = scheduler._trust.ticket_key
+    assert open_promise(told.pop(PROMISE), key), "it has the key of its API servers"
     assert told == dataclasses.asdict(scheduler._prefill.address)
     scheduler.on_pause(is_paused=True)
     assert scheduler.early_address() is None

@@ -24,7 +24,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector import plugin, unpromised
 from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.early.slots import EarlySlots
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId, new_nonce
@@ -419,7 +419,7 @@ class Stepped(SteppedScheduler):
         self.describe()
 
     def pair(self) -> dict[str, Any]:
-        return {**WANT_TICKET, PROMISE: self.connector._trust.promise(new_nonce())}
+        return {**WANT_TICKET, PROMISE: seal_promise(new_nonce(), self.connector._trust.ticket_key)}
 
 
 Make = Callable[..., Stepped]

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.usage import CachedTokens, count_cached
 from nixl_kv.connector.worker import WorkerMetadata
-from nixl_kv.early.answers import PROMISE
+from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.ids import Nonce, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     Failure,
@@ -169,7 +169,7 @@ def early_ticket(prefill: Engine, prompt: list[int]) -> tuple[Any, Any]:
     nonce, trust = new_nonce(), prefill.connector._trust
     address = asdict(prefill.connector._prefill.address)
     ticket = ticket_for(prompt, nonce, is_early=True, **address)
-    return trust.seal(ticket), {PROMISE: trust.promise(nonce)}
+    return trust.seal(ticket), {PROMISE: seal_promise(nonce, trust.ticket_key)}
 
 
 PROMPTS: Final = {

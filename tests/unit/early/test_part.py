@@ -7,7 +7,6 @@ import pytest
 from nixl_kv.early.asks import (
     MAX_ASKS,
     MAX_ASKS_OF_READER,
-    PAUSED_S,
     REPEATED_S,
     UNKNOWN_S,
     EarlyAsks,
@@ -30,6 +29,7 @@ from nixl_kv.protocol.events import (
     WithdrawOffer,
     WriteSlot,
 )
+from nixl_kv.protocol.messages import PAUSED_S
 from nixl_kv.protocol.prefill import (
     END_REASONS,
     OTHER_PROMPT,

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from harness.local.memory_control import MemoryControl, MemoryNetwork
-from nixl_kv.early.asks import PAUSED_S
 from nixl_kv.engine.directory import (
     BOUNDS,
     DRAIN_HERE,
@@ -32,6 +31,7 @@ from nixl_kv.ids import (
     new_incarnation,
 )
 from nixl_kv.protocol.messages import (
+    PAUSED_S,
     Answer,
     Describe,
     Drain,
