@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import nixl_kv.connector.scheduler as ours
+from fuzz.scheduler.saver import LOADS
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.early.answers import PROMISE, seal_promise
@@ -95,6 +96,7 @@ class Configuration:
     max_num_seqs: int
     offer_share: float
     is_fast: bool  # hears of loads between steps
+    tier_loads: bool = False  # the other connector loads within steps, and may fail
     shortest: int = 2  # tokens of a prompt
     pair_share: float = 0.5  # of the tickets, how many are out before their prompt
 
@@ -117,7 +119,25 @@ class Configuration:
             offer_share=rng.choice([0.2, 0.5, 0.5, 1.0]),
             is_fast=rng.random() < 0.5,
         )
+        if rng.random() < 0.15:
+            return drawn._beside_tier(rng)
         return drawn._in_parts(rng) if rng.random() < 0.5 else drawn
+
+    def _beside_tier(self, rng: random.Random) -> "Configuration":
+        """Another connector loads within steps. vLLM discards a step of one cache group alone."""
+        return replace(
+            self,
+            role=rng.choice(["kv_producer", "kv_both"]),
+            groups=(FULL,),
+            is_async=False,
+            is_multi=True,
+            tier_loads=True,
+            caches_prefixes=True,
+            num_blocks=100,
+            num_batched_tokens=rng.choice([128, 256]),
+            max_num_seqs=8,
+            shortest=90,
+        )
 
     def _in_parts(self, rng: random.Random) -> "Configuration":
         """Decode may read each step of most prompts, and few blocks are free."""
@@ -145,11 +165,13 @@ class Configuration:
         child = {**OURS, "kv_role": self.role, "kv_connector_extra_config": extra}
         if not self.is_multi:
             return KVTransferConfig(**child)
+        options = {LOADS: self.tier_loads}
+        tier = {**SAVER, "kv_role": self.role, "kv_connector_extra_config": options}
         return KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role=self.role,
             kv_load_failure_policy=self.on_load_failure,
-            kv_connector_extra_config={"connectors": [child, {**SAVER, "kv_role": self.role}]},
+            kv_connector_extra_config={"connectors": [child, tier]},
         )
 
 
@@ -206,6 +228,10 @@ class Engine:
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
         return output.kv_connector_metadata.metadata[1].requests if self._is_multi else []
+
+    def tier_loads(self, output: SchedulerOutput) -> dict[str, range]:
+        """The tokens that the other connector loads within a step, by request."""
+        return output.kv_connector_metadata.metadata[1].loads if self._is_multi else {}
 
     @property
     def teller(self) -> Reader:

@@ -27,6 +27,7 @@ NUM_STEPS: Final = 120  # after which no request arrives
 MAX_MORE_STEPS: Final = 600  # after which all requests and offers must have ended
 MAX_REQUESTS: Final = 10
 LONGEST: Final = 160  # tokens of a prompt
+SHARED: Final = 64  # tokens of two prompts, of which another connector loads the first ones
 ROOM: Final = 172  # tokens of a request with its answer; the smallest cache has room for one
 ANSWER: Final = 7  # every token of every answer, so that those of steps under way are known
 MAX_OVERTAKEN: Final = 3
@@ -64,6 +65,7 @@ class _Step:
     sampled: list[bool]  # of each request, whether it gets a token
     writes: list[_Write]
     landed: dict[str, bool]  # loads that had ended before it began, and whether they are good
+    invalid: set[int]  # blocks that the other connector could not load within it
 
 
 class Life:
@@ -84,6 +86,7 @@ class Life:
         self._readable: dict[str, events.PrepareOffer] = {}  # of pairs, as of the latest step
         self._early: list[RequestId] = []  # loads that wait until prefill computes
         self._saves: dict[str, None] = {}
+        self._on_stale_blocks: set[str] = set()  # requests whose KV vLLM itself has spoiled
         self._loads: dict[str, events.StartLoad] = {}
         self._hint_keys: dict[str, HintKey] = {}
         self._landed: dict[str, bool] = {}  # since the latest step has begun
@@ -111,6 +114,8 @@ class Life:
     def _disturb(self) -> None:
         if self._happens(0.4) and len(self._vllm.requests) < MAX_REQUESTS:
             self._arrive()
+        if self.configuration.tier_loads and self._happens(0.3):
+            self._arrive_beside_a_load()
         if self._happens(0.1):
             self._go_on_with_session()
         if self._happens(0.02):
@@ -140,11 +145,24 @@ class Life:
         first, other = self._rng.choice([0, 1000]), self._rng.randint(0, 3) * 7000 + 300_000
         return [first + n for n in range(shared)] + [other + n for n in range(length - shared)]
 
-    def _arrive(self) -> None:
+    def _arrive_beside_a_load(self) -> None:
+        """Two prompts with one beginning, which the other connector loads for the first.
+
+        Both run in one step, which vLLM discards if that load fails.
+        """
+        first = 1_000_000 * (1 + self.counts["arrived"])
+        shared = [first + n for n in range(SHARED)]
+        others = range(first + 1000, first + 1000 + LONGEST - SHARED)
+        self._arrive([*shared, *others[:16]])
+        self._arrive([*shared, *others[32:]], is_early=True)
+
+    def _arrive(self, tokens: list[int] | None = None, *, is_early: bool = False) -> None:
         self.counts["arrived"] += 1
-        name, tokens, kind = f"r{self.counts['arrived']}", self._prompt(), self._rng.random()
-        params = None
-        is_early = self._happens(self.configuration.pair_share)
+        tokens = tokens or self._prompt()
+        name, kind, params = f"r{self.counts['arrived']}", self._rng.random(), None
+        if is_early:
+            kind = 0.0
+        is_early |= self._happens(self.configuration.pair_share)
         if kind < 0.4:
             params = dict(WANT_TICKET)
             if is_early:
@@ -251,10 +269,11 @@ class Life:
             if isinstance(command, events.PrepareLoad):
                 self._hint_keys[command.request] = command.hint_key
         self._saves.update(dict.fromkeys(self._engine.saves(output)))
-        self._steps.append(_Step(output, sampled, writes, self._landed))
+        invalid = self._load_tier(output)
+        self._steps.append(_Step(output, sampled, writes, self._landed, invalid))
         self._landed = {}
         for write in writes:
-            self._execute(write)
+            self._execute(write, invalid)
         self._read_parts()
         for request in [each for each in self._early if self._happens(0.3)]:
             self._early.remove(request)
@@ -280,7 +299,8 @@ class Life:
                 entries = entries_of(offer.tables[0], self._groups[0])
                 tokens, kv = range(offer.computed), self._hashes(request)
                 wrong = self._memory.wrong(0, entries, tokens, kv)
-                self._check(wrong is None, f"decode reads a part of {offer.request}: {wrong}")
+                is_right = wrong is None or offer.request in self._on_stale_blocks
+                self._check(is_right, f"decode reads a part of {offer.request}: {wrong}")
 
     def _pair_blocks(self, other: str) -> set[int]:
         """The blocks that decode may read, of requests that are still computed."""
@@ -366,10 +386,27 @@ class Life:
             blocks.update(table[first // size : (write.tokens.stop - 1) // size + 1])
         return blocks - {0}
 
-    def _execute(self, write: _Write) -> None:
+    def _load_tier(self, output: SchedulerOutput) -> set[int]:
+        """The other connector's loads of a step, before it computes; the blocks that it lacks."""
+        invalid = set[int]()
+        for name, tokens in self._engine.tier_loads(output).items():
+            entries = dict(enumerate(self._engine.tables(name)[0]))
+            is_good = self._happens(0.5)
+            kv = self._hashes(self._requests[name]) if is_good else [JUNK] * tokens.stop
+            self._memory.write(0, entries, tokens, kv)
+            self.counts["loads within steps"] += 1
+            if not is_good:
+                self.counts["steps discarded"] += 1
+                first = tokens.start // BLOCK
+                invalid |= {entries[number] for number in range(first, -(-tokens.stop // BLOCK))}
+        return invalid
+
+    def _execute(self, write: _Write, invalid: Collection[int]) -> None:
         """Attention reads all tokens before those that are computed, or those of its window."""
         request, tokens = write.request, write.tokens
         kv = self._hashes(request)
+        if not set(write.tables[0][: -(-tokens.start // BLOCK)]).isdisjoint(invalid):
+            kv = [JUNK] * len(kv)  # vLLM discards this
         written = self._written(write)
         self._check(
             not written & self._pair_blocks(request.request_id),
@@ -382,9 +419,13 @@ class Life:
         for number, group in enumerate(self._groups):
             entries = dict(enumerate(write.tables[number]))
             first = max(0, tokens.start - group.window + 1) if group.window else 0
-            if tokens.start:
+            if tokens.start and kv[0] != JUNK:
                 before = range(first, tokens.start)
                 wrong = self._memory.wrong(number, entries, before, kv)
+                if wrong is not None and self.counts["steps discarded"]:
+                    # vLLM's own fault: docs/upstream/vllm-discarded-step.md.
+                    self._on_stale_blocks.add(request.request_id)
+                    kv, wrong = [JUNK] * len(kv), None
                 self._check(wrong is None, f"{request.request_id} computes on: {wrong}")
             self._memory.write(number, entries, tokens, kv)
 
@@ -394,6 +435,8 @@ class Life:
     def _end_step(self) -> None:
         step = self._steps.popleft()
         reports = self._reports(self._engine.metadata(step.output).failed, step.landed)
+        if step.invalid:
+            reports["invalid_block_ids"] = step.invalid
         if self._happens(0.06):
             self._abort()
         ids = list(step.output.num_scheduled_tokens)
@@ -476,7 +519,8 @@ class Life:
             tokens = range(first, offer.num_tokens)
             entries = entries_of(offer.tables[number], group)
             wrong = self._memory.wrong(number, entries, tokens, kv)
-            self._check(wrong is None, f"decode reads {offer.request}: {wrong}")
+            is_right = wrong is None or offer.request in self._on_stale_blocks
+            self._check(is_right, f"decode reads {offer.request}: {wrong}")
 
     # --- the end, and what must hold
 

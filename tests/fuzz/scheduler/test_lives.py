@@ -65,3 +65,4 @@ def test_lives_break_no_promise(count: int) -> None:
         assert counts["loads told between steps"] > count // 5
         assert counts["prompts offered in parts"] > 2 * count
         assert counts["pairs preempted"] > count // 10
+        assert counts["steps discarded"] > count // 2

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 import nixl_kv.connector.vllm_config as module
 from harness.local.memory import Fabric
@@ -244,6 +244,21 @@ def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> No
     (grant,) = [each.message for each in actions if isinstance(each, Reply)]
     assert isinstance(grant, Grant)
     assert [written_out(table) for table in grant.tables] == [prefill.blocks_of("R")]
+
+
+def test_vllm_finds_blocks_that_no_step_has_filled(engine: Make) -> None:
+    """docs/upstream/vllm-discarded-step.md. If this fails, vLLM has mended it: say so there."""
+    prefill = engine(ours("kv_producer"), {**SYNC, "kv_role": "kv_producer"}, num_blocks=64)
+    prompt = [*range(64), *range(900, 940)]
+    prefill.add("Q", prompt, max_tokens=2)
+    output = prefill.vllm.schedule()
+    not_loaded = prefill.blocks_of("Q")[:4]
+    prefill.end(output, invalid_block_ids=set(not_loaded))
+    prefill.vllm.finish_requests("Q", RequestStatus.FINISHED_ABORTED)
+    prefill.add("R", prompt, max_tokens=2)
+    output = prefill.vllm.schedule()
+    assert prefill.blocks_of("R")[:4] == not_loaded
+    assert output.num_scheduled_tokens == {"R": 8}, "not even what was computed on them"
 
 
 @pytest.mark.parametrize("is_multi", [False, True])
