@@ -8,6 +8,7 @@ late before it has run for that time itself.
 import math
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Final
 
 # A turn of the transfer thread that does not run no longer counts toward its timeouts. It may wait
@@ -19,7 +20,8 @@ class LoopClock:
     """Monotonic seconds, without the gaps in which the loop did not run. For the loop's thread.
 
     A gap is time after the end of a wait, or after a turn began, in which the thread did no work.
-    Of each gap, the first `max_gap_s` seconds count.
+    Of each gap, the first `max_gap_s` seconds count. Another thread may call the clock as well.
+    Threads' computing times differ, so a gap that ends in another thread's call counts whole.
     """
 
     def __init__(
@@ -33,14 +35,15 @@ class LoopClock:
         self._work = work
         self._left_out = 0.0  # seconds
         self._due = clock()  # since when the thread should be running
-        self._worked = work()  # seconds of computing time until then
+        self._worked = work()  # seconds of computing time of `_thread` until then
+        self._thread = get_ident()
 
     def __call__(self) -> float:
-        now, worked = self._clock(), self._work()
+        now, worked, thread = self._clock(), self._work(), get_ident()
         gap_s = now - self._due - (worked - self._worked)
-        if gap_s > self._max_gap_s:
+        if gap_s > self._max_gap_s and thread == self._thread:
             self._left_out += gap_s - self._max_gap_s
-        self._due, self._worked = now, worked
+        self._due, self._worked, self._thread = now, worked, thread
         return now - self._left_out
 
     def begin_wait(self, wait_s: float | None) -> None:

@@ -1,6 +1,7 @@
 """The loop's clock leaves out the time in which the loop should run but does not."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,22 @@ def test_of_a_longer_wait_only_the_beginning_counts() -> None:
     begin = machine.clock()
     machine.wait(3.0, 28.0)
     assert machine.clock() - begin == 3.0 + MAX_GAP_S
+
+
+def test_a_call_of_another_thread_leaves_nothing_out() -> None:
+    """Its computing time says nothing about that of the loop, which has computed for an hour."""
+    machine = Machine()
+    machine.used, other_used = 3600.0, 0.1
+    begin = machine.clock()
+    machine.clock.begin_wait(30.0)
+    machine.now += 10.0
+    loop_used, machine.used = machine.used, other_used
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(machine.clock).result() - begin == 10.0
+    machine.now += 20.0
+    machine.used = loop_used
+    machine.clock.end_wait()
+    assert machine.clock() - begin == 30.0
 
 
 def test_of_a_turn_that_stands_still_only_the_beginning_counts() -> None:
