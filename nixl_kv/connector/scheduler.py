@@ -37,6 +37,7 @@ from nixl_kv.connector.vllm_config import (
     draft_facts,
     engine_id,
     for_workers,
+    has_draft_layers,
     keep_private,
     may_copy_blocks,
     media_rules,
@@ -169,7 +170,7 @@ class Scheduler:
         self._decode = DecodeScheduler(
             groups,
             self._trust.check,
-            computed=computed_on_decode(vllm_config),
+            computed=computed_on_decode(vllm_config, has_state=kv_cache_config.has_mamba_layers),
             verify=self._config.verify,
             media=media_rules(self._config.media),
         )
@@ -192,6 +193,7 @@ class Scheduler:
         self._not_offered: dict[RequestId, str] = {}  # why, of open requests with media
         self._epoch = 0
         self._has_state = kv_cache_config.has_mamba_layers
+        self._has_drafts = has_draft_layers(vllm_config)
         self._directory: DirectoryServer | None = None
         # Whether `SchedulerHooks` calls `end_landed`; set before the engine is described.
         self.takes_hints = False
@@ -633,7 +635,7 @@ class Scheduler:
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
             # token, but prefill keeps only the state after the last token that it computes.
-            shorten(request)
+            shorten(request, has_drafts=self._has_drafts)
         # An early ticket is for the whole prompt.
         is_early = promised is not None and self._prefill.is_new(promised)
         num_tokens = prompt.num_tokens if is_early else request.num_prompt_tokens

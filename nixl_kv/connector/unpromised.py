@@ -133,7 +133,7 @@ PARTS: Final = (
         "vllm.v1.request:Request",
         (
             *("request_id", "kv_transfer_params", "sampling_params", "status", "trace_headers"),
-            "resumable",
+            *("resumable", "use_structured_output"),
             *("num_tokens", "num_prompt_tokens", "num_computed_tokens", "prompt_token_ids"),
             *("prompt_embeds", "prompt_is_token_ids", "mm_features", "lora_request", "cache_salt"),
         ),
@@ -194,7 +194,11 @@ PARTS: Final = (
         ("req_id", "num_computed_tokens", "sampling_params"),
         "the same",
     ),
-    Part("vllm.sampling_params:SamplingParams", ("extra_args",), "kv_transfer_params"),
+    Part(
+        "vllm.sampling_params:SamplingParams",
+        ("extra_args", "allowed_token_ids"),
+        "kv_transfer_params, and the token after a shortened prompt",
+    ),
     Part(f"{_SCHED}.output:CachedRequestData", ("req_ids", "num_computed_tokens"), "the same"),
     Part(
         "vllm.v1.outputs:KVConnectorOutput",

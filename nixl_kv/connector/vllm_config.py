@@ -152,7 +152,7 @@ CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]]
     "decodes: prefill has the state before the last token only": lambda vllm, kv: (
         transfer_config(vllm).is_kv_consumer
         and kv.has_mamba_layers
-        and computed_on_decode(vllm) > 1
+        and computed_on_decode(vllm, has_state=True) > 1
     ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"caches of kinds other than {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
@@ -329,6 +329,11 @@ def _has_draft_layers(speculative: SpeculativeConfig | None) -> TypeGuard[Specul
     )
 
 
+def has_draft_layers(vllm_config: VllmConfig) -> bool:
+    """Whether a draft model writes KV into the cache."""
+    return _has_draft_layers(vllm_config.speculative_config)
+
+
 def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
     """The draft model's configuration if it has this layer, else None. Call it in a worker only."""
     speculative = vllm_config.speculative_config
@@ -448,11 +453,15 @@ def is_copy(vllm_config: VllmConfig) -> bool:
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
-def computed_on_decode(vllm_config: VllmConfig) -> int:
+def computed_on_decode(vllm_config: VllmConfig, *, has_state: bool) -> int:
     """How many of a prompt's last tokens decode computes, at least: one, for its logits."""
     # Each module of a draft model looks one token further ahead than the module before. With
     # several modules, prefill has filled their last slots from tokens that were never verified.
-    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
+    ahead = int(vllm_config.num_prefill_lookahead_tokens)
+    # vLLM 0.31 to 0.33 refuses all drafts that follow a request's first step if that computes one
+    # token. Decode then needs a step more for each request. A recurrent state fits one place alone.
+    first_step = 2 if has_draft_layers(vllm_config) and not has_state else 1
+    return max(first_step, ahead)
 
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:
@@ -677,8 +686,16 @@ def why_not_shortened(request: Request) -> str:
     return ""
 
 
-def shorten(request: Request) -> None:
-    """Make a new request compute all of its prompt except the last token."""
+def shorten(request: Request, *, has_drafts: bool) -> None:
+    """Make a new request compute all of its prompt except the last token.
+
+    `has_drafts`: a draft model writes KV as well. At the last position it writes that for the token
+    that was sampled there, so vLLM has to sample the prompt's last token.
+    """
+    if has_drafts and request.prompt_token_ids and not request.use_structured_output:
+        params: Any = copy(request.sampling_params)
+        params.allowed_token_ids = request.prompt_token_ids[-1:]
+        request.sampling_params = params
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         values = getattr(request, name)
         if values is not None:

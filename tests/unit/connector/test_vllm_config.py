@@ -403,17 +403,19 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
 
 @pytest.mark.parametrize(
     ("method", "tokens", "modules", "computed"),
-    [("ngram", 3, 1, 1), ("mtp", 3, 1, 1), ("mtp", 1, 3, 1), ("mtp", 2, 3, 2), ("mtp", 3, 3, 3)],
+    [("ngram", 3, 1, 1), ("mtp", 3, 1, 2), ("mtp", 1, 3, 2), ("mtp", 2, 3, 2), ("mtp", 3, 3, 3)],
 )
 def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     method: str, tokens: int, modules: int, computed: int
 ) -> None:
     """As many modules write as tokens are drafted, so their number is a fact."""
     config = vllm_config()
-    assert computed_on_decode(config) == 1
+    assert computed_on_decode(config, has_state=False) == 1
     draft = with_draft(method, tokens=tokens, modules=modules)
     draft(config)
-    assert computed_on_decode(config) == computed
+    assert computed_on_decode(config, has_state=False) == computed
+    of_state = computed_on_decode(config, has_state=True)
+    assert of_state == (min(tokens, modules) if modules > 1 else 1), "a state is of one place"
     more = with_draft(method, tokens=tokens + 1, modules=modules)
     assert (draft_facts_of(draft) != draft_facts_of(more)) is (modules > 1)
 
@@ -528,11 +530,27 @@ def test_a_shortened_request_has_no_last_token() -> None:
     request = new_request(num_tokens=3)
     request.max_tokens = 16
     ids, request.prompt_is_token_ids = request.prompt_token_ids, [True, True, True]
-    shorten(request)
+    before = request.sampling_params
+    shorten(request, has_drafts=False)
+    assert request.sampling_params is before
     assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (2, 2, 1)
     assert list(request.prompt_token_ids) == list(request.all_token_ids) == [0, 1]
     assert request.prompt_is_token_ids == [True, True]
     assert ids == [0, 1, 2]  # that of the prompt's context
+
+
+@pytest.mark.parametrize("is_structured", [False, True])
+def test_the_draft_model_of_a_shortened_request_gets_the_prompts_last_token(
+    *, is_structured: bool
+) -> None:
+    """VLLM gives it the sampled token. A grammar may not allow the prompt's."""
+    request = new_request(num_tokens=3)
+    before = request.sampling_params
+    if is_structured:
+        request.structured_output_request = object()
+    shorten(request, has_drafts=True)
+    assert request.sampling_params.allowed_token_ids == (None if is_structured else [2])
+    assert before.allowed_token_ids is None, "other requests may have the same object"
 
 
 def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch) -> None:
