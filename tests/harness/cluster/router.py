@@ -1,4 +1,4 @@
-"""vllm-router in prefill/decode mode as a child process."""
+"""vllm-router as a child process, in prefill/decode mode or before replicas."""
 
 import os
 import sys
@@ -19,7 +19,10 @@ IN_TURNS: Final = ("--policy", "round_robin")
 
 
 class Router(ManagedProcess):
-    """Sends each request to a prefill engine, then with that engine's answer to a decode engine."""
+    """Sends each request to a prefill engine, then with that engine's answer to a decode engine.
+
+    Without prefill engines, the decode engines are replicas: each request goes to one of them.
+    """
 
     def __init__(
         self,
@@ -54,14 +57,18 @@ class Router(ManagedProcess):
     def command(self) -> list[str]:
         # By its module: an interpreter may find the package without a command beside itself.
         command = [sys.executable, "-m", "vllm_router.launch_router"]
-        command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        if self.prefill:
+            command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         command += self.options
         command += ["--host", listening_address(self.host), "--port", str(self.port)]
         command += ["--prometheus-port", str(self._prometheus_port)]
+        urls = [engine.url_from(self.host) for engine in self.decode]
+        if not self.prefill:
+            return [*command, "--worker-urls", *urls]
         for engine in self.prefill:
             command += ["--prefill", engine.url_from(self.host)]
-        for engine in self.decode:
-            command += ["--decode", engine.url_from(self.host)]
+        for url in urls:
+            command += ["--decode", url]
         return command
 
 
