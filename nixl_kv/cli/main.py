@@ -4,7 +4,7 @@
 |---------------|-----------------------------|----------------------------|----------------------|
 | `doctor`      | all checks passed           | there are warnings         | errors, or bad option |
 | `ready`       | the engine serves           | it does not                | bad option           |
-| `plan`        | decode can read prefill     | it cannot                  | bad option, no answer |
+| `plan`        | decode can read prefill, or a ratio | it cannot          | bad option, no answer |
 | `status`      | all ranks answered          | some ranks did not         | bad option, no answer |
 | `drain`       | the engine has finished     | it has not, in time        | bad option, no answer |
 | `set-weights` | the label is set            |                            | it is not set        |
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
@@ -23,6 +24,7 @@ import typer
 
 import nixl_kv
 from nixl_kv.cli import client, compare
+from nixl_kv.cli import ratio as ratios
 from nixl_kv.cli import status as status_report
 from nixl_kv.cli.doctor.command import doctor
 from nixl_kv.cli.options import AT_HELP, FAILED, AsJson, At, Insecure, KeyFile, errors_exit, fail
@@ -56,23 +58,60 @@ def main(
 
 
 @app.command()
-def plan(
-    prefill_at: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The address of the prefill engine.")
-    ],
-    decode_at: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The address of the decode engine.")
-    ],
-    key_file: KeyFile = None,
+def plan(  # noqa: PLR0913 - options
     *,
+    prefill_at: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The address of the prefill engine.")
+    ] = None,
+    decode_at: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The address of the decode engine.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, of all engines.")] = None,
+    prompt: Annotated[float | None, typer.Option(help="Tokens of a prompt, on average.")] = None,
+    answer: Annotated[float | None, typer.Option(help="Tokens of an answer, on average.")] = None,
+    prefill_tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens per second that one prefill engine computes, measured."),
+    ] = None,
+    decode_streams: Annotated[
+        float | None,
+        typer.Option(help="Answers that one decode engine generates at once, measured."),
+    ] = None,
+    gap_ms: Annotated[
+        float | None,
+        typer.Option(help="The mean gap between two tokens that these answers may have."),
+    ] = None,
+    key_file: KeyFile = None,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a running decode engine can read a running prefill engine.
+    """Check that a decode engine can read a prefill engine, or count the engines that a load needs.
 
-    Shows which decode rank reads which prefill rank, or what differs. Nothing is transferred.
+    With --prefill-at and --decode-at, shows which decode rank reads which prefill rank, or what
+    differs. Nothing is transferred. With --rate, asks no engine, and shows the ratio of prefill and
+    decode engines with the reason.
     """
+    addresses = {"--prefill-at": prefill_at, "--decode-at": decode_at}
+    load = {
+        "--rate": rate,
+        "--prompt": prompt,
+        "--answer": answer,
+        "--prefill-tokens": prefill_tokens,
+        "--decode-streams": decode_streams,
+        "--gap-ms": gap_ms,
+    }
     with errors_exit():
+        if any(value is not None for value in load.values()):
+            if given := [name for name, value in addresses.items() if value is not None]:
+                raise ValueError(f"{given[0]} is given; allowed: not with the options of a load")
+            _plan_ratio(load, as_json=as_json)
+            return
+        if prefill_at is None or decode_at is None:
+            missing = ", ".join(name for name, value in addresses.items() if value is None)
+            raise ValueError(
+                f"missing: {missing}; give --prefill-at and --decode-at to compare two engines, or "
+                f"{', '.join(load)} to find out how many engines a load needs"
+            )
         keys = client.read_keys(key_file, insecure=insecure)
         prefill = client.engine_at(prefill_at, keys, option="--prefill-at", has_ranks=False)
         decode = client.engine_at(decode_at, keys, option="--decode-at", has_ranks=False)
@@ -83,6 +122,14 @@ def plan(
         compare.print_comparison(comparison)
     if comparison["mismatches"]:
         raise typer.Exit(FAILED)
+
+
+def _plan_ratio(load: Mapping[str, float | None], *, as_json: bool) -> None:
+    ratio = ratios.ratio_from(load)
+    if as_json:
+        typer.echo(json.dumps(ratios.as_json(ratio), indent=2))
+    else:
+        ratios.print_ratio(ratio)
 
 
 @app.command()

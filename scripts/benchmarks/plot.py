@@ -4,7 +4,7 @@ PYTHONPATH=scripts python -m benchmarks.plot
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,32 +56,36 @@ def draw() -> str:
     lines, y = list(_legend()), 48
     for name, title, key, bars, scale in PANELS:
         record = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
-        lines.append(_text(16, y, title, weight="bold"))
+        lines.append(text(16, y, title, weight="bold"))
         y += 12
         for label, values in _groups(record["rows"], key, bars):
-            lines.append(_text(LEFT - 8, y + BAR + 4, label, anchor="end"))
+            lines.append(text(LEFT - 8, y + BAR + 4, label, anchor="end"))
             for engines, value in values.items():
                 length = max(value * scale, 1)
                 lines.append(
                     f'<rect x="{LEFT}" y="{y}" width="{length:.0f}" height="{BAR - 1}" '
                     f'fill="{COLORS[engines]}"/>'
                 )
-                lines.append(_text(LEFT + length + 6, y + BAR - 3, _number(value)))
+                lines.append(text(LEFT + length + 6, y + BAR - 3, _number(value)))
                 y += BAR
             y += 8
         y += 22
     lines.append(
-        _text(
+        text(
             16,
             y - 6,
             "Shorter is better. 2 H200 of one host, the shape of Qwen3-8B, vLLM 0.32, one run each",
             color="#666",
         )
     )
+    return svg(WIDTH, y + 8, "vLLM's NixlConnector and nixl_kv compared", lines)
+
+
+def svg(width: int, height: int, label: str, lines: Iterable[str]) -> str:
+    """A drawing in the style of ours."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}" '
-        'font-family="sans-serif" font-size="13" role="img" '
-        'aria-label="vLLM\'s NixlConnector and nixl_kv compared">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'font-family="sans-serif" font-size="13" role="img" aria-label="{label}">'
     )
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *lines, "</svg>\n"])
 
@@ -105,10 +109,10 @@ def _number(value: float) -> str:
 def _legend() -> Iterator[str]:
     for x, name in ((16, "in-tree"), (210, "nixl-kv")):
         yield f'<rect x="{x}" y="12" width="12" height="12" fill="{COLORS[name]}"/>'
-        yield _text(x + 18, 23, NAMES[name])
+        yield text(x + 18, 23, NAMES[name])
 
 
-def _text(
+def text(
     x: float,
     y: float,
     text: str,

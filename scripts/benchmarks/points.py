@@ -96,7 +96,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Capacities(Capacity, frozen=True):
-    """What one prefill and one decode engine can do."""
+    """The limits of one prefill engine and of one decode engine, as they were measured."""
 
     gaps: dict[str, float]
     """The gap in milliseconds by the number of answers, from which `decode_streams` follows."""
@@ -257,8 +257,7 @@ def figures(points: Sequence[Point], objective: Objective) -> dict[str, Any]:
 def rows(record: Record, objective: Objective) -> list[dict[str, Any]]:
     """A row for each arm and rate: the shares are those of this objective."""
     found = grouped(record.runs)
-    shapes = list(dict.fromkeys(key.shape for key in found))
-    ordered = sorted(found, key=lambda key: (key[:3], shapes.index(key.shape), key.rate))
+    ordered = sorted(found, key=lambda key: (key[:3], Shape.parse(key.shape), key.rate, key.arm))
     return [
         {
             "prompt/answer": Shape.parse(key.shape).shown,
@@ -325,52 +324,82 @@ def next_step(
 # --- what the figures say
 
 
-def best_rate(shares: Mapping[float, Share]) -> float:
+class Best(NamedTuple):
     """The highest rate whose requests were good; 0 if none was."""
-    return max((rate for rate, share in shares.items() if share.is_good), default=0.0)
+
+    rate: float
+    is_open: bool
+    """No higher rate was measured, so the limit may be higher."""
+
+    def __str__(self) -> str:
+        return f"{self.rate:g}{' or more' if self.is_open else ''}"
+
+
+def best_of(shares: Mapping[float, Share]) -> Best:
+    rate = max((rate for rate, share in shares.items() if share.is_good), default=0.0)
+    return Best(rate, rate >= max(shares, default=0.0))
 
 
 def is_replicas(arm: str) -> bool:
     return arm.startswith("replicas")
 
 
-def verdicts(record: Record, objectives: Sequence[Objective]) -> Iterator[dict[str, Any]]:
-    """For each shape, engines and objective: the highest good rate of each arm.
+class Verdict(NamedTuple):
+    """The best rate of each arm for one card, vLLM, engines, shape and objective."""
 
-    "split" compares nixl_kv with the best replicas.
-    """
+    card: str
+    vllm: str
+    engines: str
+    shape: str
+    objective: Objective
+    best: Mapping[str, Best]
+
+    @property
+    def replicas(self) -> str:
+        """The best of the arms of replicas."""
+        return max(filter(is_replicas, self.best), key=self.best.__getitem__)
+
+    @property
+    def split(self) -> str:
+        """The best of nixl_kv's arms."""
+        return max(filter(self.best.__contains__, OURS), key=self.best.__getitem__)
+
+    @property
+    def answer(self) -> str:
+        """Whether to split."""
+        return answer(self.best[self.replicas], self.best[self.split])
+
+
+OURS: Final = ("overlap", "serial")
+
+
+def answer(replicas: Best, split: Best) -> str:
+    """Whether to split, by the highest good rates; "open" if a limit that decides is not known."""
+    if replicas.rate == split.rate:
+        if replicas.is_open or split.is_open:
+            return "open"
+        return "level" if split.rate else "neither"
+    if min(replicas, split).is_open:
+        return "open"
+    return "yes" if split.rate > replicas.rate else "no"
+
+
+def verdicts(record: Record, objectives: Sequence[Objective]) -> Iterator[Verdict]:
+    """For each card, vLLM, engines and shape that has replicas and nixl_kv, and each objective."""
     found = grouped(record.runs)
-    setups = dict.fromkeys(key[:4] for key in found)
+    setups = dict.fromkeys((key.card, key.vllm, key.engines, key.shape) for key in found)
     for setup, objective in itertools.product(setups, objectives):
-        card, vllm, engines, shape = setup
         shares: dict[str, dict[float, Share]] = {}
         for key, points in found.items():
             if key[:4] == setup:
                 shares.setdefault(key.arm, {})[key.rate] = share_of(points, objective)
-        best = {arm: best_rate(rates) for arm, rates in shares.items()}
-        tuned = [arm for arm in best if is_replicas(arm)]
-        ours = [arm for arm in best if arm in {"serial", "overlap"}]
-        if not tuned or not ours:
-            continue
-        winner = max(tuned, key=best.__getitem__)
-        yield {
-            "prompt/answer": Shape.parse(shape).shown,
-            "engines": engines,
-            "mean gap ms": f"{objective.gap_ms:g}",
-            "replicas": best.get("replicas", ""),
-            "tuned replicas": best[winner],
-            "their chunk": winner.partition("-")[2] or "default",
-            "in-tree": best.get("in-tree", ""),
-            "serial": best.get("serial", ""),
-            "overlap": best.get("overlap", ""),
-            "split": verdict(best[winner], max(best[arm] for arm in ours)),
-            "card": card,
-            "vLLM": vllm,
-        }
+        if any(map(is_replicas, shares)) and not shares.keys().isdisjoint(OURS):
+            best = {name: best_of(rates) for name, rates in shares.items()}
+            card, vllm, engines, shape = setup
+            yield Verdict(card, vllm, engines, shape, objective, best)
 
 
-def verdict(replicas: float, split: float) -> str:
-    """Whether to split, by the highest good rates."""
-    if split == replicas:
-        return "level" if split else "neither"
-    return "yes" if split > replicas else "no"
+def capacity_of(record: Record, shape: str) -> Capacities | None:
+    """The figures for `nixl-kv plan` of the last run that measured them."""
+    measured = [run.capacities[shape] for run in record.runs if shape in run.capacities]
+    return measured[-1] if measured else None
