@@ -7,8 +7,8 @@ Poisson process, the same ones for each arm, through vllm-router:
     replicas      engines without a connector, with vLLM's default chunk
     replicas-N    the same with --max-num-batched-tokens N
     in-tree       prefill and decode with vLLM's NixlConnector
-    serial        prefill and decode with nixl_kv, one leg after the other
-    overlap       the same with `overlap`
+    serial        prefill and decode with nixl_kv, `overlap` off: one leg after the other
+    overlap       prefill and decode with nixl_kv, `overlap` on, its default
 
 All engines start at once and share the GPUs; one arm is asked at a time. A run first finds each
 arm's knee, the highest rate at which 90 % of the requests are good and the next one, with --few
@@ -26,6 +26,7 @@ import itertools
 import random
 import shlex
 import signal
+import statistics
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,7 +213,12 @@ def specs_of(name: str, setup: Setup, options: argparse.Namespace, beside: int) 
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each point."""
+    """A row for each point.
+
+    Raises:
+        SystemExit: no point was measured.
+        ProcessDiedError: an engine or a router has ended.
+    """
     end = time.monotonic() + options.seconds
     setup = setup_of(options)
     arms = list(dict.fromkeys([*options.arms, REFERENCE]))
@@ -227,6 +233,11 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield from session.points()
         for shape, capacity in session.run.capacities.items():
             say(capacity_text(shape, capacity))
+        if not session.run.points:
+            raise SystemExit(
+                f"no point fits into the rest of --seconds {options.seconds:g}, or none is "
+                "missing; allowed: more seconds, or more requests (--many)"
+            )
 
 
 def interrupt(cluster: Cluster) -> None:
@@ -263,6 +274,8 @@ class Session:
         self._index: int | None = None
         self._order = random.Random(seed)  # noqa: S311 - the same each time
         self._warm: set[str] = set()
+        self._gaps_ms: dict[Shape, float] = {}
+        """The mean gap of the last point."""
 
     def points(self) -> Iterator[Row]:
         """Measure until nothing is missing, or time is over."""
@@ -272,6 +285,8 @@ class Session:
             name, shape, step = chosen
             point = self._measure(name, shape, step)
             self.run.points.append(point)
+            if point.mean_gap:
+                self._gaps_ms[shape] = statistics.mean(point.mean_gap)
             self._save()
             row = {"arm": name, "prompt/answer": shape.shown, "a second and GPU": step.rate}
             yield row | points.figures([point], self._objective)
@@ -311,7 +326,7 @@ class Session:
 
     def _fitting(self, shape: Shape, step: Step) -> Step | None:
         """As many of its requests as there is time for; None if these are too few."""
-        answer_s = shape.answer * self._options.gap_ms / 1e3
+        answer_s = shape.answer * self._gaps_ms.get(shape, self._options.gap_ms) / 1e3
         left = self._deadline - time.monotonic() - answer_s
         most = int(left * step.rate * self._setup.num_gpus)
         if step.requests <= most:

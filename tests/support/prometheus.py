@@ -41,6 +41,9 @@ def expressions(rate_interval: str = "1m") -> dict[str, str]:
     """Each query of the dashboard, with its variables filled in."""
     values = {"$model": ".*", "$instance": ".*", "$__rate_interval": rate_interval}
     values["$__range"] = rate_interval
+    for each in DASHBOARD["templating"]["list"]:
+        if each["type"] == "textbox":
+            values[f"${each['name']}"] = each["query"]
     found = {}
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):

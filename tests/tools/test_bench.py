@@ -20,6 +20,7 @@ pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 from benchmarks import transfer
 
 PAGE = (REPO / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+PAGES = PAGE + (REPO / "docs" / "goodput.md").read_text(encoding="utf-8")
 RECORDS = sorted((REPO / "docs" / "benchmarks").glob("*.json"))
 TINY = ["--shape", "tiny", "--repeat", "2", "--tokens", "128", "--tp", "1-2"]
 
@@ -53,8 +54,8 @@ def test_rows_become_a_table_and_a_fault_an_exit_status(
 # --- the page
 
 
-@pytest.mark.parametrize("command", re.findall(r"^    scripts/bench (.+)$", PAGE, re.MULTILINE))
-def test_the_commands_of_the_page_run(command: str) -> None:
+@pytest.mark.parametrize("command", re.findall(r"^    scripts/bench (.+)$", PAGES, re.MULTILINE))
+def test_the_commands_of_the_pages_run(command: str) -> None:
     bench.parse_arguments(shlex.split(command))
 
 
