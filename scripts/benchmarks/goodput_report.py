@@ -5,6 +5,7 @@ PYTHONPATH=scripts:tests python -m benchmarks.goodput_report
 Tables go between `<!-- goodput: NAME -->` and `<!-- end -->`.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -134,24 +135,28 @@ def _rules(record: Record) -> Iterator[str]:
         sentences.setdefault((each.shape, each.engines), []).append(each)
     for (shape, engines), of_shape in sentences.items():
         prefill, decode = map(int, engines.split(":"))
-        answers = "; ".join(map(_sentence, of_shape))
+        answers = "; ".join(
+            f"{PHRASES[answer]} {', '.join(_figures(each) for each in some)}"
+            for answer, some in itertools.groupby(of_shape, key=lambda each: each.answer)
+        )
         yield (
             f"- **{Shape.parse(shape).shown}**, {count(prefill, 'prefill engine')} and "
             f"{count(decode, 'decode engine')}: {answers}."
         )
 
 
-def _sentence(each: Verdict) -> str:
-    gap = f"within {each.objective.gap_ms:g} ms"
+PHRASES: Final[Mapping[str, str]] = {
+    "yes": "split if the mean gap must stay within",
+    "no": "do not split if the mean gap may be",
+    "level": "replicas are as good with a mean gap of",
+    "neither": "neither is good at a rate measured with a mean gap of",
+    "open": "the limit was not measured with a mean gap of",
+}
+
+
+def _figures(each: Verdict) -> str:
     split, replicas = each.best[each.split], each.best[each.replicas]
-    figures = f"{split} against {replicas}"
-    return {
-        "yes": f"split if the mean gap must stay {gap} ({figures})",
-        "no": f"do not split for {gap} ({figures})",
-        "level": f"{gap} both are good up to {split}",
-        "neither": f"{gap} neither is good at any rate measured",
-        "open": f"{gap} the limit was not measured ({figures})",
-    }[each.answer]
+    return f"{each.objective.gap_ms:g} ms ({split} against {replicas})"
 
 
 def count(number: int, noun: str) -> str:

@@ -71,7 +71,8 @@ def test_replicas_and_pairs_are_compared_and_a_later_run_goes_on(tmp_path: Path)
 
 
 def test_without_time_for_a_point_the_run_says_so(tmp_path: Path) -> None:
-    options = "--rates 1 --arms overlap --seconds 21"
+    """An answer of 100 tokens may take 1,000 s."""
+    options = "--rates 1 --arms overlap --seconds 600 --gap-ms 10000"
     ended = goodput(tmp_path / "goodput.json", *options.split())
     assert ended.returncode == 1
-    assert "no point fits into the rest of --seconds 21" in ended.stderr
+    assert "no point fits into the rest of --seconds 600" in ended.stderr

@@ -3,8 +3,9 @@
 import argparse
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from benchmarks import __main__ as bench
 from benchmarks import goodput_report, points
+from benchmarks.client import Result
 from benchmarks.goodput import setup_of, specs_of
 from benchmarks.points import (
     FILL,
@@ -243,20 +245,64 @@ def _add_runs(path: Path, arm: str) -> None:
         index = points.add(path, mine, index)
 
 
-def test_processes_add_to_one_record_at_once(tmp_path: Path) -> None:
+def test_several_add_to_one_record_at_once(tmp_path: Path) -> None:
+    """Processes or threads: the lock belongs to the open file."""
     path = tmp_path / "record.json"
-    context = get_context("fork")
-    others = [context.Process(target=_add_runs, args=(path, arm)) for arm in ("serial", "overlap")]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join()
-        assert other.exitcode == 0
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(partial(_add_runs, path), ("serial", "overlap")))
     kept = points.read(path).runs
     assert sorted((one.points[0].arm, len(one.points)) for one in kept) == [
         ("overlap", 20),
         ("serial", 20),
     ]
+
+
+# --- vLLM's client
+
+ANSWERED = Result(
+    duration=2.0,
+    completed=2,
+    total_input_tokens=600,
+    total_output_tokens=8,
+    request_goodput=0.5,
+    output_lens=[5, 0, 3],
+    start_times=[10.0, 10.1, 10.2],
+    ttfts=[0.2, 0.0, 0.3],
+    itls=[[0.25, 0.5, 0.25, 0.5], [], [0.1, 0.4]],
+    errors=["", "HTTP 503", ""],
+)
+
+
+def test_the_clients_result_becomes_a_point() -> None:
+    made = ANSWERED.point(arm="overlap", engines="1:1", shape="300/5", rate=1.0, gpus=2)
+    assert (made.requests, made.failed, made.tokens, made.seconds) == (3, 1, 8, 2.0)
+    assert made.ttft == (200, 300)
+    assert made.mean_gap == (375, 250)
+    assert made.longest_gap == (500, 400)
+    assert made.gaps == {"100": 1, "250": 2, "400": 1, "500": 2}
+    assert made.good(Objective(250, 400)) == ANSWERED.good == 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "gap_ms"),
+    [
+        pytest.param((0.0, 0.05), 10, id="together"),
+        pytest.param((0.0, 1.0), None, id="one after the other"),
+    ],
+)
+def test_the_gap_is_that_of_the_time_in_common(
+    starts: tuple[float, float], gap_ms: float | None
+) -> None:
+    """The first answer waits for the second prompt, which takes 200 ms, and then goes on."""
+    result = structs.replace(
+        ANSWERED,
+        start_times=list(starts),
+        ttfts=[0.1, 0.25],
+        itls=[[0.2, *[0.01] * 20], [0.01] * 20],
+        output_lens=[22, 21],
+    )
+    measured = result.common_gap_ms()
+    assert measured == (gap_ms and pytest.approx(gap_ms, rel=0.06))
 
 
 # --- capacities
@@ -326,9 +372,9 @@ def test_tables_name_the_best_rate_of_each_arm_and_the_verdict(record: Record) -
 def test_the_rule_names_shape_engines_and_objective(record: Record) -> None:
     win, lose = goodput_report.rule(record).splitlines()
     assert win.startswith("- **5,000/250**, 1 prefill engine and 1 decode engine: ")
-    assert "split if the mean gap must stay within 15 ms (3 against 2)" in win
+    assert "split if the mean gap must stay within 10 ms (3 against 2), 15 ms (3 against 2)" in win
     assert lose.startswith("- **500/500**, ")
-    assert "do not split for within 15 ms (2 against 3)" in lose
+    assert "do not split if the mean gap may be 10 ms (2 against 3), 15 ms (2 against 3)" in lose
 
 
 def test_the_ratio_from_plan_stands_beside_the_measured_one(record: Record) -> None:
