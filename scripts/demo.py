@@ -6,6 +6,7 @@ The exit status is 0 only if every answer is the same, token for token, and KV w
 import argparse
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Final
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import Self
 
 from harness.cluster.answers import Question
 from harness.cluster.client import Answer, Client
-from harness.cluster.cluster import Cluster, pair_specs
+from harness.cluster.cluster import Cluster, pair_specs, say
 from harness.cluster.engines import MODEL_NAME, Connector, EngineSpec
 from harness.cluster.metrics import LOADED_METRICS, CountersSince, Loaded
 from harness.cluster.models.files import ensure_tiny_model
@@ -30,6 +32,33 @@ LENGTHS: Final = (
     *(10, 40, 100, 127, 128, 129, 200, 255, 256, 257, 300, 512, 640, 800, 1000, 1280, 1500, 2000),
 )
 CONNECTORS: Final[tuple[Connector, ...]] = ("nixl-kv", "in-tree")
+SILENCE_S: Final = 10.0
+"""A step takes a minute where Python compiles vLLM first, or where others use the machine."""
+
+
+class Progress:
+    """Says what the demo does, at each step and then every SILENCE_S, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self._step, self._begin = "", time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def begin(self, step: str) -> None:
+        self._step, self._begin = step, time.monotonic()
+        say(step)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(SILENCE_S):
+            say(f"  {time.monotonic() - self._begin:3.0f} s: {self._step}")
 
 
 def ask_single(single: Client) -> list[Question]:
@@ -51,18 +80,24 @@ def ask_pair(pair: Pair, question: Question, connector: Connector) -> tuple[Answ
 
 def compare(connectors: Sequence[Connector], log_dir: Path | None) -> bool:
     """Ask all prompts with each connector, and print a table; whether all is well."""
-    model, num_right, has_moved = ensure_tiny_model(), 0, True
+    num_right, has_moved = 0, True
     table = Table(title="prefill and decode apart, compared with a single engine")
-    with Cluster(log_dir) as cluster:
+    with Progress() as progress, Cluster(log_dir) as cluster:
+        progress.begin("making a small model")
+        model = ensure_tiny_model()
+        progress.begin("starting a single engine")
         (engine,) = cluster.start(EngineSpec("single", model))
+        progress.begin(f"asking it {len(LENGTHS) + 2} prompts")
         with Client(engine.url) as single:
             questions = ask_single(single)
         cluster.end(engine)
         rows = [[str(one.expected.prompt_tokens)] for one in questions]
         table.add_column("prompt\ntokens", justify="right")
         for name in connectors:
+            progress.begin(f"starting prefill and decode with {name}")
             prefill, decode = cluster.start(*pair_specs(model, name, suffix=f"-{name}"))
             with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+                progress.begin("asking them the same prompts")
                 pair.to_router.complete(random_prompt(20, seed=0))  # the first one loads code
                 run = [ask_pair(pair, question, name) for question in questions]
             cluster.end(prefill, decode)
@@ -90,8 +125,10 @@ def compare(connectors: Sequence[Connector], log_dir: Path | None) -> bool:
 def serve(connector: Connector, log_dir: Path | None) -> None:
     """Leave prefill, decode and router running until Ctrl-C."""
     with Cluster(log_dir) as cluster:
-        prefill, decode = cluster.start(*pair_specs(ensure_tiny_model(), connector))
-        url = cluster.route([prefill], [decode]).url
+        with Progress() as progress:
+            progress.begin("starting prefill, decode and a router")
+            prefill, decode = cluster.start(*pair_specs(ensure_tiny_model(), connector))
+            url = cluster.route([prefill], [decode]).url
         body = f'{{"model": "{MODEL_NAME}", "prompt": "{random_prompt(6, seed=0)}"}}'
         print(f"curl {url}/v1/completions \\")
         print(f"  -H 'Content-Type: application/json' -d '{body}'")
