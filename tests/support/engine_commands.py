@@ -21,7 +21,7 @@ STARTS: Final = re.compile(
 )
 """What an engine's arguments follow; the option on a line of its own is what a reader adds."""
 
-CONNECTORS: Final = re.compile(r"\bkv_connector\b[\"']?\s*:")
+CONNECTORS: Final = re.compile(r"\bkv_connector\b[\"']?\s*[:=]")
 """Every engine's configuration names one, so that none is overlooked."""
 
 OF_DYNAMO: Final = ("--disaggregation-mode", "--discovery-backend")
@@ -116,6 +116,8 @@ def _in_value(value: Any, environment: Mapping[str, str]) -> Iterator[EngineComm
 def environment_of(container: Mapping[str, Any]) -> dict[str, str]:
     """The variables of a container, of Kubernetes or of compose, as it would see them."""
     entries = container.get("env") or container.get("environment") or {}
+    if isinstance(entries, str):  # of a secret of compose: the variable that has it
+        return {}
     if isinstance(entries, dict):
         return {name: _interpolated(str(value)) for name, value in entries.items()}
     return {entry["name"]: _kubernetes_value(entry) for entry in entries}
@@ -127,8 +129,6 @@ def _kubernetes_value(entry: Mapping[str, Any]) -> str:
             return value
         case {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}:
             return POD_IP
-        case {"valueFrom": {"secretKeyRef": {"name": "nixl-kv", "key": "NIXL_KV_KEY"}}}:
-            return KEY
     raise ValueError(f"{entry} is nothing that a test knows")
 
 

@@ -93,7 +93,7 @@ def scraping(
 def _relabelings() -> list[dict[str, Any]]:
     """Those of the PodMonitor, in the words of a scrape configuration."""
     monitor = yaml.safe_load((ALERTS.parent / "podmonitor.yaml").read_text("utf-8"))
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    endpoint = monitor["spec"]["podMetricsEndpoints"][0]
     names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
     return [
         {names.get(key, key): value for key, value in rule.items()}

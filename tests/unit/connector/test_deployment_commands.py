@@ -17,8 +17,12 @@ try:
 except ImportError:  # vLLM 0.31 and 0.32
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
-OTHERS: Final = ("configs/lm_eval/", "configs/recall", "configs/matrix.yaml")
-"""Files that start no engine. configs/*.json are values of an option: see tests/test_docs.py."""
+OTHERS: Final = (
+    *("configs/lm_eval/", "configs/recall", "configs/matrix.yaml"),
+    "configs/kubernetes/components/",
+)
+"""Files that start no engine. configs/*.json are values of an option: see tests/test_docs.py.
+tests/test_manifests.py parses what the components add to engines."""
 
 PATHS: Final = sorted(
     name
@@ -54,7 +58,7 @@ def test_no_command_is_overlooked() -> None:
     """Every engine's configuration names a connector, unless a command reads it from a file."""
     for path in PATHS:
         assert len(FOUND[path]) >= engine_commands.mentions(REPO / path), path
-    assert sum(map(len, FOUND.values())) > 20
+    assert sum(map(len, FOUND.values())) >= 20
 
 
 @each_command
