@@ -163,7 +163,19 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def about(record: Record) -> str:
+    """What was measured, and where."""
+    requests = sum(point.requests for one in record.runs for point in one.points)
+    dates = sorted({one.date for one in record.runs})
+    cards = " and ".join(sorted({f"{one.card} with vLLM {one.vllm}" for one in record.runs}))
+    return (
+        f"{cards}, the shape of Qwen3-8B with random weights in bfloat16: {requests:,} requests in "
+        f"{count(len(record.runs), 'run')}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
+
+
 TABLES: Final[Mapping[str, Callable[[Record], str]]] = {
+    "about": about,
     "verdicts": verdict_table,
     "points": point_table,
     "ratios": ratio_table,

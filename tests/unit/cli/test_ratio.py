@@ -25,8 +25,6 @@ RATIOS = st.builds(
 @pytest.mark.parametrize(
     ("rate", "ratio"),
     [
-        # One prefill engine for each decode engine: 99 % of the requests were good at 4 a second,
-        # 60 % at 6. Two for each: 98 % at 6, all at 9, 58 % at 12.
         pytest.param(4, (1, 1), id="4"),
         pytest.param(6, (2, 1), id="6"),
         pytest.param(9, (2, 1), id="9"),
