@@ -9,8 +9,11 @@ only the CLI also reads the environment.
 import contextlib
 import ipaddress
 import math
+import os
+import pathlib
 import re
 import socket
+import stat
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +40,8 @@ OFF: Final = "off"
 MAX_PORT: Final = 65535
 MIN_SECONDS: Final = 0.1
 MAX_SECONDS: Final = 3600.0
+# The address of a UNIX socket has up to 107 bytes: a slash, a dot and 16 digits follow.
+MAX_SHARE_DIR: Final = 89
 MAX_LABEL: Final = 256  # characters in the label of an engine's weights
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
@@ -194,6 +199,29 @@ def _label(value: object) -> str:
     return value
 
 
+def _private_directory(value: object) -> str | None:
+    """Check a directory in which engines of this user, and nobody else, meet."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or "\0" in value or not pathlib.Path(value).is_absolute():
+        raise ValueError
+    if len(os.fsencode(value)) > MAX_SHARE_DIR:
+        raise ValueError(f"it has {len(os.fsencode(value))} bytes")
+    try:
+        with contextlib.suppress(FileExistsError):
+            pathlib.Path(value).mkdir(0o700)
+        found = pathlib.Path(value).stat()
+    except OSError as error:
+        raise ValueError(f"it cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ValueError("it is not a directory")
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"it belongs to user {found.st_uid}; this engine runs as {os.geteuid()}")
+    if found.st_mode & 0o077:
+        raise ValueError(f"its mode is {stat.S_IMODE(found.st_mode):04o}")
+    return value
+
+
 def _share_of_loads(value: object) -> float:
     if value in ("off", "all"):
         return float(value == "all")
@@ -233,6 +261,11 @@ PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or n
 KEY_FILE: Final = _typed(
     "the path of a file made by `nixl-kv keygen`, or null",
     Annotated[str, Meta(pattern=r"\A[^\0]+\Z")] | None,
+)
+SHARE_DIR: Final = Rule(
+    f"the absolute path, of up to {MAX_SHARE_DIR} bytes, of a directory that only the engine's "
+    "user can enter (mode 0700), or of one to make in a directory that exists; or null",
+    _private_directory,
 )
 VERIFY: Final = Rule("'off', 'all', or 'sample:RATE' with RATE from 0 to 1", _share_of_loads)
 weights_label: Final = Rule(
@@ -290,6 +323,9 @@ class Config:
     # a rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long
     # or few, staged otherwise.
     path: Annotated[str, _choice(Path)] = "auto"
+    # A private directory that containers of one host mount. Prefill hands out its GPU memory on
+    # sockets there, so that `gather` also works between PID namespaces. None: within one only.
+    share_dir: Annotated[str | None, SHARE_DIR] = None
     # MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing.
     staging_mib: Annotated[int, MEBIBYTES] = 256
     # Share of the cache's blocks that unclaimed offers may hold.

@@ -26,6 +26,7 @@ class RankSetup:
     is_prefill: bool
     is_decode: bool
     wake: Callable[[], None]  # ends a wait of the transfer thread; on any thread
+    watch: Callable[[int], None]  # end its waits while a file descriptor is readable
     background: Executor  # plans
     counts: events.Counts
     clock: Callable[[], float]
@@ -85,6 +86,10 @@ class Feature:
     load: LoadPart | None = None
     worker: Worker | None = None
     step: StepPart | None = None
+    # The token of a reader that wants to map this rank's memory; empty: it cannot.
+    invite: Callable[[], bytes] = lambda: b""
+    # The rank begins another incarnation, with the same memory.
+    begin_life: Callable[[], None] = lambda: None
     # Called after everything else has ended.
     close: Callable[[], None] = lambda: None
 

@@ -120,6 +120,7 @@ class Worker:
         # Other pipeline stages may compute in a step that computes nothing here. Data-parallel
         # engines step in lockstep, so an idle one takes part in the steps of the others.
         self._is_awaited = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
+        self._pool: Any = None  # in which the cache is, with `share_dir`
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._engine: TransferEngine | None = None
         self._ending: TransferEngine | None = None  # told to stop; may still write
@@ -133,6 +134,26 @@ class Worker:
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
         self._computes = True  # whether the current step does
         self.stats = Stats(rank=parallel.rank)
+
+    # Before vLLM allocates the cache. vLLM's sleep mode has a pool of its own, and must free it.
+    def get_mem_pool_context(self) -> contextlib.AbstractContextManager[None] | None:
+        """With `share_dir`, the pool in which vLLM allocates the cache; None: vLLM's choice."""
+        config, model = parse_config(self._vllm_config), self._vllm_config.model_config
+        is_prefill = transfer_config(self._vllm_config).is_kv_producer
+        if config.share_dir is None or not is_prefill or not current_platform.is_cuda():
+            return None
+        if getattr(model, "enable_cumem_allocator", False) or model.enable_sleep_mode:
+            return None
+        try:
+            # Only GPU machines have Triton and CUDA's bindings.
+            from nixl_kv.reading.gather.gpu import SharePool  # noqa: PLC0415
+
+            self._pool = SharePool(torch.cuda.current_device())
+        except (ImportError, TransportError) as error:
+            # Memory of expandable segments can be shared too, in pieces of 20 MiB.
+            logger.info("the KV cache is not allocated in a pool to share: %s", error)
+            return None
+        return self._pool.use()
 
     # Once after vLLM has allocated the cache, and again after a wake-up.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

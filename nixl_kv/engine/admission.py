@@ -57,11 +57,13 @@ class Admission:
     # --- addresses of this rank
 
     def introduction(
-        self, rank: Rank, description: messages.RankDescription
+        self, rank: Rank, description: messages.RankDescription, *, maps: bool = False
     ) -> events.Introduction | None:
         """Tell a remote rank these before this one connects to it; None: nothing is necessary."""
         sources = self.sources(description.listens)
-        return events.Introduction(rank, sources, self._ports.listens) if sources else None
+        if not (sources or maps):
+            return None
+        return events.Introduction(rank, sources, self._ports.listens, maps)
 
     def sources(self, listens: Iterable[str]) -> tuple[str, ...]:
         """The addresses from which this machine connects to those of another one."""

@@ -318,6 +318,7 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         is_prefill=spec.is_prefill,
         is_decode=spec.is_decode,
         wake=control.wake,
+        watch=control.watch,
         background=spec.make_background(PREPARING_THREADS),
         counts=counts,
         clock=clock,
@@ -345,7 +346,9 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         memory=tuple(each for path in paths for each in path.read_into),
         clock=clock,
         make_background=spec.make_background,
-        introduce=admission.introduction,
+        introduce=lambda rank, remote: admission.introduction(
+            rank, remote, maps=any(path.wants_token(remote) for path in peers.paths)
+        ),
     )
     undo.callback(agents.close)
     if spec.is_decode:

@@ -374,13 +374,16 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None: without a limit."""
-        parts = self.parts
         has_decoded = self._decoding and self._decoding[0][1].done()
         if self._commands or has_decoded:
             return 0
         works = [wait_s for each in self._workers if (wait_s := each.wait_s) is not None]
-        if works:
-            return min(works)
+        rest_s = self._wait_for_rest_s()
+        return min(works if rest_s is None else (*works, rest_s), default=None)
+
+    def _wait_for_rest_s(self) -> float | None:
+        """The same without the workers."""
+        parts = self.parts
         if self._writes:
             return WRITING_PAUSE_S
         if parts.agents.is_busy:
@@ -430,6 +433,8 @@ class Loop:
         parts.slots.clear_all()
         self._execute_all(parts.prefill.begin_life(incarnation))
         self.outstanding.lose_offers()
+        for feature in parts.features:
+            feature.begin_life()
         parts.counts.count("replaced_agents", label="closed_listener")
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
@@ -551,9 +556,11 @@ class Loop:
         self._handle(events.Asked(item.route, message))
 
     def _admit(self, route: bytes, message: messages.Admit) -> None:
-        refused = self.parts.admission.admit(
-            Incarnation(message.reader.incarnation), message.sources
-        )
+        refused: tuple[str, ...] = ()
+        if message.sources:
+            refused = self.parts.admission.admit(
+                Incarnation(message.reader.incarnation), message.sources
+            )
         sources = self.parts.admission.sources(message.listens)
         self._admitting.append(_Admitting(route, message, sources, refused))
 
@@ -569,8 +576,13 @@ class Loop:
                 reader=asked.reader,
                 sources=sources,
                 refused=refused if has_room else asked.sources,
+                token=self._invite() if asked.maps else b"",
             )
             self.parts.control.reply(route, messages.encode(answer))
+
+    def _invite(self) -> bytes:
+        tokens = (each.invite() for each in self.parts.features)
+        return next((token for token in tokens if token), b"")
 
     def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:
         """Answer a status request. No error here may cost a load."""

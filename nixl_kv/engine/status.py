@@ -65,6 +65,12 @@ def build_status(
                 }
                 for peer in peers[: messages.MAX_LISTED]
             ],
+            "unmapped": [
+                # Ranks of this host whose GPU memory no kernel reads.
+                {"endpoint": endpoint, "detail": detail}
+                for path in parts.agents.peers.paths
+                for endpoint, detail in path.unmapped
+            ][: messages.MAX_LISTED],
             "links": [asdict(link) for link in links[: messages.MAX_LISTED]],
             "offers": [
                 {

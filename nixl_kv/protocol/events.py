@@ -5,7 +5,7 @@ The machines answer with actions, which `engine.loop` carries out. Results go ba
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -229,6 +229,7 @@ class Introduction(msgspec.Struct, frozen=True):
     rank: Rank
     sources: tuple[str, ...]
     listens: tuple[str, ...]
+    maps: bool = False  # this rank wants a token to map the remote rank's memory
 
 
 Introduce: TypeAlias = Callable[[Rank, messages.RankDescription], Introduction | None]
@@ -395,6 +396,7 @@ class Connect(msgspec.Struct, frozen=True):
 
     peer: PeerKey
     sources: tuple[str, ...]
+    tokens: Mapping[Rank, bytes] = {}  # to map memory of its ranks; see `messages.Share`
 
 
 class DropPeer(msgspec.Struct, frozen=True):

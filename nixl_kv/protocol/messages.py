@@ -21,7 +21,7 @@ fields that a later version appends to a message. Every length is bounded, excep
 `Status`. ZMQ's routing ids carry no meaning.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypedDict
 
@@ -54,6 +54,7 @@ MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
+SHARE_TOKEN_BYTES = 32
 MAX_LISTED = 1000  # entries of each kind in a `Status`
 MAX_ADDRESSES = 64  # of one process
 
@@ -79,6 +80,7 @@ _Endpoint = Annotated[
 ]
 
 
+_ShareToken = Annotated[bytes, Meta(max_length=SHARE_TOKEN_BYTES)]
 _Addresses = Annotated[
     tuple[Annotated[str, Meta(pattern=r"^[0-9A-Fa-f:.]+\Z", max_length=45)], ...],
     Meta(max_length=MAX_ADDRESSES),
@@ -154,7 +156,8 @@ class Allocation(_Record, frozen=True, kw_only=True):
     """GPU memory, by its address in the owner's address space.
 
     Another process maps it by `handle`, the CUDA IPC handle of an allocation in which it begins at
-    `offset`. If it is empty, `descriptor` is the owner's file descriptor of the allocation.
+    `offset`. If it is empty, `descriptor` is the owner's file descriptor of the allocation. With
+    `Export.share` it has neither.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -174,6 +177,17 @@ class Proof(_Record, frozen=True, kw_only=True):
     value: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 
 
+class Share(_Record, frozen=True, kw_only=True):
+    """A UNIX socket in the directory `share_dir`, where the owner hands out descriptors of memory.
+
+    A reader proves `token` there, which is good for one connection. It comes with `Admitted`, and
+    is empty in a description.
+    """
+
+    socket: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    token: _ShareToken = b""
+
+
 class Export(_Record, frozen=True, kw_only=True):
     """How processes on the same host map a rank's cache, in ascending order of addresses."""
 
@@ -182,6 +196,7 @@ class Export(_Record, frozen=True, kw_only=True):
     started: Annotated[int, Meta(ge=0, lt=2**62)]  # clock ticks
     allocations: Annotated[tuple[Allocation, ...], Meta(min_length=1, max_length=MAX_ALLOCATIONS)]
     proof: Proof
+    share: Share | None = None  # None: only processes of the same PID namespace can map it
 
 
 class StagingRing(_Record, frozen=True, kw_only=True):
@@ -360,6 +375,7 @@ class Admit(_Message, frozen=True, kw_only=True):
     reader: Reader
     sources: _Addresses
     listens: _Addresses
+    maps: bool = False  # it wants a token to map the rank's memory; see `Share`
 
 
 class Admitted(_Message, frozen=True, kw_only=True):
@@ -368,6 +384,7 @@ class Admitted(_Message, frozen=True, kw_only=True):
     reader: Reader
     sources: _Addresses
     refused: _Addresses = ()
+    token: _ShareToken = b""  # if the reader wants one and the rank shares its memory
 
 
 class Paused(_Message, frozen=True, kw_only=True):
@@ -499,6 +516,18 @@ def without_memory(description: Description) -> Description:
         ranks=ranks,
         extras=description.extras,
     )
+
+
+def with_tokens(description: Description, tokens: Mapping[Rank, bytes]) -> Description:
+    """The description with the token of each rank that gave this reader one."""
+    ranks = list(description.ranks)
+    for rank, token in tokens.items():
+        export = ranks[rank].export
+        if export is not None and export.share is not None:
+            share = Share(socket=export.share.socket, token=token)
+            export = msgspec.structs.replace(export, share=share)
+            ranks[rank] = msgspec.structs.replace(ranks[rank], export=export)
+    return msgspec.structs.replace(description, ranks=tuple(ranks))
 
 
 def is_description(payload: bytes) -> bool:

@@ -127,6 +127,7 @@ class Peer:
     introductions: tuple[events.Introduction, ...] = ()
     awaited: dict[Endpoint, events.Introduction] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # the addresses that its ranks connect from
+    tokens: dict[Rank, bytes] = field(default_factory=dict)  # with which this one maps its memory
 
     @property
     def kept_until(self) -> float:
@@ -255,6 +256,7 @@ class PeerBook:
         peer.description, peer.routes = event.description, event.routes
         self._index(peer)
         peer.introductions = introductions
+        peer.tokens.clear()
         peer.awaited = {event.description.ranks[one.rank].endpoint: one for one in introductions}
         # No deadline to handshake: only background threads of this side take time then.
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S if introductions else math.inf)
@@ -267,6 +269,7 @@ class PeerBook:
             reader=self.get_reader(),
             sources=one.sources,
             listens=one.listens,
+            maps=one.maps,
         )
         return events.Send(endpoint, admit)
 
@@ -280,7 +283,7 @@ class PeerBook:
             if peer.life_of(one.rank) != answer.incarnation:
                 detail = f"prefill rank {one.rank} has restarted, slept or reset its cache since"
                 failure = Failure(FailureKind.UNREACHABLE, detail)
-            elif set(one.sources) <= set(answer.refused):
+            elif one.sources and set(one.sources) <= set(answer.refused):
                 detail = (
                     f"prefill rank {one.rank} lets none of this host's addresses "
                     f"({', '.join(one.sources)}) connect to UCX's ports; its log says why"
@@ -289,10 +292,13 @@ class PeerBook:
             else:
                 del peer.awaited[endpoint]
                 peer.sources.update(answer.sources)
+                if answer.token:
+                    peer.tokens[one.rank] = answer.token
                 if not peer.awaited:
                     self._move(peer, PeerState.HANDSHAKING, answer)
                     self.deadlines.set(peer.key, math.inf)
-                    actions.append(events.Connect(peer.key, tuple(sorted(peer.sources))))
+                    sources, tokens = tuple(sorted(peer.sources)), dict(peer.tokens)
+                    actions.append(events.Connect(peer.key, sources, tokens))
                 continue
             actions += self._fail(peer, answer, failure, now)
         return actions

@@ -10,7 +10,7 @@ from typing import Final
 
 from nixl_kv.errors import LocalProtocolError, NixlKVError
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, messages
 from nixl_kv.reading.agent import READING_PAUSE_S, ReadAgent
 from nixl_kv.reading.paths import STOPPED, ExtraMemory
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers
@@ -82,7 +82,7 @@ class Agents:
             case events.StartHandshake():
                 return [self._start_handshake(action)]
             case events.Connect():
-                self._connect(action.peer)
+                self._connect(action)
             case events.DropPeer():
                 self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead():
@@ -175,9 +175,11 @@ class Agents:
             self._handshakes[peer] = self._clock()
         return events.PeerFits(peer, description, routes, introductions)
 
-    def _connect(self, peer: events.PeerKey) -> None:
+    def _connect(self, action: events.Connect) -> None:
+        peer, descriptions = action.peer, self.peers.descriptions
         self._unadmitted.discard(peer)
-        if peer in self.peers.descriptions:
+        if peer in descriptions:
+            descriptions[peer] = messages.with_tokens(descriptions[peer], action.tokens)
             self._handshakes[peer] = self._clock()
             self.current.prepare(peer)
 

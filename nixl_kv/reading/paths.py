@@ -23,6 +23,7 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.feature import Feature
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.plan import IndexBuffer, Pieces, Plan, Share
+from nixl_kv.ids import Endpoint
 from nixl_kv.protocol import events, messages
 from nixl_kv.transport.base import ListHandle, PeerName, ReadHandle, Transport
 
@@ -152,8 +153,17 @@ class ReadPath(abc.ABC):
             ValueError: for block tables that this cache cannot have.
         """
 
+    def wants_token(self, description: messages.RankDescription) -> bool:  # noqa: ARG002
+        """Whether `prepare` needs a token of the remote rank; see `messages.Share`."""
+        return False
+
+    @property
+    def unmapped(self) -> Sequence[tuple[Endpoint, str]]:
+        """The ranks of this host that this path could read but does not, and why."""
+        return ()
+
     def tidy(self) -> None:  # noqa: B027 - most have none
-        """Free unused memory. Called once per turn while reads are in progress."""
+        """Free unused memory. Called in each turn."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Wait for copies in progress and end threads. May be called again."""

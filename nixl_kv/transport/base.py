@@ -222,6 +222,9 @@ class ControlPlane(Protocol):
     def wake(self) -> None:
         """End the current `poll`; any thread may call it."""
 
+    def watch(self, descriptor: int) -> None:
+        """Let `poll` return while a file descriptor is readable, from now on."""
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close all connections; wait up to `linger_s` for messages that are being sent."""
 

@@ -271,6 +271,7 @@ class ZmqControl:
         self._caller: _Caller | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._watched: set[int] = set()
 
     def __repr__(self) -> str:
         port = "no port" if self._listener is None else f"port {self._listener.port.port}"
@@ -335,7 +336,8 @@ class ZmqControl:
                 received += end.receive() if end is not None else ()
             left_s = None if timeout_s is None else max(0, until - time.monotonic())
             # A new connection alone does not end the wait.
-            if received or self._wake_fd in ready or left_s == 0:
+            is_woken = self._wake_fd in ready or not self._watched.isdisjoint(ready)
+            if received or is_woken or left_s == 0:
                 return received
 
     def disconnect(self, endpoint: Endpoint) -> None:
@@ -352,6 +354,10 @@ class ZmqControl:
     def wake(self) -> None:
         if self._wake_fd >= 0:  # the other thread may not know that this was closed
             os.eventfd_write(self._wake_fd, 1)
+
+    def watch(self, descriptor: int) -> None:
+        self._watched.add(descriptor)
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def close(self, linger_s: float = 0.0) -> None:
         if self._caller is not None:

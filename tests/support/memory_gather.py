@@ -1,6 +1,7 @@
 """A gather inside one process: addresses are as their owner has them."""
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ class MemoryMapping:
     """See `gather.memory.Mapping`."""
 
     close: Callable[[], None]
-    owner: int = -1
+    owner: int = field(default_factory=lambda: os.eventfd(0))
     has_owner_ended: bool = False
 
     def locate(self, first: Ints, last: Ints) -> Ints:
@@ -42,36 +43,35 @@ class MemoryRead:
 class MemoryGather:
     """So many looks at a read find it under way: the first one is when it is started.
 
-    It is the stream, maps memory, and watches its owners.
+    It is the stream, and maps memory.
     """
 
     polls: int = 1
     is_able: bool = True  # to map memory
-    num_ended: int = 0
     mapped: list[MemoryMapping] = field(default_factory=list)
     num_waits: int = 0
-    is_closed: bool = False
 
     @property
     def path(self) -> GatherPath:
         stream: Any = self
-        return GatherPath(stream, stream.map, stream)
+        return GatherPath(stream, stream.map, lambda _descriptor: None)
 
     def map(self, exported: messages.Export) -> MemoryMapping:
         if not self.is_able:
             raise TransportError(f"process {exported.pid} is not seen here")
-        mapping = MemoryMapping(lambda: self.mapped.remove(mapping))
+        mapping = MemoryMapping(lambda: self._unmap(mapping))
         self.mapped.append(mapping)
         return mapping
 
-    def add(self, process: int) -> None:
-        """Watch an owner."""
+    def _unmap(self, mapping: MemoryMapping) -> None:
+        self.mapped.remove(mapping)
+        os.close(mapping.owner)
 
     def end_owners(self) -> None:
         """All processes whose memory is mapped end."""
         for mapping in self.mapped:
             mapping.has_owner_ended = True
-        self.num_ended += 1
+            os.eventfd_write(mapping.owner, 1)
 
     def prepare(self, plan: Plan, locate: Callable[[Ints, Ints], Ints]) -> SimpleNamespace:
         return SimpleNamespace(tiling=Tiling(plan, locate), mapping=self.mapped[-1])
@@ -94,7 +94,3 @@ class MemoryGather:
 
     def end(self) -> None:
         self.num_waits += 1
-
-    def close(self) -> None:
-        """Of the watch."""
-        self.is_closed = True

@@ -4,6 +4,7 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
@@ -107,7 +108,7 @@ RANK_0 = at(0)
 
 
 EXPORT: Final = messages.Export(
-    host="here",
+    host=f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} pid:[1]",
     pid=1,
     started=2,
     allocations=(messages.Allocation(address=4096, length=64, handle=b"handle"),),

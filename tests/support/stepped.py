@@ -87,6 +87,7 @@ def rank_setup(config: Config, **changed: Any) -> RankSetup:
     return RankSetup(
         config=config,
         wake=lambda: None,
+        watch=lambda _descriptor: None,
         background=Background(),
         counts=events.Counts(),
         clock=lambda: 0.0,

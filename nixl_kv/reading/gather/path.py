@@ -1,22 +1,24 @@
 """Gather: a kernel on decode's GPU reads a prefill rank's memory, which is mapped into decode.
 
 This needs no descriptors, so it is faster than NIXL for any block table. It works between GPUs of
-one host whose processes see each other. The kernel ends by itself, even if prefill dies. The fence
-is the same as for every path: the agent reads the fence slot when the kernel has ended.
+one host whose processes see each other, or share a directory. The kernel ends by itself, even if
+prefill dies. The fence is the same as for every path: the agent reads the fence slot when the
+kernel has ended.
 """
 
 import contextlib
-import os
 import select
-import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_kv.errors import TransportError, get_logger, run_guarded
+from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.plan import Plan, Share
+from nixl_kv.ids import Endpoint
 from nixl_kv.protocol import events, messages
+from nixl_kv.reading.gather.share import boot_id
 from nixl_kv.reading.paths import PreparedRank, Read, ReadOp, ReadPath
 
 if TYPE_CHECKING:  # they need Triton and CUDA's bindings, which only GPU machines have
@@ -24,6 +26,81 @@ if TYPE_CHECKING:  # they need Triton and CUDA's bindings, which only GPU machin
     from nixl_kv.reading.kernel import KernelPlan, KernelStream
 
 logger = get_logger(__name__)
+
+
+# Two H200, NIXL 1.5.1: reads of memory without CUDA IPC handles, and of memory with them.
+SLOW: Final = (
+    "NIXL reads memory without CUDA IPC handles (sleep mode, --enable-cumem-allocator, expandable "
+    "segments, share_dir) at 0.5 instead of 154 to 392 GB/s"
+)
+ADVICE: Final = (
+    "let both engines map each other's memory: set share_dir to a directory that both containers "
+    "mount (docs/deploy/kubernetes.md, NVLink between containers)"
+)
+
+
+class UnmappedRank(PreparedRank):
+    """A rank of this host that another path reads, because its memory is not mapped."""
+
+    def __init__(self, path: "UnmappedPath", endpoint: Endpoint, detail: str) -> None:
+        self.endpoint = endpoint
+        self.detail = detail
+        self._path = path
+
+    def release(self) -> None:
+        self._path.forget(self)
+
+
+class UnmappedPath(ReadPath):
+    """Reads nothing, and tells which ranks of this host are slow because of that."""
+
+    def __init__(self, why: str, advice: str = "") -> None:
+        """Say `why` this rank maps no memory, and what to do about it."""
+        self._why = why
+        self._advice = advice
+        self._unmapped: dict[UnmappedRank, None] = {}
+
+    @property
+    def unmapped(self) -> Sequence[tuple[Endpoint, str]]:
+        return [(rank.endpoint, rank.detail) for rank in list(self._unmapped)]
+
+    def prepare(
+        self, description: messages.RankDescription, share: Share, plan: Plan
+    ) -> PreparedRank | None:
+        del share
+        export = description.export
+        if export is None or export.host.partition(" ")[0] != boot_id():
+            return None
+        is_slow = not all(one.handle for one in export.allocations)
+        if self._why and not is_slow:
+            return None
+        try:
+            return self.map(export, plan)
+        except TransportError as error:
+            parts = f"its GPU memory is not mapped: {error}", SLOW if is_slow else "", self._advice
+        detail = "; ".join(part for part in parts if part)
+        if (description.endpoint, detail) not in self.unmapped:
+            logger.warning("the rank at %s is on this host, but %s", description.endpoint, detail)
+        rank = UnmappedRank(self, description.endpoint, detail)
+        self._unmapped[rank] = None
+        return rank
+
+    def map(self, export: messages.Export, plan: Plan) -> PreparedRank:
+        """Map a rank's memory for a plan.
+
+        Raises:
+            TransportError: if that fails, or the memory is not the exported one.
+        """
+        del export, plan
+        raise TransportError(self._why)
+
+    def start(self, prepared: PreparedRank, read: Read) -> ReadOp | None:
+        del prepared, read
+        return None
+
+    def forget(self, rank: UnmappedRank) -> None:
+        """No agent reads the rank any longer; on any thread."""
+        self._unmapped.pop(rank, None)
 
 
 class MappedRank(PreparedRank):
@@ -45,32 +122,34 @@ class MappedRank(PreparedRank):
             self._path.unmap(self)
 
 
-class GatherPath(ReadPath):
-    """Shared by all agents of a rank. Kernels run one after the other, on `stream`."""
+class GatherPath(UnmappedPath):
+    """Shared by all agents of a rank. Kernels run one after the other, on `stream`.
+
+    A mapping outlives its owner: until it is closed, no other process can allocate that GPU memory.
+    So the transfer thread watches the owners, with `watch`.
+    """
 
     def __init__(
         self,
         stream: "KernelStream",
         map_memory: Callable[[messages.Export], "Mapping"],
-        owners: "OwnerWatch",
+        watch: Callable[[int], None],
+        share_dir: str | None = None,
     ) -> None:
+        super().__init__("", ADVICE)
         self.stream = stream
         self._map_memory = map_memory
-        self._owners = owners
+        self._share_dir = share_dir
         self._mapped: dict[MappedRank, bool] = {}
-        self._num_ended = 0  # owners whose memory `tidy` has unmapped
+        self._owners = select.epoll()
+        self._has_ended = False  # an owner has, and `tidy` has not unmapped all of its memory
+        watch(self._owners.fileno())
 
-    def prepare(
-        self, description: messages.RankDescription, share: Share, plan: Plan
-    ) -> MappedRank | None:
-        del share
-        if description.export is None:
-            return None
-        try:
-            return self.map(description.export, plan)
-        except TransportError as error:
-            logger.info("cannot map the GPU memory of %s: %s", description.endpoint, error)
-            return None
+    def wants_token(self, description: messages.RankDescription) -> bool:
+        export = description.export
+        if self._share_dir is None or export is None or export.share is None:
+            return False
+        return Path(self._share_dir, export.share.socket).exists()
 
     def map(self, export: messages.Export, plan: Plan) -> MappedRank:
         """Map a rank's memory for a plan, in 10 ms.
@@ -86,17 +165,19 @@ class GatherPath(ReadPath):
                 raise TransportError("the plan reads nothing of it")
             self._check(export.proof, mapping)
             try:
-                self._owners.add(mapping.owner)
-            except OSError as error:
+                self._owners.register(mapping.owner, select.EPOLLIN | select.EPOLLONESHOT)
+            except (OSError, ValueError) as error:  # it is closed
                 raise TransportError(f"watching process {export.pid}: {error}") from error
             undo.pop_all()
         rank = MappedRank(self, mapping, prepared)
         self._mapped[rank] = True
         return rank
 
-    def start(self, prepared: MappedRank, read: Read) -> ReadOp | None:
+    def start(self, prepared: PreparedRank, read: Read) -> ReadOp | None:
         """Always gather mapped memory, unless its owner has ended."""
-        if prepared not in self._mapped or prepared.mapping.has_owner_ended:
+        if not isinstance(prepared, MappedRank) or prepared not in self._mapped:
+            return None
+        if prepared.mapping.has_owner_ended:
             return None
         return GatherOp(self.stream, prepared, read)
 
@@ -106,15 +187,15 @@ class GatherPath(ReadPath):
             rank.mapping.close()  # closes the owner's descriptor, which ends the watch
 
     def tidy(self) -> None:
-        """Unmap the memory of ended processes; until then nothing can allocate it again."""
-        num_ended = self._owners.num_ended
-        if num_ended == self._num_ended:
+        """Unmap the memory of owners that have ended or take it back."""
+        if self._owners.poll(0):
+            self._has_ended = True
+        if not self._has_ended:
             return
         for rank in list(self._mapped):
             if rank.mapping.has_owner_ended:
                 rank.release()
-        if not any(rank.mapping.has_owner_ended for rank in list(self._mapped)):
-            self._num_ended = num_ended
+        self._has_ended = any(rank.mapping.has_owner_ended for rank in list(self._mapped))
 
     def close(self) -> None:
         self.stream.end()
@@ -160,48 +241,3 @@ class GatherOp(ReadOp):
             self.has_ended = True
             self._rank.num_reads -= 1
             self._rank.unmap_if_unused()
-
-
-class OwnerWatch:
-    """A thread that waits for the ends of processes whose memory is mapped here.
-
-    A mapping outlives its owner: until it is closed, no other process can allocate that GPU memory.
-    The thread calls `on_ended` after it has counted an end in `num_ended`.
-    """
-
-    def __init__(self, on_ended: Callable[[], None]) -> None:
-        self.num_ended = 0
-        self._on_ended = on_ended
-        self._owners = select.epoll()
-        self._closing = os.eventfd(0)
-        self._owners.register(self._closing, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._watch, name="nixl-kv-owners", daemon=True)
-        self._thread.start()
-
-    def add(self, process: int) -> None:
-        """Watch a process until its pidfd, `process`, is closed.
-
-        Raises:
-            OSError: if it cannot be watched, or this watch is closed.
-        """
-        try:
-            self._owners.register(process, select.EPOLLIN | select.EPOLLONESHOT)
-        except ValueError as error:
-            raise OSError(str(error)) from error
-
-    def close(self) -> None:
-        if not self._owners.closed:
-            os.eventfd_write(self._closing, 1)
-            self._thread.join()
-            self._owners.close()
-            os.close(self._closing)
-
-    def _watch(self) -> None:
-        while True:
-            for descriptor, _ in self._owners.poll():
-                if descriptor == self._closing:
-                    return
-                self.num_ended += 1
-                run_guarded(
-                    self._on_ended, "could not report that the owner of mapped memory ended"
-                )

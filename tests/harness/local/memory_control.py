@@ -203,6 +203,9 @@ class MemoryControl:
             self._is_woken = True
             self._network.changed.notify_all()
 
+    def watch(self, descriptor: int) -> None:
+        """No descriptor ends a wait: what features watch, tests look at themselves."""
+
     def close(self, linger_s: float = 0.0) -> None:
         del linger_s
         self._network.leave(self)

@@ -38,7 +38,7 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10}
     assert answer.facts == {**facts, "events_since": None, "failures_span_s": RECENT_S}
     assert set(answer.totals.values()) == {0}
-    names = ("failures", "peers", "links", "offers", "loads", "story")
+    names = ("failures", "peers", "unmapped", "links", "offers", "loads", "story")
     assert answer.lists == {name: [] for name in names}
 
 

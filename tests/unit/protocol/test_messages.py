@@ -205,13 +205,13 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         messages.Admit(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.9",), listens=("fd00::9",)
         ),
-        ["Admit", 11, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"]],
+        ["Admit", 11, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"], False],
     ),
     "admitted": (
         messages.Admitted(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.1",), refused=("10.0.0.9",)
         ),
-        ["Admitted", 11, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"]],
+        ["Admitted", 11, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"], b""],
     ),
     "leave": (
         messages.Leave(incarnation=RANK_LIFE, reader=READER),

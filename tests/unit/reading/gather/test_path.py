@@ -1,12 +1,8 @@
 """Memory of another process that is mapped: by what it is read, and when it is unmapped."""
 
-import contextlib
 import dataclasses
-import os
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,7 +14,7 @@ from nixl_kv.config import Config
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.protocol.events import DataEvent, ReadDone
 from nixl_kv.reading import gather
-from nixl_kv.reading.gather.path import OwnerWatch
+from nixl_kv.reading.gather.path import GatherPath
 from nixl_kv.reading.paths import PathFeature
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
@@ -128,105 +124,16 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     reading.start([2, 9], [7, 3], range(8))
     reading.agent.close()
     assert reading.gather.num_waits == 1
-    assert not reading.gather.is_closed, "other agents use it"
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
-
-
-# The watch on the processes that own mapped memory
-
-EVENT_S = 60.0
-
-
-@pytest.fixture
-def told() -> threading.Semaphore:
-    """Released for each end that is told."""
-    return threading.Semaphore(0)
-
-
-@pytest.fixture
-def watch(told: threading.Semaphore) -> Iterator[OwnerWatch]:
-    with contextlib.closing(OwnerWatch(told.release)) as one:
-        yield one
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """It waits for its end."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as one:
-        yield one
-        one.kill()
-
-
-def test_the_end_of_a_process_is_counted_and_told_once(
-    watch: OwnerWatch, told: threading.Semaphore, process: subprocess.Popen[bytes]
-) -> None:
-    descriptor = os.pidfd_open(process.pid)
-    watch.add(descriptor)
-    assert watch.num_ended == 0
-    process.kill()
-    assert told.acquire(timeout=EVENT_S)
-    assert watch.num_ended == 1
-    watch.close()
-    assert watch.num_ended == 1, "told again"
-    os.close(descriptor)
-
-
-def test_a_process_whose_descriptor_is_closed_is_not_watched(
-    watch: OwnerWatch, told: threading.Semaphore, process: subprocess.Popen[bytes]
-) -> None:
-    other = os.pidfd_open(process.pid)
-    watch.add(other)
-    os.close(other)
-    process.kill()
-    process.wait()
-    with subprocess.Popen([sys.executable, "-c", ""]) as second:
-        descriptor = os.pidfd_open(second.pid)
-        watch.add(descriptor)
-        assert told.acquire(timeout=EVENT_S)
-    assert watch.num_ended == 1, "the first one's end was told, too"
-    os.close(descriptor)
-
-
-def test_an_error_of_who_is_told_does_not_end_the_watch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Later owners' memory would stay mapped for ever."""
-    told = threading.Semaphore(0)
-
-    def fail() -> None:
-        told.release()
-        raise OSError("the wake-up descriptor is closed")
-
-    with contextlib.closing(OwnerWatch(fail)) as watch:
-        for number in (1, 2):
-            with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-                descriptor = os.pidfd_open(ended.pid)
-                watch.add(descriptor)
-                assert told.acquire(timeout=EVENT_S)
-                assert watch.num_ended == number
-                os.close(descriptor)
-    assert "the wake-up descriptor is closed" in caplog.text
-
-
-def test_its_thread_ends_with_it(watch: OwnerWatch) -> None:
-    def names() -> set[str]:
-        return {thread.name for thread in threading.enumerate()}
-
-    assert "nixl-kv-owners" in names()
-    watch.close()
-    watch.close()
-    assert "nixl-kv-owners" not in names()
-    with pytest.raises(OSError, match="closed epoll"):
-        watch.add(0)
 
 
 # Which ranks map the memory of others
 
 
-def built(memory: Memory, path: str) -> PathFeature:
+def built(memory: Memory, path: str, **settings: Any) -> PathFeature:
     layout = dataclasses.replace(Cache(Sizes()).layout(), memory=memory)
-    return gather.build(rank_setup(Config(path=path), layout=layout))
+    return gather.build(rank_setup(Config(path=path, **settings), layout=layout))
 
 
 @pytest.fixture
@@ -245,10 +152,10 @@ def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
 def test_the_setting_says_who_maps_and_who_exports(path: str) -> None:
     feature = built("VRAM", path)
-    assert (feature.path is not None) == (path in {"auto", "gather"})
+    assert isinstance(feature.path, GatherPath) == (path in {"auto", "gather"})
     assert dict(feature.description) == ({} if path == "direct" else {"export": "exported"})
-    if feature.path is not None:
-        feature.path.close()
+    assert feature.path is not None
+    feature.path.close()
 
 
 @pytest.mark.usefixtures("_gpus")
@@ -259,4 +166,5 @@ def test_host_memory_is_not_mapped() -> None:
 def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", None)
     feature = built("VRAM", "auto")
-    assert (feature.path, dict(feature.description)) == (None, {})
+    assert not isinstance(feature.path, GatherPath)
+    assert dict(feature.description) == {}
