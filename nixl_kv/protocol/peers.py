@@ -307,7 +307,9 @@ class PeerBook:
         """Tell the ranks that this one asked to let it in that it is gone."""
         if peer.description is None:
             return []
-        endpoints = [(one, peer.description.ranks[one.rank].endpoint) for one in peer.introductions]
+        # A rank that has only given a token for its memory has let in no address.
+        named = [one for one in peer.introductions if one.sources]
+        endpoints = [(one, peer.description.ranks[one.rank].endpoint) for one in named]
         return [
             events.Send(
                 endpoint,

@@ -5,6 +5,7 @@ the bindings do. Addresses are this process's own, so that tests can read and wr
 write to a read-only mapping ends the process. A descriptor works in every process of this host.
 """
 
+# ruff: noqa: N802 - the names are CUDA's
 import ctypes
 import enum
 import mmap
@@ -56,7 +57,7 @@ mapped: dict[int, tuple[int, int]] = {}
 """By address, the size of a mapping and a handle of its own."""
 hidden: set[int] = set()
 """Inodes of memory on GPUs that this process does not see."""
-free_bytes = 1 << 40
+FREE_BYTES = 1 << 40
 
 
 def CUmemAllocationProp() -> SimpleNamespace:
@@ -106,11 +107,10 @@ def _new_handle(descriptor: int, size: int) -> int:
 
 
 def cuMemCreate(size: int, properties: Any, flags: int) -> tuple[Any, ...]:
-    global free_bytes  # noqa: PLW0603 - as in the driver
     is_exportable = "POSIX_FILE_DESCRIPTOR" in properties.requestedHandleTypes
     if size % UNIT or flags or not is_exportable:
         return INVALID, None
-    if size > free_bytes:
+    if size > FREE_BYTES:
         return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
     descriptor = os.memfd_create("gpu")
     os.ftruncate(descriptor, size)
@@ -206,6 +206,16 @@ def cuMemcpyHtoD(address: int, content: bytes, size: int) -> tuple[Any, ...]:
     return (OK,)
 
 
+def failing(name: str, error: CUresult) -> Any:
+    """A function that fails always."""
+
+    def fail(*_: object) -> tuple[Any, ...]:
+        return error, None
+
+    fail.__name__ = name
+    return fail
+
+
 def install() -> None:
     """Let `from cuda.bindings import driver` import this module."""
     bindings: Any = ModuleType("cuda.bindings")
@@ -215,8 +225,9 @@ def install() -> None:
     sys.modules["cuda.bindings.driver"] = sys.modules[__name__]
 
 
-def allocate(size: int) -> int:
+def allocate(num_bytes: int) -> int:
     """Memory as in a piece of an expandable segment, by its address."""
+    size = -(-num_bytes // UNIT) * UNIT
     properties = SimpleNamespace(requestedHandleTypes="POSIX_FILE_DESCRIPTOR")
     _, handle = cuMemCreate(size, properties, 0)
     _, address = cuMemAddressReserve(size, 0, 0, 0)

@@ -1,7 +1,9 @@
 """`kv_connector_extra_config`: accepted and refused keys and values."""
 
 import ipaddress
+import os
 import socket
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import pytest
@@ -15,6 +17,7 @@ from nixl_kv.config import (
     HOW_TO_SHARE_A_KEY,
     KEY_VARIABLE,
     LEASE_KEY,
+    MAX_SHARE_DIR,
     OWN_NAME,
     PORT_VARIABLE,
     AllowedHosts,
@@ -108,6 +111,55 @@ def test_a_value_that_is_allowed_is_parsed(
     assert type(result) is type(parsed)
 
 
+def test_a_private_directory_is_used_or_made(tmp_path: Path) -> None:
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.mkdir(0o700)
+    for path in (there, new, new):
+        assert Config.parse({"share_dir": str(path)}, {}).share_dir == str(path)
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert Config.parse({"share_dir": None}, {}).share_dir is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        *[(value, "") for value in ("", "share", "./share", 5, True, ["/tmp"], b"/tmp", "/a\0b")],
+        ("/" + "x" * MAX_SHARE_DIR, f"; it has {MAX_SHARE_DIR + 1} bytes"),
+        ("/no-such/parent", "; it cannot be used: No such file or directory"),
+        ("{tmp}/file", "; it is not a directory"),
+        ("{tmp}/open", "; its mode is 0750"),
+        ("{tmp}/listed", "; its mode is 0701"),
+    ],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_a_directory_that_others_may_use_is_refused(
+    tmp_path: Path, value: object, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    for name, mode in (("open", 0o750), ("listed", 0o701)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    value = value.format(tmp=tmp_path) if isinstance(value, str) else value
+    with pytest.raises(ConfigError) as refused:
+        Config.parse({"share_dir": value}, {})
+    assert str(refused.value).startswith(
+        f"kv_connector_extra_config['share_dir'] is {value!r}; allowed: the absolute path"
+    )
+    assert str(refused.value).endswith(f"; or null{reason}")
+
+
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(
+        ConfigError, match=f"belongs to user {user}; this engine runs as {user + 1}"
+    ):
+        Config.parse({"share_dir": str(tmp_path)}, {})
+
+
 SECONDS = (0, 0.0999, 3600.001, "5", None, True, [5], 10**400, float("nan"), float("inf"))
 HOSTS = ("", None, 127, b"127.0.0.1", "0.0.0.0", "0", "::", "224.0.0.1", "ff02::1", "no-such-name")  # noqa: S104 - refused
 ODD_HOSTS = ("anywhere", "::ffff:0.0.0.0", "x" * 64 + ".example", "10.0.0.1:80")
@@ -164,8 +216,8 @@ def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
 
 KNOWN = (
     "host, port, rank_port, backends, offer_ttl_s, lease_s, request_timeout_s, overlap, "
-    "layout, key_file, insecure, peers, peer_timeout_s, path, staging_mib, offer_share, weights, "
-    "in_tree_decode, on_load_failure, media, verify"
+    "layout, key_file, insecure, peers, peer_timeout_s, path, share_dir, staging_mib, offer_share, "
+    "weights, in_tree_decode, on_load_failure, media, verify"
 )
 UNKNOWN = "kv_connector_extra_config has the unknown key"
 

@@ -178,6 +178,8 @@ def test_a_rank_names_the_addresses_from_which_it_will_come(
         )
         expected = Introduction(Rank(3), sources, ("192.0.2.1",)) if sources else None
         assert told == expected
+    told = world.admission.introduction(Rank(3), there, maps=True)
+    assert told == Introduction(Rank(3), (), ("192.0.2.1",), maps=True)
 
 
 @pytest.mark.parametrize("host", ["", "x", "1:2", "999.1.1.1", "::%eth0", "1" * 45])

@@ -63,6 +63,36 @@ class Decode:
         return [each.incarnation for each in self.sent if isinstance(each, messages.Leave)]
 
 
+def test_the_tokens_of_ranks_come_with_their_admission() -> None:
+    """Of a rank on this host that names no address: it has no port that admits hosts."""
+    decode, other = Decode(), Endpoint("tcp://10.0.0.1:5602")
+    key = events.PeerKey(EngineId("prefill"), Incarnation(hex32(1)), DIRECTORY)
+    ranks = [
+        SimpleNamespace(endpoint=endpoint, incarnation=peer_life(1, number))
+        for number, endpoint in enumerate((RANK, other))
+    ]
+    described: Any = SimpleNamespace(ranks=ranks, incarnation=key.incarnation)
+    wanted = tuple(events.Introduction(Rank(number), (), (), maps=True) for number in range(2))
+    for attempt in (1, 2):
+        now = 100.0 * attempt
+        decode.book.want(key, prepare_load(), now, is_sealed=True)
+        decode.send(decode.book.on_fits(events.PeerFits(key, described, (), wanted), now))
+        asked = [each for each in decode.sent if isinstance(each, messages.Admit)][-2:]
+        assert [each.maps for each in asked] == [True, True]
+        connect: list[Any] = []
+        for number, rank in enumerate(ranks):
+            token = b"%d" % attempt if number else b""  # the first one shares nothing
+            answer = messages.Admitted(
+                incarnation=rank.incarnation, reader=reader(), sources=(), token=token
+            )
+            connect += decode.book.on_admitted(answer, rank.endpoint, now)
+        assert connect == [events.Connect(key, (), {Rank(1): b"%d" % attempt})]
+        lost = events.EndpointLost(RANK, "closed")
+        decode.send(decode.book.on_endpoint_lost(lost, {key}, now))
+        decode.send(decode.book.on_tick(events.Tick(), lambda _: False, now + 50))
+    assert decode.leaves() == [], "it was let in nowhere"
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_forgotten_incarnation_does_not_end_what_another_was_admitted_for(
     *, is_shared: bool

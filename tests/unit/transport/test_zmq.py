@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
 import subprocess
@@ -291,6 +292,24 @@ def test_one_poll_returns_a_batch_at_most(
         assert len(batch) <= 3
         received += batch
     assert [item.payload for item in received if not isinstance(item, Lost)] == payloads
+
+
+def test_a_watched_descriptor_ends_a_wait_while_it_is_readable() -> None:
+    with contextlib.closing(ZmqControl()) as control:
+        reader, writer = os.pipe()
+        control.watch(reader)
+        assert control.poll(0) == []
+        timer = threading.Timer(0.05, os.write, (writer, b"x"))
+        timer.start()
+        begin = time.monotonic()
+        assert control.poll(PATIENCE_S) == []
+        assert time.monotonic() - begin < PATIENCE_S / 2
+        assert control.poll(None) == [], "it is readable still"
+        timer.join()
+        os.read(reader, 1)
+        assert control.poll(0.01) == []
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_wake_up_delays_no_message(

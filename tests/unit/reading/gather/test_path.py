@@ -2,23 +2,28 @@
 
 import dataclasses
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import nixl_kv
 from harness.local.caches import Cache, Sizes
 from nixl_kv.config import Config
+from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.protocol.events import DataEvent, ReadDone
+from nixl_kv.protocol.messages import Export, Share
 from nixl_kv.reading import gather
-from nixl_kv.reading.gather.path import GatherPath
+from nixl_kv.reading.gather.path import ADVICE, SLOW, GatherPath, UnmappedPath
 from nixl_kv.reading.paths import PathFeature
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
-from support.records import PEER
+from support.records import EXPORT, PEER
 from support.stepped import rank_setup
 
 SLOT_BYTES = 16  # of the fence slot, which NIXL reads
@@ -168,3 +173,93 @@ def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None
     feature = built("VRAM", "auto")
     assert not isinstance(feature.path, GatherPath)
     assert dict(feature.description) == {}
+
+
+@pytest.mark.usefixtures("_gpus")
+@pytest.mark.parametrize("can_share", [True, False])
+def test_memory_is_shared_if_it_can_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, can_share: bool
+) -> None:
+    """Else it is exported as without the setting, and prefill's log has the reason."""
+    memory: Any = sys.modules["nixl_kv.reading.gather.memory"]
+    memory.Shared.return_value.description = "shared"
+    if not can_share:
+        memory.Shared.side_effect = TransportError("CUDA_ERROR_INVALID_VALUE")
+    feature = built("VRAM", "auto", share_dir=str(tmp_path))
+    assert dict(feature.description) == {"export": "shared" if can_share else "exported"}
+    assert (feature.worker is not None) == can_share
+    assert ("cannot be shared in share_dir" in caplog.text) != can_share
+    assert feature.path is not None
+    feature.path.close()
+
+
+@pytest.mark.usefixtures("_gpus")
+def test_a_rank_whose_memory_cannot_be_exported_says_what_that_costs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory: Any = sys.modules["nixl_kv.reading.gather.memory"]
+    memory.Exported.side_effect = [Mock(), TransportError("CUDA_ERROR_INVALID_VALUE")]
+    feature = built("VRAM", "auto")
+    assert dict(feature.description) == {}
+    assert "0.5 instead of 154 to 392 GB/s" in caplog.text
+    assert feature.path is not None
+    feature.path.close()
+
+
+# Which ranks of this host are read without a kernel
+
+OTHER_HOST = replace(EXPORT, host="another-boot pid:[1]")
+WITHOUT_HANDLES = replace(
+    EXPORT, allocations=tuple(replace(one, handle=b"") for one in EXPORT.allocations)
+)
+
+
+@pytest.mark.parametrize(
+    ("export", "why", "expected"),
+    [
+        (None, "", ""),
+        (OTHER_HOST, "", ""),
+        (EXPORT, "", f"its GPU memory is not mapped: process 1 is not seen here; {ADVICE}"),
+        (
+            WITHOUT_HANDLES,
+            "",
+            f"its GPU memory is not mapped: process 1 is not seen here; {SLOW}; {ADVICE}",
+        ),
+        (EXPORT, "path is 'direct'", ""),
+        (WITHOUT_HANDLES, "path is 'direct'", "its GPU memory is not mapped: path is 'direct'; "),
+        (OTHER_HOST, "path is 'direct'", ""),
+    ],
+)
+def test_a_rank_of_this_host_that_is_not_mapped_is_told(
+    caplog: pytest.LogCaptureFixture, export: Export | None, why: str, expected: str
+) -> None:
+    """NIXL reads plain memory fast enough, if someone wants that."""
+    path: Any = UnmappedPath(why, "do it") if why else MemoryGather(is_able=False).path
+    rank: Any = SimpleNamespace(export=export, endpoint="tcp://10.0.0.1:5601")
+    prepared = [path.prepare(rank, None, None) for _ in range(2)]
+    told = [detail for _, detail in path.unmapped]
+    assert [detail.startswith(expected) for detail in told] == ([True, True] if expected else [])
+    assert caplog.text.count("is on this host, but") == bool(expected)
+    for each in prepared:
+        assert path.start(each, None) is None
+        if each is not None:
+            each.release()
+            each.release()
+    assert path.unmapped == []
+
+
+def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(tmp_path: Path) -> None:
+    """Another host's directory has other sockets."""
+    shared = replace(EXPORT, share=Share(socket="0123456789abcdef"))
+    stream: Any = None
+    paths = [
+        GatherPath(stream, Mock(), lambda _: None, directory) for directory in (None, str(tmp_path))
+    ]
+
+    def wanted(export: Export | None) -> list[bool]:
+        rank: Any = SimpleNamespace(export=export)
+        return [path.wants_token(rank) for path in paths]
+
+    assert wanted(None) == wanted(EXPORT) == wanted(shared) == [False, False]
+    (tmp_path / "0123456789abcdef").touch()
+    assert wanted(shared) == [False, True]
