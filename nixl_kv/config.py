@@ -199,26 +199,13 @@ def _label(value: object) -> str:
     return value
 
 
-def _private_directory(value: object) -> str | None:
-    """Check a directory in which engines of this user, and nobody else, meet."""
+def _directory(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or "\0" in value or not pathlib.Path(value).is_absolute():
         raise ValueError
     if len(os.fsencode(value)) > MAX_SHARE_DIR:
         raise ValueError(f"it has {len(os.fsencode(value))} bytes")
-    try:
-        with contextlib.suppress(FileExistsError):
-            pathlib.Path(value).mkdir(0o700)
-        found = pathlib.Path(value).stat()
-    except OSError as error:
-        raise ValueError(f"it cannot be used: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ValueError("it is not a directory")
-    if found.st_uid != os.geteuid():
-        raise ValueError(f"it belongs to user {found.st_uid}; this engine runs as {os.geteuid()}")
-    if found.st_mode & 0o077:
-        raise ValueError(f"its mode is {stat.S_IMODE(found.st_mode):04o}")
     return value
 
 
@@ -263,9 +250,7 @@ KEY_FILE: Final = _typed(
     Annotated[str, Meta(pattern=r"\A[^\0]+\Z")] | None,
 )
 SHARE_DIR: Final = Rule(
-    f"the absolute path, of up to {MAX_SHARE_DIR} bytes, of a directory that only the engine's "
-    "user can enter (mode 0700), or of one to make in a directory that exists; or null",
-    _private_directory,
+    f"the absolute path of a directory, of up to {MAX_SHARE_DIR} bytes, or null", _directory
 )
 VERIFY: Final = Rule("'off', 'all', or 'sample:RATE' with RATE from 0 to 1", _share_of_loads)
 weights_label: Final = Rule(
@@ -367,6 +352,34 @@ class Config:
         host = endpoint_host(endpoint)
         entries = [one for one in self.peers or () if AllowedHosts((one,)).allows(host)]
         return str(entries[0]) if entries else ""
+
+    def make_share_dir(self) -> None:
+        """Make `share_dir` if there is none, and check that only this user can enter it.
+
+        Raises:
+            ConfigError: if others can, or it cannot be used.
+        """
+        if self.share_dir is None:
+            return
+        path, wrong = pathlib.Path(self.share_dir), ""
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(0o700)
+            found = path.stat()
+        except OSError as error:
+            wrong = f"cannot be used: {error.strerror}"
+        else:
+            if not stat.S_ISDIR(found.st_mode):
+                wrong = "is not a directory"
+            elif found.st_uid != os.geteuid():
+                wrong = f"belongs to user {found.st_uid}; this engine's is {os.geteuid()}"
+            elif found.st_mode & 0o077:
+                wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}"
+        if wrong:
+            raise ConfigError(
+                f"share_dir {self.share_dir!r} {wrong}; allowed: a directory that only this "
+                "engine's user can enter (mode 0700), or one to make in a directory that exists"
+            )
 
     @property
     def heartbeat_interval_s(self) -> float:

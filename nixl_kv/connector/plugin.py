@@ -142,6 +142,10 @@ def check_key(config: Config, _vllm_config: Any) -> None:
     Trust.of(config)
 
 
+def check_share_dir(config: Config, _vllm_config: Any) -> None:
+    config.make_share_dir()
+
+
 def check_backends(config: Config, _vllm_config: Any) -> None:
     if config.backends != Config.backends:
         # It takes seconds, and a process that has loaded UCX must not fork.
@@ -200,6 +204,7 @@ CHECKS: Final[tuple[tuple[Where, Callable[[Config, Any], None]], ...]] = (
     (Where.CONFIG, check_settings),
     (Where.CONFIG, check_wire_values),
     (Where.MACHINE, check_key),
+    (Where.MACHINE, check_share_dir),
     (Where.ENGINE, check_vllm),
     (Where.ENGINE, check_port),
     (Where.ENGINE, check_backends),

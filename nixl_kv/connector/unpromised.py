@@ -106,6 +106,7 @@ USAGE: Final = Absence("decode tells its clients that all loaded tokens were cac
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
 )
+SHARED: Final = Absence("share_dir has no effect on prefill")
 # In the API server.
 EARLY_ANSWER: Final = Absence("overlap has no effect on prefill", rests_on_order=True)
 
@@ -347,6 +348,12 @@ PARTS: Final = (
             "uses_mrope",
         ),
         "facts that two engines must share",
+    ),
+    Part(
+        f"{_CONFIG}:ModelConfig",
+        ("enable_cumem_allocator",),
+        "whether the cache is in the pool of vLLM's sleep mode",
+        SHARED,
     ),
     Part(
         "vllm.config.model_arch:ModelArchitectureConfig",

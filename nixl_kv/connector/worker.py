@@ -142,18 +142,18 @@ class Worker:
         is_prefill = transfer_config(self._vllm_config).is_kv_producer
         if config.share_dir is None or not is_prefill or not current_platform.is_cuda():
             return None
-        if getattr(model, "enable_cumem_allocator", False) or model.enable_sleep_mode:
+        if getattr(model, "enable_cumem_allocator", True):  # sleep mode turns it on
             return None
         try:
             # Only GPU machines have Triton and CUDA's bindings.
             from nixl_kv.reading.gather.gpu import SharePool  # noqa: PLC0415
 
-            self._pool = SharePool(torch.cuda.current_device())
+            pool = self._pool = SharePool(torch.cuda.current_device())
         except (ImportError, TransportError) as error:
             # Memory of expandable segments can be shared too, in pieces of 20 MiB.
             logger.info("the KV cache is not allocated in a pool to share: %s", error)
             return None
-        return self._pool.use()
+        return pool.use()
 
     # Once after vLLM has allocated the cache, and again after a wake-up.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

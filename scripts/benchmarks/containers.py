@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from typing import Any, Final
 from benchmarks import engines
 from benchmarks.floor import prompt
 from benchmarks.shapes import Row
+from harness.cluster.client import Counters
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Connector, Engine, EngineSpec
 from harness.cluster.metrics import LOADED_METRICS, READS, CountersSince, Loaded
@@ -61,9 +62,14 @@ class Measured:
     ttft: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
 
-    def add(self, changed: Mapping[str, float], connector: Connector) -> None:
-        more = Loaded.from_counters(changed, connector)
-        self.loaded = Loaded(*(a + b for a, b in zip(self.loaded, more, strict=True)))
+    def add(self, changed: Counters, connector: Connector) -> None:
+        more, last = Loaded.from_counters(changed, connector), self.loaded
+        self.loaded = Loaded(
+            loads=last.loads + more.loads,
+            tokens=last.tokens + more.tokens,
+            nbytes=last.nbytes + more.nbytes,
+            seconds=last.seconds + more.seconds,
+        )
         for path, metric in READS.items():
             self.paths[path] = self.paths.get(path, 0) + round(changed.get(metric, 0))
 
@@ -129,7 +135,7 @@ def specs_of(
 
 def warm_up(arm: str, pair: list[Engine], options: argparse.Namespace, cluster: Cluster) -> None:
     """The first requests of each length make connections, and compile kernels."""
-    with Pair(*pair) as both:
+    with Pair(pair[0], pair[1]) as both:
         for tokens in options.tokens:
             for number in range(2):
                 begin = time.perf_counter()
@@ -153,7 +159,8 @@ def ask_all(
                 continue
             connector: Connector = "in-tree" if arm == "in-tree" else "nixl-kv"
             words = prompt(tokens, f"{options.seed}/{tokens}/{arm}/{number}")
-            with Pair(*pairs[arm]) as pair:
+            prefill, decode = pairs[arm]
+            with Pair(prefill, decode) as pair:
                 since = CountersSince(pair.to_decode)
                 begin = time.perf_counter()
                 ticket = pair.to_prefill.ticket(words)

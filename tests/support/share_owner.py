@@ -38,6 +38,7 @@ class Owner:
     def __init__(self, kind: str, directory: str, num_bytes: int) -> None:
         self.kind, self.directory, self.num_bytes = kind, directory, num_bytes
         self.watched: list[int] = []
+        self.server: Any = None
         self.memory = self._allocate()
         self.fill()
         self.share()
@@ -66,7 +67,6 @@ class Owner:
         span = Span(self.memory.data_ptr(), self.num_bytes)
         if self.kind == "plain":
             self.exported: Any = Exported([span], 0)
-            self.server = None
         else:
             make = partial(
                 ShareServer, self.directory, watch=self.watched.append, clock=time.monotonic

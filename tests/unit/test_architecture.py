@@ -19,6 +19,8 @@ EXEMPT = frozenset(
         "verify/gpu.py",
         "gpu.py",
         "reading/gather/memory.py",
+        "reading/gather/gpu.py",
+        "reading/gather/path.py",  # advises whoever configures vLLM
         "transport/ucx/settings.py",  # names of UCX's own settings
         "transport/ucx/detect.py",
     }

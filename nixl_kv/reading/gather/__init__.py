@@ -61,6 +61,7 @@ def _export(setup: RankSetup, path: ReadPath | None) -> PathFeature:
         logger.warning("this rank does not export its GPU memory: %s", error)
         return PathFeature(path=path)
     if config.share_dir is not None:
+        config.make_share_dir()
         make_server = partial(ShareServer, config.share_dir, watch=setup.watch, clock=setup.clock)
         try:
             shared = Shared(layout.spans, layout.device, make_server)

@@ -42,7 +42,7 @@ class SharePool:
         addresses = (ctypes.cast(each, ctypes.c_void_p).value for each in functions)
         with translated(TransportError, "making a memory pool"):
             # `torch.cuda.CUDAPluggableAllocator` would take the functions from a library file.
-            make: Any = torch._C._cuda_customAllocator  # type: ignore[attr-defined] # noqa: SLF001
+            make: Any = torch._C._cuda_customAllocator  # noqa: SLF001
             allocator = make(*addresses)
             # torch calls them for as long as the process has memory of the pool, and does not own
             # them.

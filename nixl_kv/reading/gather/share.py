@@ -42,8 +42,9 @@ logger = get_logger(__name__)
 # Pieces per answer. Linux passes up to 253 descriptors in a message, and counts those under way
 # against the sender's limit. To export a piece takes some tens of microseconds.
 BATCH: Final = 32
-# A connection without a token ends after this time, one that has not fetched all pieces after that.
+# A connection to the socket in `share_dir` ends, because it has not proved a token.
 PROVING_S: Final = 2.0
+# A connection ends, because it has not fetched all pieces. A reader then uses another path.
 FETCHING_S: Final = 30.0
 # Ranks that map the memory at a time, and connections that have proved nothing yet. A host has up
 # to 16 GPUs, and a rank that replaces its NIXL agent maps twice.
@@ -53,7 +54,7 @@ MAX_UNPROVEN: Final = 16
 MAX_TOKENS: Final = 4096
 # Owners of which a reader remembers the next token.
 MAX_OWNERS: Final = 1024
-# The owner has bound a socket, but not listened to it: two system calls apart.
+# A socket in `share_dir` that nothing listens on is removed: its process died before it listened.
 BINDING_S: Final = 60.0
 
 NUMBER: Final = struct.Struct("<I")

@@ -463,8 +463,7 @@ def test_a_prefill_engine_that_shares_has_a_pool_unless_vllm_has_one(
     assert pool_of(monkeypatch, tmp_path, "kv_both") is not None
     assert pool_of(monkeypatch, None) is None
     assert pool_of(monkeypatch, tmp_path, "kv_consumer") is None
-    for name in ("enable_cumem_allocator", "enable_sleep_mode"):
-        assert pool_of(monkeypatch, tmp_path, **{name: True}) is None
+    assert pool_of(monkeypatch, tmp_path, enable_cumem_allocator=True) is None
     monkeypatch.setattr(worker_module.current_platform, "is_cuda", lambda: False)
     assert pool_of(monkeypatch, tmp_path) is None
 
@@ -479,6 +478,7 @@ def test_without_a_pool_vllm_allocates_the_cache(
 ) -> None:
     """With torch's expandable segments, whose pieces can be shared too."""
     tmp_path.chmod(0o700)
+    caplog.set_level("INFO")
     monkeypatch.setattr(StubPool, "__init__", Mock(side_effect=error))
     assert pool_of(monkeypatch, tmp_path) is None
     assert str(error) in caplog.text

@@ -406,6 +406,7 @@ def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
         is_prefill=is_prefill,
         is_decode=not is_prefill or verifies,
         wake=Mock(),
+        watch=Mock(),
         background=Mock(),
         counts=Counts(),
         clock=time.monotonic,

@@ -191,7 +191,7 @@ def test_memory_that_cannot_be_exported_is_not_shared(
     failing = fake_driver.failing("cuMemExportToShareableHandle", fake_driver.INVALID)
     monkeypatch.setattr(fake_driver, "cuMemExportToShareableHandle", failing)
     with pytest.raises(TransportError, match="cuMemExportToShareableHandle: CUDA_ERROR"):
-        memory.Shared(cache, 0, partial(ShareServer, str(tmp_path), watch=print, clock=print))
+        memory.Shared(cache, 0, partial(ShareServer, str(tmp_path), watch=print, clock=time.time))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -211,6 +211,23 @@ def test_after_a_failure_the_description_s_token_counts_again(tmp_path: Path) ->
         assert token == b"token"
 
 
+def test_a_reader_remembers_the_tokens_of_so_many_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten one gets the token of its description, which is used."""
+    monkeypatch.setattr(share, "MAX_OWNERS", 3)
+    tokens = Tokens()
+    owners = [Share(socket=f"{number:016x}", token=b"first") for number in range(5)]
+    for one in owners:
+        with tokens.of(one) as (_, keep):
+            keep(b"next")
+    assert len(tokens._next) == 3
+    found = []
+    for one in owners[::-1][:3]:
+        with tokens.of(one) as (token, keep):
+            found.append(token)
+            keep(b"later")
+    assert found[0] == b"next"
+
+
 def test_old_tokens_become_invalid(owner: Owner) -> None:
     first = owner.server.invite()
     others = [owner.server.invite() for _ in range(MAX_TOKENS)]
