@@ -354,7 +354,7 @@ class Config:
         return str(entries[0]) if entries else ""
 
     def make_share_dir(self) -> None:
-        """Make `share_dir` if there is none, and check that only this user can enter it.
+        """Make the directory `share_dir` if it is missing; check that only this user can enter it.
 
         Raises:
             ConfigError: if others can, or it cannot be used.

@@ -7,10 +7,14 @@ The recall model answers every prompt exactly, if its KV is right. CUDA graphs n
 """
 
 import json
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -21,8 +25,14 @@ pytest.importorskip("vllm", reason="needs vLLM: scripts/install --cuda")
 
 from harness.cluster.client import DIRECT, Client  # noqa: E402
 from harness.cluster.cluster import Cluster, pair_specs  # noqa: E402
-from harness.cluster.engines import OVERLAP, Engine  # noqa: E402
-from harness.cluster.metrics import FAILURES, LOADS, VERIFIED, CountersSince  # noqa: E402
+from harness.cluster.engines import OVERLAP, Engine, EngineSpec  # noqa: E402
+from harness.cluster.metrics import (  # noqa: E402
+    FAILURES,
+    LOADS,
+    READS,
+    VERIFIED,
+    CountersSince,
+)
 from harness.cluster.models.files import REPO  # noqa: E402
 from harness.cluster.pair import Pair  # noqa: E402
 from support.engines import expect, expect_free  # noqa: E402
@@ -159,3 +169,61 @@ def test_engines_that_sleep_read_again(cluster: Cluster) -> None:
                 post(engine, "/wake_up")
         expect(since, {LOADS: 6, FAILURES: 0})
     cluster.end(*started)
+
+
+KINDS: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
+    "pool": ((), {}),
+    "expandable": ((), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    "sleep": (("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"}),
+}
+"""Of GPU memory that has no CUDA IPC handle: flags and environment of both engines."""
+SLEEPY: Final = "sleep"
+
+
+def in_containers(kind: str, directory: Path) -> list[EngineSpec]:
+    """Engines with PID and IPC namespaces of their own, which share a directory."""
+    flags, env = KINDS[kind]
+    pair = specs(*flags, suffix=f"-{kind}", extra_env=env, contained=True)
+    config = {**CONFIG, "share_dir": str(directory)}
+    return [replace(spec, connector_config=config, gpu_memory_utilization=0.2) for spec in pair]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and `unshare`"
+)
+def test_a_kernel_reads_between_containers_that_share_a_directory(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Of each kind of memory; and prefill's memory comes back when it sleeps, and decode lives."""
+    tmp_path.chmod(0o700)
+    started = cluster.start(*(spec for kind in KINDS for spec in in_containers(kind, tmp_path)))
+    pairs = dict(zip(KINDS, zip(started[::2], started[1::2], strict=True), strict=True))
+    for kind, (prefill, decode) in pairs.items():
+        if kind == SLEEPY and Client(decode.url).vllm_version().startswith(("0.31.", "0.32.")):
+            continue
+        with Pair(prefill, decode) as pair:
+            since = CountersSince(pair.to_decode)
+            ask_directly(pair, QUESTIONS[:4])
+            if kind == SLEEPY:
+                before, _ = torch.cuda.mem_get_info(0)
+                begun = time.monotonic()
+                post(prefill, "/sleep?level=1")
+                slept = time.monotonic()
+                while torch.cuda.mem_get_info(0)[0] < before + KV_BYTES:
+                    assert time.monotonic() < slept + 10, "prefill's memory does not come back"
+                    time.sleep(0.01)
+                print(f"slept in {slept - begun:.2f} s, memory back {time.monotonic() - slept:.2f}")
+                post(prefill, "/wake_up")
+            ask_directly(pair, QUESTIONS[4:8])
+            expect_all_loaded(since, 8)
+            changed = since.changed()
+            print(kind, {path: changed.get(name, 0) for path, name in READS.items()})
+            assert changed.get(READS["gather"], 0) >= 8
+        assert "is on this host, but" not in decode.log_text()
+    cluster.end(*started)
+
+
+def ask_directly(pair: Pair, questions: list[dict[str, str]]) -> None:
+    for question in questions:
+        ticket = pair.to_prefill.ticket(question["prompt"])
+        assert ask(pair.to_decode, question, kv_transfer_params=ticket)

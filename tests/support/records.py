@@ -260,7 +260,8 @@ def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -
 
 def written_out(table: Table) -> list[int]:
     """All entries, from that of the prompt's first token on."""
-    return [ABSENT] * table.first + table.block_ids.tolist()
+    present: list[int] = table.block_ids.tolist()
+    return [ABSENT] * table.first + present
 
 
 def opened(params: object) -> Ticket:

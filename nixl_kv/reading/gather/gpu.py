@@ -60,7 +60,7 @@ class SharePool:
 
 
 class _Segments:
-    """What torch has allocated, by address. torch calls the methods, one at a time."""
+    """The memory that torch has allocated. torch calls the methods, one at a time."""
 
     def __init__(self) -> None:
         self._allocated: dict[int, Shareable] = {}

@@ -59,7 +59,7 @@ class Shareable:
     """GPU memory of this process of which it can make descriptors."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
-        """Allocate at least so many bytes on a GPU, given by its ordinal.
+        """Allocate `num_bytes` or more on a GPU, given by its ordinal.
 
         Raises:
             TransportError: if the GPU does not exist, lacks memory or cannot export any.

@@ -72,7 +72,7 @@ def boot_id() -> str:
 
 
 class State(enum.Enum):
-    """Of a connection to the owner."""
+    """States of a connection, and the packet that the owner awaits in each."""
 
     UNPROVEN = "a token"
     FETCHING = "the number of a piece"
