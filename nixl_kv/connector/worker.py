@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
+from nixl_kv.connector.gather import make_pool
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
 from nixl_kv.connector.stats import RankReports, Stats
 from nixl_kv.connector.vllm_config import (
@@ -46,6 +47,9 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
+
+if TYPE_CHECKING:  # it needs CUDA's bindings, which only GPU machines have
+    from nixl_kv.reading.gather.gpu import SharePool
 
 logger = get_logger(__name__)
 
@@ -120,7 +124,7 @@ class Worker:
         # Other pipeline stages may compute in a step that computes nothing here. Data-parallel
         # engines step in lockstep, so an idle one takes part in the steps of the others.
         self._is_awaited = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
-        self._pool: Any = None  # in which the cache is, with `share_dir`
+        self._pool: SharePool | None = None  # of the cache, with `share_dir`
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._engine: TransferEngine | None = None
         self._ending: TransferEngine | None = None  # told to stop; may still write
@@ -135,25 +139,11 @@ class Worker:
         self._computes = True  # whether the current step does
         self.stats = Stats(rank=parallel.rank)
 
-    # Before vLLM allocates the cache. vLLM's sleep mode has a pool of its own, and must free it.
+    # Before vLLM allocates the cache.
     def get_mem_pool_context(self) -> contextlib.AbstractContextManager[None] | None:
-        """With `share_dir`, the pool in which vLLM allocates the cache; None: vLLM's choice."""
-        config, model = parse_config(self._vllm_config), self._vllm_config.model_config
-        is_prefill = transfer_config(self._vllm_config).is_kv_producer
-        if config.share_dir is None or not is_prefill or not current_platform.is_cuda():
-            return None
-        if getattr(model, "enable_cumem_allocator", True):  # sleep mode turns it on
-            return None
-        try:
-            # Only GPU machines have Triton and CUDA's bindings.
-            from nixl_kv.reading.gather.gpu import SharePool  # noqa: PLC0415
-
-            pool = self._pool = SharePool(torch.cuda.current_device())
-        except (ImportError, TransportError) as error:
-            # Memory of expandable segments can be shared too, in pieces of 20 MiB.
-            logger.info("the KV cache is not allocated in a pool to share: %s", error)
-            return None
-        return pool.use()
+        """The pool in which vLLM allocates the cache; None: vLLM's choice."""
+        self._pool = make_pool(self._vllm_config)
+        return None if self._pool is None else self._pool.use()
 
     # Once after vLLM has allocated the cache, and again after a wake-up.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
