@@ -395,7 +395,7 @@ def test_prometheus_scrapes_each_api_server_of_the_engines_and_nothing_else(fold
 
 
 @needs_kubectl
-@pytest.mark.parametrize("component", [*DEVICES, "rdma-dra", "same-zone"])
+@pytest.mark.parametrize("component", [*DEVICES, "rdma-dra", "same-zone", "share-dir"])
 def test_a_component_changes_both_engines(component: str) -> None:
     """Also those of a DisaggregatedSet, if it comes last."""
     plain = rendered("llm-d", "disaggregated-set")
@@ -423,11 +423,40 @@ def test_a_component_changes_both_engines(component: str) -> None:
             assert not container["resources"]["limits"], "the claim has the GPU"
             wanted = [one["name"] for one in claim["spec"]["spec"]["devices"]["requests"]]
             assert claim["spec"]["spec"]["devices"]["constraints"][0]["requests"] == wanted
+        if component == "share-dir":
+            check_shared_directory(after)
+            (shared,) = of_kind(changed, "ResourceClaim")
+            (request,) = shared["spec"]["devices"]["requests"]
+            assert request["exactly"]["count"] == len(engines(changed)), "a GPU for each"
+            (own,) = after.spec["resourceClaims"]
+            assert own["resourceClaimName"] == shared["metadata"]["name"], "both see all GPUs"
+            assert container["resources"]["claims"] == [{"name": own["name"]}]
         if component == "same-zone":
             (term,) = after.spec["affinity"]["podAffinity"].popitem()[1]
             selector = term["podAffinityTerm"]["labelSelector"]
             assert all(matches(selector, pod.labels) for pod in engines(changed))
     assert len(engines(changed)) == 2
+
+
+def check_shared_directory(pod: Pod) -> None:
+    """Made for the user of the engine, in a directory of the node that is mounted."""
+    share = opened(pod).config.share_dir
+    assert share is not None
+    path = PurePosixPath(share)
+    (mount,) = [one for one in mounts(pod) if path.is_relative_to(one["mountPath"])]
+    (volume,) = [one for one in pod.spec["volumes"] if one["name"] == mount["name"]]
+    assert "hostPath" in volume
+    (before,) = [one for one in pod.spec["initContainers"] if one["name"] == mount["name"]]
+    user = pod.spec["securityContext"]["runAsUser"]
+    assert before["command"] == ["install", "-d", "-m", "0700", "-o", str(user), share]
+    assert before["volumeMounts"] == [mount]
+    assert before["image"] == pod.engine()["image"]
+
+
+@needs_kubectl
+def test_engines_that_share_gpus_take_different_ones() -> None:
+    found = engines(rendered("llm-d", "share-dir"))
+    assert {environment_of(pod.engine())["CUDA_VISIBLE_DEVICES"] for pod in found} == {"0", "1"}
 
 
 @needs_kubectl
@@ -590,7 +619,10 @@ def test_an_engine_of_compose_has_what_it_needs(name: str) -> None:
     assert COMPOSE["secrets"][secret["source"]] == {"environment": "NIXL_KV_KEY"}
     assert (secret["mode"], secret["uid"]) in [(mode, "0") for mode in MODES]
     options = parsed(service["command"])
-    assert options.kv_transfer_config.kv_connector_extra_config == {"key_file": path}
+    extra = options.kv_transfer_config.kv_connector_extra_config
+    assert extra == {"key_file": path, "share_dir": "/share/engines"}
+    assert "share:/share" in service["volumes"]
+    assert not {"pid", "ipc"} & service.keys(), "a descriptor crosses namespaces"
     (hook,) = [one["command"] for one in service[LATER_THAN_SCHEMA]]
     given = parameters(shlex.join(hook))
     assert (str(given["key_file"]), given["at"]) == (path, None)
