@@ -91,5 +91,16 @@ def model_of(options: argparse.Namespace) -> Path:
     return ensure_tiny_model(model=model, weights=options.shape == "tiny")
 
 
+def weight_bytes(options: argparse.Namespace) -> int:
+    """The bytes of all weights. Imports transformers."""
+    import torch  # noqa: PLC0415 - takes seconds
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - likewise
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_of(options)))
+    itemsize = int(getattr(torch, options.dtype).itemsize)
+    return itemsize * sum(int(one.numel()) for one in model.parameters())
+
+
 def visible(gpus: str | None) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}

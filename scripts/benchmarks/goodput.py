@@ -59,9 +59,13 @@ RATES: Final[Mapping[Shape, Sequence[float]]] = {
 prefill engine for each decode engine is full near the middle."""
 
 SMALLEST: Final = 20  # requests of a point that is cut short for lack of time
+# A queue needs time to grow: at a rate at which 39 % of 150 requests were good, 98 % of 48 were,
+# which came within 6 s.
+POINT_S: Final = 20.0
 LATE_S: Final = 25.0  # how much longer than expected the last point may take
 STOP_S: Final = 20.0  # for engines to end
 GPU_SHARE: Final = 0.9  # of its memory, for all engines on a GPU
+OTHER_BYTES: Final = 4 << 30  # of an engine, beside weights and cache: CUDA, graphs and activations
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +80,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "name, or 1:1. Replicas: as many as both",
     )
     parser.add_argument(
-        "--kv-gib", type=float, default=16.0, help="of each engine's cache on GPUs, default 16"
+        "--kv-gib",
+        type=float,
+        help="of each engine's cache on GPUs; default: what the memory allows. Too small a cache "
+        "makes the requests of a decode engine wait",
     )
     parser.add_argument(
         "--shapes",
@@ -91,7 +98,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ttft-ms", type=float, default=1000.0, help="default 1000")
     parser.add_argument("--gap-ms", type=float, default=15.0, help="default 15")
-    parser.add_argument("--few", type=int, default=60, help="requests of a rate, default 60")
+    parser.add_argument(
+        "--few",
+        type=int,
+        default=60,
+        help=f"requests of a rate, default 60; more if they come within {POINT_S:g} s",
+    )
     parser.add_argument("--many", type=int, default=points.MANY, help="default %(default)s")
     parser.add_argument("--most", type=int, default=120, help="requests at once, default 120")
     parser.add_argument(
@@ -190,7 +202,7 @@ def specs_of(name: str, setup: Setup, options: argparse.Namespace, beside: int) 
     """The engines of an arm; `beside` is how many arms share the GPUs."""
     fields = engines.engine_fields(options, caching=False)
     if options.device == "cuda":
-        fields |= {"kv_cache_bytes": int(options.kv_gib * (1 << 30))}
+        fields |= {"kv_cache_bytes": cache_bytes(options, setup, beside)}
         fields |= {"gpu_memory_utilization": GPU_SHARE / beside}
     if chunk := name.partition("-")[2] if points.is_replicas(name) else "":
         fields["extra_args"] = ("--max-num-batched-tokens", chunk, *fields["extra_args"])
@@ -207,6 +219,28 @@ def specs_of(name: str, setup: Setup, options: argparse.Namespace, beside: int) 
             spec = replace(spec, connector_config={"verify": "off", "overlap": "off"})
         specs.append(engines.with_overlap(spec) if name == REFERENCE else spec)
     return specs
+
+
+def cache_bytes(options: argparse.Namespace, setup: Setup, beside: int) -> int:
+    """How large each engine's cache is on each of its GPUs.
+
+    Raises:
+        SystemExit: so many engines do not fit.
+    """
+    if options.kv_gib:
+        return int(options.kv_gib * (1 << 30))
+    shown = records.output(
+        "nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"
+    )
+    memory = min(map(int, shown.split())) << 20
+    weights = engines.weight_bytes(options) // setup.tp
+    left = int(memory * GPU_SHARE) // beside - weights - OTHER_BYTES
+    if left < OTHER_BYTES:
+        raise SystemExit(
+            f"--arms: {beside} engines share a GPU of {memory >> 30} GiB, and the weights of each "
+            f"take {weights >> 30} GiB; name fewer arms"
+        )
+    return left
 
 
 # --- the run
@@ -311,8 +345,13 @@ class Session:
         ):  # where this run can be compared with the others
             low, high = points.knee(grid, shares)
             if high - low == 1:
-                return Step(0, 0, grid[max(low, 0)], options.few)
-        return points.next_step(grid, shares, options.few, options.many, options.most)
+                return self._long_enough(Step(0, 0, grid[max(low, 0)], options.few))
+        step = points.next_step(grid, shares, options.few, options.many, options.most)
+        return step and self._long_enough(step)
+
+    def _long_enough(self, step: Step) -> Step:
+        least = int(POINT_S * step.rate * self._setup.num_gpus)
+        return step._replace(requests=max(step.requests, min(least, self._options.many)))
 
     def _shares(self, name: str, shape: Shape) -> dict[float, Share]:
         """By rate, also those of earlier runs on such a machine."""

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from benchmarks import __main__ as bench
-from benchmarks import goodput_report, points
+from benchmarks import engines, goodput_report, points
 from benchmarks.client import Result
-from benchmarks.goodput import setup_of, specs_of
+from benchmarks.goodput import cache_bytes, setup_of, specs_of
 from benchmarks.points import (
     FILL,
     SEARCH,
@@ -464,7 +464,7 @@ def test_contradicting_options_are_refused(arguments: str, reason: str) -> None:
 
 
 def test_arms_differ_in_connector_and_chunk_alone() -> None:
-    given = options("--device cuda --shape tiny --dtype float32")
+    given = options("--device cuda --shape tiny --dtype float32 --kv-gib 1")
     setup = setup_of(given)
     arms = {arm: specs_of(arm, setup, given, 4) for arm in given.arms}
     kinds = {arm: {(each.role, each.connector) for each in specs} for arm, specs in arms.items()}
@@ -489,6 +489,38 @@ def test_arms_differ_in_connector_and_chunk_alone() -> None:
                 extra_env=plain.extra_env,
             )
             assert alike == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arms", "gib"),
+    [
+        pytest.param("", 4, 139.8 * 0.9 / 4 - 16 - 4, id="four arms"),
+        pytest.param("", 2, 139.8 * 0.9 / 2 - 16 - 4, id="two arms"),
+        pytest.param("--tp 2 2", 4, 139.8 * 0.9 / 4 - 8 - 4, id="tensor parallel"),
+        pytest.param("--kv-gib 3.5", 6, 3.5, id="given"),
+    ],
+)
+def test_the_cache_gets_the_memory_that_weights_leave(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, arms: int, gib: float
+) -> None:
+    monkeypatch.setattr("benchmarks.records.output", lambda *_: "143200\n143771\n")
+    monkeypatch.setattr("benchmarks.engines.weight_bytes", lambda _: 16 << 30)
+    given = options(f"--device cuda {arguments}")
+    assert cache_bytes(given, setup_of(given), arms) / (1 << 30) == pytest.approx(gib, abs=0.1)
+
+
+def test_more_engines_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.records.output", lambda *_: "81559")
+    monkeypatch.setattr("benchmarks.engines.weight_bytes", lambda _: 16 << 30)
+    given = options("--device cuda")
+    with pytest.raises(SystemExit, match=r"4 engines share a GPU of 79 GiB, .* name fewer arms"):
+        cache_bytes(given, setup_of(given), 4)
+
+
+def test_the_weights_of_a_shape_are_counted() -> None:
+    given = options("--shape tiny --dtype float32")
+    stored = sum(path.stat().st_size for path in engines.model_of(given).glob("*.safetensors"))
+    assert engines.weight_bytes(given) == pytest.approx(stored, rel=0.01)
 
 
 def test_shapes_are_two_numbers() -> None:
