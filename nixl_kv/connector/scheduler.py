@@ -170,7 +170,7 @@ class Scheduler:
         self._decode = DecodeScheduler(
             groups,
             self._trust.check,
-            computed=computed_on_decode(vllm_config, has_state=kv_cache_config.has_mamba_layers),
+            computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
             media=media_rules(self._config.media),
         )

@@ -152,7 +152,7 @@ CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]]
     "decodes: prefill has the state before the last token only": lambda vllm, kv: (
         transfer_config(vllm).is_kv_consumer
         and kv.has_mamba_layers
-        and computed_on_decode(vllm, has_state=True) > 1
+        and computed_on_decode(vllm) > 1
     ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"caches of kinds other than {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
@@ -453,15 +453,11 @@ def is_copy(vllm_config: VllmConfig) -> bool:
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
-def computed_on_decode(vllm_config: VllmConfig, *, has_state: bool) -> int:
+def computed_on_decode(vllm_config: VllmConfig) -> int:
     """How many of a prompt's last tokens decode computes, at least: one, for its logits."""
     # Each module of a draft model looks one token further ahead than the module before. With
     # several modules, prefill has filled their last slots from tokens that were never verified.
-    ahead = int(vllm_config.num_prefill_lookahead_tokens)
-    # vLLM 0.31 to 0.33 refuses all drafts that follow a request's first step if that computes one
-    # token. Decode then needs a step more for each request. A recurrent state fits one place alone.
-    first_step = 2 if has_draft_layers(vllm_config) and not has_state else 1
-    return max(first_step, ahead)
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:

@@ -1,8 +1,8 @@
 """A draft model on prefill, on decode, or on both. It drafts with the model's own weights.
 
-So each of its tokens is accepted, as long as it sees the KV of the prompt. Decode computes the last
-two tokens of each prompt: vLLM refuses all that it drafts in a first step of one token, as it does
-too where its own cache has all of a prompt but one.
+So each of its tokens is accepted, as long as it sees the KV of the prompt. Beside them, vLLM counts
+placeholders: a first step of one token gets zeros for drafts, as it does too where vLLM's own cache
+has all of a prompt but one.
 """
 
 import itertools
@@ -35,9 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AHEAD = 3
 ANSWER = 1 + 6 * (AHEAD + 1)  # tokens: prefill's, and those of six steps
-LENGTHS = (3, 100, 128, 129, 300)
-LOADED = [n - 1 for n in LENGTHS], [n - 2 for n in LENGTHS]
-"""Tokens, without a draft model and with one."""
+LENGTHS = (2, 100, 128, 129, 300)
 SEEDS = itertools.count(150_000)  # no prompt is in a cache before
 
 
@@ -92,13 +90,13 @@ def test_one_prefill_with_a_draft_model_serves_decode_with_and_without(
         speculated = CountersSince(other.to_decode)
         for done in [pool.submit(expect_answers, pair, questions) for pair in (one, other)]:
             done.result()
-        for account, loaded in zip(accounts, LOADED, strict=True):
-            changed = account.expect_loaded(*loaded)
+        for account in accounts:
+            changed = account.expect_loaded(*(n - 1 for n in LENGTHS))
             assert changed[VERIFIED] == changed[LOADS]
             account.expect_free()
         wanted = 6 * AHEAD * len(LENGTHS)
         counts = speculated.wait(lambda now: now[ACCEPTED] >= wanted, EVENT_S)
-        assert counts[DRAFTED] == counts[ACCEPTED]
+        assert counts[DRAFTED] - counts[ACCEPTED] == AHEAD * len(LENGTHS), "the placeholders"
 
 
 def test_decode_with_a_draft_model_computes_what_a_prefill_without_offers(

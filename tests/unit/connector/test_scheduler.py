@@ -500,7 +500,7 @@ def test_a_draft_model_is_described_apart_and_writes_after_the_step(
     """Decode computes as many tokens as it looks ahead; without one, it compares only the model."""
     facts = {"draft model": "eagle3"}
     monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
-    monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda *_, **__: 3)
+    monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda _: 3)
 
     def add_draft(config: Any) -> None:
         config.speculative_config = SimpleNamespace(
