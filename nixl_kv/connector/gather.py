@@ -24,6 +24,8 @@ def make_pool(vllm_config: VllmConfig) -> "SharePool | None":
     is_prefill = transfer_config(vllm_config).is_kv_producer
     if config.share_dir is None or not is_prefill or not current_platform.is_cuda():
         return None
+    if config.path == "direct":  # it exports nothing, and NIXL reads other memory faster
+        return None
     if getattr(model, "enable_cumem_allocator", True):  # sleep mode turns it on
         return None
     try:

@@ -37,9 +37,13 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool_of(
-    monkeypatch: pytest.MonkeyPatch, share_dir: Path | None, role: str = "kv_producer", **model: Any
+    monkeypatch: pytest.MonkeyPatch,
+    share_dir: Path | None,
+    role: str = "kv_producer",
+    path: str = "auto",
+    **model: Any,
 ) -> StubPool | None:
-    extra = {} if share_dir is None else {"share_dir": str(share_dir)}
+    extra = {"path": path} | ({} if share_dir is None else {"share_dir": str(share_dir)})
     config = vllm_config(extra, kv_role=role)
     for name, value in model.items():
         monkeypatch.setattr(config.model_config, name, value, raising=False)
@@ -62,6 +66,7 @@ def test_a_prefill_engine_that_shares_has_a_pool_unless_vllm_has_one(
     assert pool_of(monkeypatch, tmp_path, "kv_both") is not None
     assert pool_of(monkeypatch, None) is None
     assert pool_of(monkeypatch, tmp_path, "kv_consumer") is None
+    assert pool_of(monkeypatch, tmp_path, path="direct") is None, "it would export nothing"
     assert pool_of(monkeypatch, tmp_path, enable_cumem_allocator=True) is None
     monkeypatch.setattr(gather.current_platform, "is_cuda", lambda: False)
     assert pool_of(monkeypatch, tmp_path) is None
