@@ -270,10 +270,9 @@ class ReadAgent:
         happened: list[events.DataEvent] = []
         self._at_once_bytes, self.ranks.budget.runs = AT_ONCE_BYTES, RUNS_PER_TURN
         reads = (*self.warm_ups, *self.reads)
-        features = self._paths[:-1]  # the last path is direct, which has nothing to tidy
-        if (reads or features) and not self.ranks.is_adding:
-            for path in features:
-                path.tidy()
+        for path in self._paths[:-1]:  # the last path is direct, which has nothing to tidy
+            path.tidy()
+        if not self.ranks.is_adding:
             for read in reads:
                 happened += self._poll(read)
         if self._breaks:

@@ -7,6 +7,7 @@ kernel has ended.
 """
 
 import contextlib
+import os
 import select
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,7 +150,8 @@ class GatherPath(UnmappedPath):
         export = description.export
         if self._share_dir is None or export is None or export.share is None:
             return False
-        return Path(self._share_dir, export.share.socket).exists()
+        # `Path.exists` raises some errors, such as that the directory cannot be entered.
+        return os.path.exists(Path(self._share_dir, export.share.socket))  # noqa: PTH110
 
     def map(self, export: messages.Export, plan: Plan) -> MappedRank:
         """Map a rank's memory for a plan, in 10 ms.
@@ -171,6 +173,9 @@ class GatherPath(UnmappedPath):
             undo.pop_all()
         rank = MappedRank(self, mapping, prepared)
         self._mapped[rank] = True
+        # If the owner has ended before that, `tidy` has heard of it in vain, so repeat it.
+        with contextlib.suppress(OSError, ValueError):  # it is unmapped, or the path closed
+            self._owners.modify(mapping.owner, select.EPOLLIN | select.EPOLLONESHOT)
         return rank
 
     def start(self, prepared: PreparedRank, read: Read) -> ReadOp | None:

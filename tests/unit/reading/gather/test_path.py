@@ -1,7 +1,10 @@
 """Memory of another process that is mapped: by what it is read, and when it is unmapped."""
 
 import dataclasses
+import os
+import select
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +88,51 @@ def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> Non
     (event,) = reading.read()
     assert isinstance(event, ReadDone)
     assert event.path == "direct"
+
+
+def test_memory_is_unmapped_while_nixl_adds_a_rank() -> None:
+    """That may take long, and until then the end of the owner would keep the thread awake."""
+    reading = Gathering()
+    reading.agent.ranks.adding = Future()
+    reading.gather.end_owners()
+    assert reading.agent.poll() == []
+    assert reading.gather.mapped == []
+
+
+class HastyOwners:
+    """See `select.epoll`. The transfer thread takes its turn right after each registration."""
+
+    def __init__(self, path: GatherPath) -> None:
+        self._path, self._owners = path, path._owners
+        self.poll, self.modify = self._owners.poll, self._owners.modify
+
+    def register(self, owner: int, events: int) -> None:
+        self._owners.register(owner, events)
+        self._path.tidy()
+
+
+def test_an_end_is_not_lost_while_the_memory_is_being_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would stay allocated until decode forgets the peer."""
+    reading = Gathering()
+    (path,) = (one for one in reading.peers.paths if isinstance(one, GatherPath))
+    reading.agent.ranks.drop(PEER)
+    owners = path._owners
+
+    def read_and_end(address: int) -> bytes:
+        reading.gather.end_owners()
+        assert address == EXPORT.proof.address
+        return EXPORT.proof.value
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading.gather, "read_16", read_and_end)
+        patched.setattr(path, "_owners", HastyOwners(path))
+        reading.prepare()
+    assert len(reading.gather.mapped) == 1
+    assert select.select([owners], [], [], 0)[0], "nothing wakes the transfer thread"
+    path.tidy()
+    assert reading.gather.mapped == []
 
 
 def test_a_read_that_starts_before_the_mapping_is_closed_uses_nixl() -> None:
@@ -263,3 +311,14 @@ def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(tmp_path: Path) -
     assert wanted(None) == wanted(EXPORT) == wanted(shared) == [False, False]
     (tmp_path / "0123456789abcdef").touch()
     assert wanted(shared) == [False, True]
+
+
+def test_a_directory_that_cannot_be_entered_has_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer thread asks, so an error would fail all loads."""
+    stream: Any = None
+    path = GatherPath(stream, Mock(), lambda _: None, str(tmp_path))
+    rank: Any = SimpleNamespace(export=replace(EXPORT, share=Share(socket="0123456789abcdef")))
+    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert not path.wants_token(rank)
