@@ -258,7 +258,8 @@ class PeerBook:
         peer.introductions = introductions
         peer.tokens.clear()
         peer.awaited = {event.description.ranks[one.rank].endpoint: one for one in introductions}
-        # No deadline to handshake: only background threads of this side take time then.
+        # No deadline to handshake: background threads of this side take time then. They wait for
+        # the peer only to map its memory, and not for long (`reading.gather.share`).
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S if introductions else math.inf)
         return [self._introduce(peer, endpoint) for endpoint in peer.awaited]
 

@@ -100,7 +100,8 @@ class Owner:
         """Serve and obey until the standard input ends."""
         rest = b""
         while True:
-            ready, _, _ = select.select([0, *self.watched], [], [], 0.5)
+            due_s = None if self.server is None else self.server.wait_s
+            ready, _, _ = select.select([0, *self.watched], [], [], 0.5 if due_s is None else due_s)
             if self.server is not None:
                 self.server.poll()
             if 0 in ready:

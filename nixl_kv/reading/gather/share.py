@@ -46,8 +46,12 @@ BATCH: Final = 32
 PROVING_S: Final = 2.0
 # A connection ends, because it has not fetched all pieces. A reader then uses another path.
 FETCHING_S: Final = 30.0
+# Prefill accepts further connections to the socket in `share_dir`. Without a pause, a flood of them
+# or a lack of descriptors would keep its thread busy.
+ACCEPTING_S: Final = 0.01
 # Ranks that map the memory at a time, and connections that have proved nothing yet. A host has up
-# to 16 GPUs, and a rank that replaces its NIXL agent maps twice.
+# to 16 GPUs, and a rank that replaces its NIXL agent maps twice. The first is also the length of
+# the listener's queue: Linux refuses a connection beyond it at once.
 MAX_CONNECTIONS: Final = 256
 MAX_UNPROVEN: Final = 16
 # Tokens that are out: the oldest becomes invalid.
@@ -116,6 +120,7 @@ class ShareServer:
         self._log = LimitedLog(logger, clock)
         self._tokens: dict[bytes, None] = {}  # the oldest first
         self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._accepts_at: float | None = None  # when it accepts again; None: it does
         self.socket_name = secrets.token_hex(8)
         self._path = Path(directory, self.socket_name)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -126,7 +131,7 @@ class ShareServer:
             unlistened = self._path.with_name(f".{self.socket_name}")
             self._listener.bind(str(unlistened))
             unlistened.chmod(0o600)
-            self._listener.listen(MAX_UNPROVEN)
+            self._listener.listen(MAX_CONNECTIONS)
             unlistened.rename(self._path)
         except OSError as error:
             self._listener.close()
@@ -142,6 +147,8 @@ class ShareServer:
     def wait_s(self) -> float | None:
         now = self._clock()
         due = [one.due for one in self._connections.values() if one.state is not State.HOLDING]
+        if self._accepts_at is not None:
+            due.append(self._accepts_at)
         return max(0.0, min(due) - now) if due else None
 
     def add(self, action: events.WorkAction) -> None:
@@ -150,12 +157,17 @@ class ShareServer:
     def poll(self) -> list[events.WorkEvent]:
         if self._ready.closed:
             return []
-        for descriptor, _ in self._ready.poll(0):
-            if descriptor == self._listener.fileno():
-                self._accept()
-            elif descriptor in self._connections:
-                self._receive(self._connections[descriptor])
         now = self._clock()
+        if self._accepts_at is not None and self._accepts_at <= now:
+            self._accepts_at = None
+            self._ready.modify(self._listener, select.EPOLLIN)
+        ready = [descriptor for descriptor, _ in self._ready.poll(0)]
+        for descriptor in ready:
+            if descriptor in self._connections:
+                self._receive(self._connections[descriptor])
+        # After the tokens that have arrived: new connections end old ones without a token.
+        if self._listener.fileno() in ready:
+            self._accept()
         for one in [one for one in self._connections.values() if one.state is not State.HOLDING]:
             if one.due <= now:
                 self._end(one, f"a process did not send {one.state.value} in time")
@@ -188,6 +200,8 @@ class ShareServer:
             self._ready.close()
 
     def _accept(self) -> None:
+        self._ready.modify(self._listener, 0)
+        self._accepts_at = self._clock() + ACCEPTING_S
         for _ in range(MAX_UNPROVEN):
             try:
                 accepted, _ = self._listener.accept()
@@ -289,7 +303,7 @@ def _is_refused(path: Path) -> bool:
             one.connect(str(path))
         except ConnectionRefusedError:
             return True
-        except BlockingIOError:  # others wait in its queue
+        except OSError:  # others wait in its queue, or it is no socket of an engine
             pass
     return False
 
@@ -380,7 +394,8 @@ class SharedPieces:
         if left_s <= 0:
             raise TransportError(f"its owner has not sent all pieces within {FETCHING_S:g} s")
         try:
-            self.socket.settimeout(left_s)
+            # Other peers wait until this rank is planned. An owner answers in its next turn.
+            self.socket.settimeout(min(left_s, PROVING_S))
             self.socket.send(NUMBER.pack(number))
             answer, batch, flags, _ = socket.recv_fds(
                 self.socket, PACKET_BYTES, BATCH, socket.MSG_CMSG_CLOEXEC

@@ -236,7 +236,7 @@ shared = Shared([Span(one, fake_driver.UNIT) for one in addresses], 0, make)
 print(msgspec.msgpack.encode(shared.description).hex(), shared.server.invite().hex(),
       addresses[0], flush=True)
 while True:
-    select.select(watched, [], [])
+    select.select(watched, [], [], shared.server.wait_s)
     shared.server.poll()
 """
 )

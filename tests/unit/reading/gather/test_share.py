@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,6 +19,7 @@ from nixl_kv.errors import TransportError
 from nixl_kv.protocol.messages import MAX_ALLOCATIONS, SHARE_TOKEN_BYTES, Share
 from nixl_kv.reading.gather import share
 from nixl_kv.reading.gather.share import (
+    ACCEPTING_S,
     BATCH,
     FETCHING_S,
     MAX_CONNECTIONS,
@@ -34,6 +36,7 @@ from support.stepped import Clock
 
 COUNT = 2 * BATCH + 3
 LIMIT_S = 60.0
+MAX_TOGETHER = 5 * MAX_UNPROVEN
 
 
 def export(piece: int) -> int:
@@ -55,10 +58,14 @@ class Owner:
         self.path = directory / self.server.socket_name
 
     def turn(self, timeout_s: float = LIMIT_S) -> None:
-        """Wait as the transfer thread does, and let the server work."""
-        ready, _, _ = select.select(self.watched, [], [], timeout_s)
-        assert ready, "nothing woke the transfer thread"
+        """Wait as the transfer thread does, and let the server work. Then it accepts again."""
+        assert self.is_woken(timeout_s), "nothing woke the transfer thread"
         assert self.server.poll() == []
+        self.clock.now += ACCEPTING_S
+        assert self.server.poll() == []
+
+    def is_woken(self, timeout_s: float = 0) -> bool:
+        return bool(select.select(self.watched, [], [], timeout_s)[0])
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -66,7 +73,9 @@ class Owner:
 
         def serve() -> None:
             while not stopped.is_set():
-                select.select([*self.watched, wake], [], [])
+                is_accepting = self.server.wait_s is None
+                select.select([*self.watched, wake], [], [], None if is_accepting else ACCEPTING_S)
+                self.clock.now += ACCEPTING_S
                 self.server.poll()
 
         thread = threading.Thread(target=serve)
@@ -82,9 +91,9 @@ class Owner:
     def invitation(self) -> Share:
         return Share(socket=self.server.socket_name, token=self.server.invite())
 
-    def connect(self) -> socket.socket:
+    def connect(self, timeout_s: float = LIMIT_S) -> socket.socket:
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        one.settimeout(LIMIT_S)
+        one.settimeout(timeout_s)
         one.connect(str(self.path))
         return one
 
@@ -275,10 +284,11 @@ def test_silent_connections_end_in_time(owner: Owner) -> None:
     assert owner.server.wait_s is None
     with owner.connect() as one:
         owner.turn()
-        assert owner.server.wait_s == PROVING_S
+        assert owner.server.wait_s == pytest.approx(PROVING_S - ACCEPTING_S)
         owner.clock.now += PROVING_S / 2
         owner.server.poll()
-        assert (len(owner.server), owner.server.wait_s) == (1, PROVING_S / 2)
+        assert len(owner.server) == 1
+        assert owner.server.wait_s == pytest.approx(PROVING_S / 2 - ACCEPTING_S)
         owner.clock.now += PROVING_S / 2
         owner.server.poll()
         assert one.recv(100) == b""
@@ -320,6 +330,63 @@ def test_connections_without_a_token_are_few(owner: Owner) -> None:
         silent[-1].send(owner.server.invite())
         owner.turn()
         assert len(silent[-1].recv(100)) == SHARE_TOKEN_BYTES
+
+
+def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
+    """As when the owner's thread is busy while engines start on all GPUs of a host."""
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(owner.connect(timeout_s=0)) for _ in range(MAX_TOGETHER)]
+        for one in readers:
+            one.send(owner.server.invite())
+        while len(owner.server) < MAX_TOGETHER:
+            owner.turn()
+        owner.turn()
+        assert [len(one.recv(100)) for one in readers] == [SHARE_TOKEN_BYTES] * MAX_TOGETHER
+
+
+def test_a_flood_of_connections_wakes_the_thread_once_in_a_pause(owner: Owner) -> None:
+    with owner.connect():
+        assert owner.is_woken()
+        owner.server.poll()
+        with owner.connect():
+            assert not owner.is_woken()
+            assert owner.server.wait_s == pytest.approx(ACCEPTING_S)
+            owner.clock.now += ACCEPTING_S
+            owner.server.poll()
+            assert len(owner.server) == 2
+
+
+def test_without_descriptors_the_thread_waits_before_it_accepts_again(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner.connect() as one:
+        with no_descriptors_left():
+            assert owner.is_woken()
+            owner.server.poll()
+            assert not owner.is_woken(), "it would be busy for as long as it has none"
+        assert "Too many open files" in caplog.text
+        owner.clock.now += ACCEPTING_S
+        owner.server.poll()
+        one.send(owner.server.invite())
+        owner.turn()
+        assert len(one.recv(100)) == SHARE_TOKEN_BYTES
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def test_connections_are_limited(owner: Owner) -> None:
@@ -417,7 +484,7 @@ server = ShareServer(sys.argv[1], 3, lambda _: os.memfd_create("x"), watch=watch
                      clock=time.monotonic)
 print(server.socket_name, server.invite().hex(), flush=True)
 while True:
-    select.select(watched, [], [])
+    select.select(watched, [], [], server.wait_s)
     server.poll()
 """
 
@@ -455,6 +522,20 @@ def test_an_owner_that_hangs_costs_a_reader_a_limited_time(
             SharedPieces(str(tmp_path), invitation, Tokens())
 
 
+def test_an_owner_that_hangs_later_costs_no_more(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode engine plans one rank at a time, so other peers would wait as long."""
+    with owner.serving():
+        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+    monkeypatch.setattr(share, "PROVING_S", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match="fetching piece 0 from its owner: timed out"):
+        read_all(pieces)
+    assert time.monotonic() - begun < FETCHING_S / 2
+    pieces.close()
+
+
 def test_the_next_owner_removes_the_sockets_of_killed_ones(tmp_path: Path, owner: Owner) -> None:
     with another_owner(tmp_path) as (process, invitation):
         stale = tmp_path / invitation.socket
@@ -481,6 +562,15 @@ def test_a_socket_that_is_not_listening_yet_stays_for_a_while(tmp_path: Path) ->
     os.utime(old, (then, then))
     remove_stale(tmp_path)
     assert (young.exists(), old.exists()) == (True, False)
+
+
+def test_another_program_s_socket_stays_and_harms_no_owner(tmp_path: Path) -> None:
+    """One of another type refuses the connection with another error."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(tmp_path / ("4" * 16)))
+        other.listen()
+        Owner(tmp_path).server.close()
+    assert (tmp_path / ("4" * 16)).exists()
 
 
 def test_a_socket_with_a_full_queue_is_alive(tmp_path: Path, owner: Owner) -> None:
