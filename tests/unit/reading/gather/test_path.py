@@ -22,6 +22,7 @@ from nixl_kv.geometry.layout import Memory
 from nixl_kv.protocol.events import DataEvent, ReadDone
 from nixl_kv.protocol.messages import Export, Share
 from nixl_kv.reading import gather
+from nixl_kv.reading.gather import path as path_module
 from nixl_kv.reading.gather.path import ADVICE, SLOW, GatherPath, UnmappedPath
 from nixl_kv.reading.paths import PathFeature
 from support.agent_reading import Reading
@@ -294,6 +295,14 @@ def test_a_rank_of_this_host_that_is_not_mapped_is_told(
             each.release()
             each.release()
     assert path.unmapped == []
+
+
+def test_a_process_without_proc_reads_with_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other end of a plan fails the transfer thread, and all loads."""
+    monkeypatch.setattr(path_module, "boot_id", Mock(side_effect=FileNotFoundError(2, "boot_id")))
+    (event,) = Gathering().read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
 
 
 def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(tmp_path: Path) -> None:
