@@ -42,7 +42,8 @@ logger = get_logger(__name__)
 # Pieces per answer. Linux passes up to 253 descriptors in a message, and counts those under way
 # against the sender's limit. To export a piece takes some tens of microseconds.
 BATCH: Final = 32
-# A connection to the socket in `share_dir` ends, because it has not proved a token.
+# A connection to the socket in `share_dir` ends, because it has not proved a token, or because its
+# owner does not answer.
 PROVING_S: Final = 2.0
 # A connection ends, because it has not fetched all pieces. A reader then uses another path.
 FETCHING_S: Final = 30.0
@@ -303,7 +304,7 @@ def _is_refused(path: Path) -> bool:
             one.connect(str(path))
         except ConnectionRefusedError:
             return True
-        except OSError:  # others wait in its queue, or it is no socket of an engine
+        except OSError:  # others wait in its queue, or it is another program's
             pass
     return False
 
