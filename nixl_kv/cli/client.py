@@ -196,6 +196,19 @@ def rank_statuses(
     return [(rank, answers[rank.endpoint]) for rank in description.ranks]
 
 
+def probe(reader: messages.Description, ticket: str, keys: AnyKeys = None) -> list[RankAnswer]:
+    """Let each rank of a decode engine read some bytes from the engine that gave the ticket.
+
+    The ticket is the fact `probe_ticket` of that engine's status. Takes up to `messages.PROBE_S`.
+    """
+    questions: dict[Endpoint, messages.Message] = {
+        rank.endpoint: messages.StatusRequest(incarnation=rank.incarnation, probe=ticket)
+        for rank in reader.ranks
+    }
+    answers = _exchange(questions, messages.Status, keys, messages.PROBE_S + ANSWER_TIMEOUT_S)
+    return [(rank, answers[rank.endpoint]) for rank in reader.ranks]
+
+
 def drain(where: str, keys: AnyKeys, timeout_s: float, say: Callable[[str], object]) -> bool:
     """Tell the engine at `HOST:PORT` to drain, then poll it until it has finished.
 

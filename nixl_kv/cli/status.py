@@ -52,6 +52,8 @@ def print_status(console: Console, answer: EngineAnswer, request: str | None) ->
         totals = ", ".join(f"{name} {count:,}" for name, count in status.totals.items())
         uptime = _cell_text("uptime_s", status.facts.get("uptime_s"))
         print_line(console, f"{start}: {status.facts.get('roles')}; up for {uptime}; {totals}")
+        if process := "; ".join(_process_texts(status.facts)):
+            print_line(console, process)
         _print_lists(console, status)
     if request is not None:
         console.print()
@@ -102,6 +104,20 @@ def _state_lines(answer: EngineAnswer) -> Iterable[str]:
         )
     if UUID.fullmatch(answer.description.engine):
         yield "to give it a name, set engine_id in its --kv-transfer-config"
+
+
+def _process_texts(facts: Record) -> Iterable[str]:
+    """What a rank tells of its own process."""
+    if "num_descriptors" in facts:
+        most = facts.get("max_descriptors")
+        limit = "without a limit" if most is None else f"of {most:,}"
+        yield f"file descriptors: {facts['num_descriptors']:,} {limit}"
+        yield str(facts.get("ucx_settings") or "no UCX_ variables")
+    if facts.get("unreadable"):
+        yield f"{facts['unreadable']}"
+    if facts.get("blocks_waited_s"):
+        waited = _cell_text("blocks_waited_s", facts["blocks_waited_s"])
+        yield f"a load has waited {waited} for local blocks"
 
 
 def recent_failures(answer: EngineAnswer) -> tuple[list[Record], float]:
@@ -201,6 +217,7 @@ def _time(record: Record) -> float:
 
 def _heading(key: str) -> str:
     """The column heading of a key, without the unit that the cells show."""
+    key = {"bytes_per_second": "speed"}.get(key, key)
     name = key.removeprefix("num_").removesuffix("_s").removesuffix("_ago")
     return printable(name.replace("_", " "))
 
@@ -216,6 +233,8 @@ def _cell_text(key: str, value: object) -> str:
         return UUID.sub(r"\1", text).replace("tcp://", "") if key in OF_ENGINES else text
     if key == "num_bytes":
         return num_bytes_text(value)
+    if key == "bytes_per_second":
+        return f"{value / 1e6:,.1f} MB/s"
     if key.endswith("_ago_s"):
         return f"{duration_text(value)} ago"
     if key.endswith("_s"):

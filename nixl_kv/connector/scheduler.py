@@ -535,6 +535,7 @@ class Scheduler:
             count_awaited=lambda: len(self._prefill.awaited),
             weights=self._decode.weights,
             has_key=self._trust.keys is not None,
+            seal=self._trust.seal,
         )
         try:
             return listen(port)

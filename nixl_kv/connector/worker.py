@@ -383,6 +383,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     config = parse_config(vllm_config)
     transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
     rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
+    trust = Trust.of(config)
     make_transport, ports = nixl_transports(config, layout.memory, is_decode=is_decode)
     if rank % max(1, parallel.world_size // parallel.nnodes_within_dp) == 0:
         ports.warn_of_other_users()  # once for each machine of the engine
@@ -399,7 +400,8 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         is_decode=is_decode,
         make_transport=make_transport,
         ports=ports,
-        make_control=Trust.of(config).control,
+        make_control=trust.control,
+        check_ticket=trust.check,
     )
 
 

@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import nixl_kv
 from nixl_kv.addresses import is_local
+from nixl_kv.engine.probe import probe_ticket
+from nixl_kv.engine.status import process_facts
 from nixl_kv.errors import (
     ForeignVersion,
     LimitedLog,
@@ -32,6 +34,7 @@ from nixl_kv.errors import (
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.ticket import FIELD, Ticket
 from nixl_kv.transport.base import (
     LINK_KEPT_S,
     NEEDS_ENGINE_KEY,
@@ -87,7 +90,8 @@ class DirectoryServer:
 
     `count_awaited` counts the requests that will be offered but are not yet; it runs on the
     server's thread. `weights` is the label of the engine's weights. Tools may set it only if
-    `has_key`: then only holders of the key reach this server.
+    `has_key`: then only holders of the key reach this server. `seal` makes the tickets with which
+    tools ask decode engines to read some bytes from this engine (`engine/probe.py`).
     """
 
     def __init__(  # noqa: PLR0913 - what the engine is
@@ -99,6 +103,7 @@ class DirectoryServer:
         count_awaited: Callable[[], int] = lambda: 0,
         weights: str = "",
         has_key: bool = False,
+        seal: Callable[[Ticket], Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
@@ -115,6 +120,7 @@ class DirectoryServer:
         self._numbers = itertools.count(1)  # of `Paused`
         self._tell_again_at: float | None = None  # while the engine is paused
         self._has_key = has_key
+        self._seal = seal
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
@@ -246,10 +252,19 @@ class DirectoryServer:
                 "draining_s": now - self._drained_at if self.is_draining else None,
                 "num_awaited": self.count_awaited(),  # requests that will be offered
                 "weights": self.weights,
+                **process_facts(),
+                "probe_ticket": self._probe_ticket(),
             },
             totals={"ranks": 0 if own is None else len(own[0].ranks)},
             lists={},
         )
+
+    def _probe_ticket(self) -> str | None:
+        if self._published is None or self._seal is None:
+            return None
+        own, _ = self._published
+        ticket = probe_ticket(own.engine, own.incarnation, self.host, self.port)
+        return str(self._seal(ticket)[FIELD])
 
     def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:
         # The scheduler compares the label in each hook, so it is valid from this answer on.

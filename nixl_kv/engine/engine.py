@@ -28,7 +28,9 @@ from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
-from nixl_kv.engine.status import build_status
+from nixl_kv.engine.probe import CheckTicket, Prober
+from nixl_kv.engine.speeds import Speeds
+from nixl_kv.engine.status import build_status, find_link
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.feature import BuildFeature, Feature, RankSetup, StepPart
 from nixl_kv.geometry.layout import CacheLayout
@@ -98,6 +100,7 @@ class RankSpec:
     is_decode: bool
     make_transport: Callable[[], Transport]
     make_control: Callable[[], ControlPlane]
+    check_ticket: CheckTicket | None = None  # of tools that ask for a probe; None: it makes none
     # Of all transports of the rank. They admit this machine only, until peers name others.
     ports: Ports = field(default_factory=NoPorts)
     # Facts about other KV in the cache. A prefill engine must have the same, and may have more.
@@ -245,7 +248,7 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=clock,
-            report_status=partial(build_status, parts, spec.rank, spec.roles, clock, clock()),
+            report_status=partial(build_status, parts, spec, clock, clock()),
             on_load_ended=self._load_ended.set,
         )
 
@@ -413,6 +416,8 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         features=tuple(features),
         slots=slots,
         event_log=event_log,
+        speeds=Speeds(clock),
+        prober=Prober(agents, decode, control, partial(find_link, spec), spec.check_ticket, clock),
         counts=counts,
         description=description,
     )

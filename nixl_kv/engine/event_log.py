@@ -24,7 +24,7 @@ ID_START: Final = 64  # characters by which an id is found that was cut; its rec
 # Instead of a part of a request id: the events of all requests and peers.
 EVERY_REQUEST: Final = "*"
 
-# Status and doctor no longer count a failed load. It says little about the engine's present state.
+# Status and doctor no longer count a load. It says little about the engine's present state.
 RECENT_S: Final = 300.0
 MAX_REQUESTS: Final = 3  # ids in a record of failures; `status --request` shows each one's story
 DROPPED: Final = events.FailureKind.DROPPED.value

@@ -18,6 +18,8 @@ import msgspec
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.probe import Prober
+from nixl_kv.engine.speeds import Speeds
 from nixl_kv.errors import (
     REPEATED_LOG_S,
     REQUEST_LINES,
@@ -94,6 +96,8 @@ class Parts:
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
+    speeds: Speeds
+    prober: Prober
     counts: events.Counts  # since they were last published
     description: messages.RankDescription
 
@@ -331,6 +335,7 @@ class Loop:
         for worker in self._workers:
             worker.clear()
         parts.agents.forget_peers()
+        parts.prober.clear()
         for link in parts.control.links():
             parts.control.disconnect(link.endpoint)
         self._look_at_links_at = None
@@ -348,6 +353,9 @@ class Loop:
         for worker in self._workers:
             for ended in worker.poll():
                 self._handle(ended)
+        if parts.prober.is_busy:
+            for wanted in parts.prober.poll():
+                self._handle(wanted)
         if self.outstanding.orphans:
             for orphan in self.outstanding.drained(parts.agents.is_read):
                 self._report(orphan)
@@ -399,7 +407,7 @@ class Loop:
         """When time alone changes something, in monotonic seconds; None: never."""
         parts = self.parts
         due = [parts.decode.next_due, parts.agents.next_due, self._look_at_links_at]
-        due.append(parts.admission.next_due)
+        due += [parts.admission.next_due, parts.prober.next_due]
         if parts.serving is not None:  # else this rank offers nothing
             due += [parts.prefill.next_due, parts.serving.next_due]
         return min((when for when in due if when is not None), default=None)
@@ -585,7 +593,11 @@ class Loop:
         return next((token for token in tokens if token), b"")
 
     def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:
-        """Answer a status request. No error here may cost a load."""
+        """Answer a status request, or begin its probe. No error in a status may cost a load."""
+        if question.probe:
+            for wanted in self.parts.prober.begin(route, question.probe):
+                self._handle(wanted)
+            return
         try:
             self.parts.control.reply(route, messages.encode(self._report_status(question)))
         except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
@@ -683,6 +695,8 @@ class Loop:
                 self._log.warning(OVERDUE, report.reader or "", report.request)
             return
         self._on_load_ended()
+        if report.failure is None and report.peer is not None:
+            self.parts.speeds.add(report.peer, report.reads)
         if report.failure is not None:
             self._log_failure(report, report.failure)
 

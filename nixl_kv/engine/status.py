@@ -5,20 +5,42 @@ The status is an open record: `nixl-kv status` shows every key of it. Add a key 
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
 
-from nixl_kv.engine.loop import Parts
-from nixl_kv.errors import shown_id
-from nixl_kv.ids import Rank, short
+from nixl_kv.errors import printable, shown_id
+from nixl_kv.ids import short
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.peers import PeerState
+from nixl_kv.protocol.load import Load, ReadState
+from nixl_kv.protocol.peers import Peer, PeerState
+from nixl_kv.transport.ports import max_descriptors, num_descriptors
+from nixl_kv.transport.ucx.detect import HostFacts, Link, link_of, ucx_settings
+
+if TYPE_CHECKING:
+    from nixl_kv.engine.engine import RankSpec
+    from nixl_kv.engine.loop import Parts
+
+MAX_SETTINGS: Final = 1000  # characters of UCX's settings
+
+LOST_LISTENER: Final = "UCX has closed a listening socket, so peers cannot connect to its memory"
+
+
+def process_facts() -> dict[str, str | int | float | None]:
+    """About the engine's own process, of which a tool's shell knows nothing."""
+    settings = ucx_settings(os.environ, "")
+    shown = " ".join(f"UCX_{name}={value}" for name, value in sorted(settings.items()))
+    return {
+        "num_descriptors": num_descriptors(),
+        "max_descriptors": max_descriptors(),  # None: unlimited
+        "ucx_settings": printable(shown, MAX_SETTINGS),  # of the environment
+    }
 
 
 def build_status(
-    parts: Parts,
-    rank: Rank,
-    roles: str,
+    parts: "Parts",
+    spec: "RankSpec",
     clock: Callable[[], float],
     started_at: float,
     question: messages.StatusRequest,
@@ -27,13 +49,20 @@ def build_status(
     now = clock()
     peers, links = [*parts.decode.peers.known.values()], parts.control.links()
     offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
+    waiting = [load for load in loads if load.lacks_only_blocks]
+    serving, find = parts.serving, link_finder(spec)
     return messages.Status(
         incarnation=parts.description.incarnation,
         facts={
             "engine": parts.decode.reader.engine,
-            "rank": rank,
-            "roles": roles,
+            "rank": spec.rank,
+            "roles": spec.roles,
             "uptime_s": now - started_at,
+            **process_facts(),
+            # None: peers can connect to its memory, or this rank only decodes
+            "unreadable": LOST_LISTENER if serving and serving.has_lost_listener else None,
+            # for how long the first of the loads has waited for local blocks; None: none waits
+            "blocks_waited_s": max((_waited_s(load, now) for load in waiting), default=None),
             "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
             "failures_span_s": parts.event_log.failures_span_s,
         },
@@ -42,7 +71,11 @@ def build_status(
             "links": len(links),
             "offers": len(offers),
             "loads": len(loads),
+            "loads_without_blocks": len(waiting),
             "reads": sum(len(agent.reads) for agent in parts.agents.polled),
+            "bytes_being_read": sum(
+                read.num_bytes for agent in parts.agents.polled for read in agent.reads
+            ),
             **{worker.name: len(worker) for worker in parts.workers},
             "events": len(parts.event_log),
         },
@@ -54,6 +87,9 @@ def build_status(
                     "incarnation": short(peer.key.incarnation),
                     "endpoint": peer.key.endpoint,
                     "state": peer.state.name,
+                    # how UCX should read it, and why not faster; '' if it does not tell
+                    **find(peer)._asdict(),
+                    **parts.speeds.of(peer.key),
                     "num_failures": peer.failures,  # in a row
                     # None: loads may use it, or an attempt is under way
                     "paused_for_s": (
@@ -102,6 +138,30 @@ def build_status(
             ],
         },
     )
+
+
+def link_finder(spec: "RankSpec") -> Callable[[Peer], Link]:
+    """Finds how UCX should read a peer's first rank, by what this machine has now."""
+    settings = ucx_settings(os.environ, "")
+    own = HostFacts.find(settings) if spec.is_decode and spec.config.backends[0] == "UCX" else None
+
+    def find(peer: Peer) -> Link:
+        read = [route.remote_rank for route in peer.routes if route.readers]
+        if own is None or peer.description is None or not read:
+            return Link("")
+        return link_of(own, peer.description.ranks[read[0]].agent, settings, spec.layout.memory)
+
+    return find
+
+
+def _waited_s(load: Load, now: float) -> float:
+    """Seconds since the last of its ranks has granted its blocks."""
+    granted = (read.entered_at.get(ReadState.GRANTED, now) for read in load.reads.values())
+    return now - max(granted, default=now)
+
+
+def find_link(spec: "RankSpec", peer: Peer) -> Link:
+    return link_finder(spec)(peer)
 
 
 def _finite(seconds: float) -> float | None:

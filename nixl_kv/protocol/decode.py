@@ -306,7 +306,7 @@ class DecodeMachine:
     def _on_answer(self, event: events.Answered, now: float) -> Actions:
         match event.message:
             case messages.Description() as description:
-                return self.peers.on_description(description, event.endpoint)
+                return self.peers.on_description(description, event.endpoint, now)
             case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
                 peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
                 return self.peers.on_refused(peer, refusal, now)
@@ -517,6 +517,7 @@ class DecodeMachine:
         events.Answered: _on_answer,
         events.LinkBroken: _on_link_broken,
         events.EndpointLost: _on_endpoint_lost,
+        events.MeetPeer: lambda self, event, now: self.peers.meet(event, now),
         events.PeerFits: _on_fits,
         events.HandshakeDone: lambda self, event, now: self.peers.on_handshake_done(event, now),
         events.PeerRefused: lambda self, event, now: self.peers.on_refused(event.peer, event, now),

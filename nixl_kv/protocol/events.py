@@ -252,7 +252,15 @@ class PeerFits(msgspec.Struct, frozen=True):
     introductions: tuple[Introduction, ...] = ()
 
 
+class MeetPeer(msgspec.Struct, frozen=True):
+    """A tool asks whether this rank can read the peer. The peer's own seal proves its address."""
+
+    peer: PeerKey
+
+
 class HandshakeDone(msgspec.Struct, frozen=True):
+    """The memory of all ranks that this one reads is readable, and each was read once."""
+
     peer: PeerKey
 
 
@@ -635,7 +643,7 @@ PrefillCommand: TypeAlias = (
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | AwaitWrites | SetEngine
 ReadEvent: TypeAlias = ReadMoved | ChunksWanted | ReadDone | ReadFailed | DigestCompared
-PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
+PeerEvent: TypeAlias = MeetPeer | PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = (

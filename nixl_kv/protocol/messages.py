@@ -43,7 +43,14 @@ from nixl_kv.ids import (
     Nonce,
     Rank,
 )
-from nixl_kv.protocol.ticket import HEX32, MAX_REASON, NAME, WIRE_VERSION, Context
+from nixl_kv.protocol.ticket import (
+    HEX32,
+    MAX_LENGTH,
+    MAX_REASON,
+    NAME,
+    WIRE_VERSION,
+    Context,
+)
 
 MAX_CLAIMS = 65536
 MAX_ALLOCATIONS = 1 << 14
@@ -452,6 +459,14 @@ class Landed(_Hint, frozen=True, kw_only=True):
 
 class StatusRequest(_Message, frozen=True, kw_only=True):
     request: _Text = ""  # a rank also tells the history of this request
+    # The `probe_ticket` of another engine's status: a rank reads some bytes from there, and answers
+    # with the result instead (`engine/probe.py`).
+    probe: Annotated[str, Meta(max_length=MAX_LENGTH)] = ""
+
+
+# A decode rank gives up the read that doctor asked for. This outlasts the description, the
+# admission and UCX's timeouts of two reads over TCP together.
+PROBE_S: Final = 25.0
 
 
 class Status(_Message, frozen=True, kw_only=True):

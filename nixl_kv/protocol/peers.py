@@ -48,14 +48,20 @@ NO_DESCRIPTION: Final = Failure(
     "ports: `nixl-kv doctor --peer HOST:PORT` checks them",
 )
 
+UNREAD: Final = (
+    "; it was its first read, so if it is on another host, a firewall may drop packets to UCX's "
+    "ports (docs/operations.md, Firewall)"
+)
+
 
 class PeerState(MachineState):
     CONNECTING = enum.auto()  # decode has asked its directory for the description
     # The description fits, and loads ask its ranks. These are also asked to let this one connect to
     # UCX's ports: NIXL must not connect before that, because a dropped SYN costs a second.
     ADMITTING = enum.auto()
-    HANDSHAKING = enum.auto()  # loads ask its ranks, and its memory is made readable
-    READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
+    # Loads ask its ranks, and its memory is made readable and read once.
+    HANDSHAKING = enum.auto()
+    READY = enum.auto()  # its memory was read; forgotten after KEPT_S without a load
     # Decode could not reach it, read its memory or use it. Loads fail at once for a pause. Its
     # memory is dropped once no read of it is in flight.
     UNUSABLE = enum.auto()
@@ -86,6 +92,7 @@ TRANSITIONS: Final[Table[PeerState]] = {
         events.HandshakeDone: (PeerState.READY,),
         messages.Pending: (PeerState.UNUSABLE,),  # its engine hangs
         events.PeerRefused: (PeerState.UNUSABLE,),
+        events.PeerBroken: (PeerState.UNUSABLE,),  # the first read has failed
         events.EndpointLost: (PeerState.UNUSABLE,),
     },
     PeerState.READY: {
@@ -95,8 +102,9 @@ TRANSITIONS: Final[Table[PeerState]] = {
         events.Tick: (None,),
     },
     PeerState.UNUSABLE: {
-        # A load wants it, after its pause or with a ticket that shows that it is back.
+        # A load wants it, after its pause or with a ticket that shows that it is back; or a tool.
         events.PrepareLoad: (PeerState.CONNECTING,),
+        events.MeetPeer: (PeerState.CONNECTING,),
         events.Tick: (
             PeerState.CONNECTING,
             None,
@@ -179,14 +187,14 @@ class PeerBook:
     def want(
         self,
         key: events.PeerKey,
-        event: events.PrepareLoad,
+        event: events.PrepareLoad | events.MeetPeer,
         now: float,
         *,
         is_sealed: bool,
     ) -> tuple[Peer, Actions]:
         """Note that a load needs the peer, and ask for its description if it is time for that.
 
-        `is_sealed`: the peer itself made the load's ticket.
+        `is_sealed`: the peer itself made the load's ticket, or the tool's.
         """
         peer = self.known.get(key)
         if peer is None:
@@ -207,6 +215,14 @@ class PeerBook:
             if is_due and peer.description is None:
                 return peer, self._attempt(peer, event, now)
         return peer, []
+
+    def meet(self, event: events.MeetPeer, now: float) -> Actions:
+        """A person wants to know whether the peer can be read: try it now, whatever its pause."""
+        known = self.known.get(event.peer)
+        if known is not None and known.state is PeerState.UNUSABLE:
+            known.pause_ends_at = now
+        _, actions = self.want(event.peer, event, now, is_sealed=True)
+        return actions
 
     def _attempt(self, peer: Peer, event: object, now: float) -> Actions:
         self._move(peer, PeerState.CONNECTING, event)
@@ -234,14 +250,26 @@ class PeerBook:
         peers = self._at.get(endpoint, {}).values()
         return [peer for peer in peers if peer.state is state]
 
-    def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
+    def on_description(
+        self, message: messages.Description, endpoint: Endpoint, now: float
+    ) -> Actions:
         """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
         peer = self.known.get(key)
         if peer is None or peer.state is not PeerState.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
+        for former in list(self.known.values()):
+            # One directory describes one life at a time, so the others are over.
+            if former.key.endpoint == endpoint and former is not peer:
+                self._outdate(former, now)
         return [events.StartHandshake(key, message), *self._disconnect(peer)]
+
+    def _outdate(self, peer: Peer, now: float) -> None:
+        """Let the next tick forget it, unless a load still reads it then."""
+        if peer.state in (PeerState.READY, PeerState.UNUSABLE):
+            peer.used_at, peer.pause_ends_at, peer.is_wanted = -math.inf, now, False
+            self.deadlines.set(peer.key, now)
 
     def on_fits(self, event: events.PeerFits, now: float) -> Actions | None:
         """Ask its ranks to let this one in, if that is necessary. None: it is not wanted now."""
@@ -258,8 +286,8 @@ class PeerBook:
         peer.introductions = introductions
         peer.tokens.clear()
         peer.awaited = {event.description.ranks[one.rank].endpoint: one for one in introductions}
-        # No deadline to handshake: background threads of this side take time then. They wait for
-        # the peer only to map its memory, and not for long (`reading.gather.share`).
+        # A handshake has its own time, from when the background threads have prepared the ranks. They
+        # wait for the peer only to map its memory, and not for long (`reading.gather.share`).
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S if introductions else math.inf)
         return [self._introduce(peer, endpoint) for endpoint in peer.awaited]
 
@@ -339,14 +367,19 @@ class PeerBook:
         return self._fail(peer, event, Failure(kind, event.reason), now)
 
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
-        """A broken connection costs the loads that are read over it, and two in a row the peer."""
+        """A broken connection costs the loads that are read over it, and two in a row the peer.
+
+        If the first read of all fails, the peer is unusable at once.
+        """
         peer = self.known.get(event.peer)
         if peer is None or peer.state not in (PeerState.HANDSHAKING, PeerState.READY):
             return []
-        if peer.state is PeerState.HANDSHAKING or peer.failures + 1 < MAX_FAILURES:
+        if peer.state is PeerState.READY and peer.failures + 1 < MAX_FAILURES:
             peer.failures += 1
             return []
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
+        if peer.state is PeerState.HANDSHAKING:
+            detail += UNREAD
         return self._fail(peer, event, Failure(FailureKind.UNREACHABLE, detail), now)
 
     def on_stalled(
@@ -463,10 +496,7 @@ class PeerBook:
             peer.is_reported = True
             actions.append(events.PeerUnusable(peer.key, failure.detail))
         if len(self._unusable) > MAX_UNUSABLE:  # the next tick forgets the oldest one
-            oldest = self._unusable.pop(next(iter(self._unusable)))
-            oldest.used_at, oldest.is_wanted = -math.inf, False
-            oldest.pause_ends_at = now
-            self.deadlines.set(oldest.key, now)
+            self._outdate(self._unusable.pop(next(iter(self._unusable))), now)
         return actions
 
     def _forget(self, peer: Peer, event: object) -> Actions:

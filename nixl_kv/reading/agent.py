@@ -6,7 +6,7 @@ what follows from its end. All of it runs on the transfer thread, except `open_t
 
 The first read of a rank makes the connection and maps memory. So the agent warms up a READY rank:
 it reads a fence slot and some bytes of the cache and discards them. Meanwhile decode still asks for
-a grant.
+a grant. The end of these reads proves that the rank can be read.
 """
 
 import contextlib
@@ -19,14 +19,15 @@ import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, block_ids
-from nixl_kv.geometry.plan import ADDRESS, DEVICE
-from nixl_kv.ids import FenceToken, Rank, RequestId
+from nixl_kv.geometry.plan import ADDRESS, DEVICE, LENGTH
+from nixl_kv.ids import FENCE_TOKEN_BYTES, FenceToken, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import RUNS_PER_TURN, Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
 from nixl_kv.transport.base import (
     LINGER_S,
     LONGEST_PAUSE_S,
+    Indices,
     ListHandle,
     ReadHandle,
     Rows,
@@ -43,6 +44,8 @@ MAX_WARM_UPS: Final = 256
 SAMPLE_BYTES: Final = 4096
 SAMPLED_SPANS: Final = 64
 SCRATCH_BYTES: Final = 1 << 20
+# Of a probe, in one piece where a region is that long, so that packets have the largest size.
+PROBE_BYTES: Final = 64 << 10
 # Bytes per turn of the reads that are polled right after they are posted. Over shared memory they
 # have ended by then, so further reads can begin; the limit leaves time for the rest of the turn.
 AT_ONCE_BYTES: Final = 64 << 20
@@ -144,9 +147,9 @@ class ActiveRead:
 
     op: ReadOp
     remote: RemoteRank
-    request: RequestId  # empty: it warms up, and nothing needs its bytes
+    request: RequestId  # empty: it warms up or probes, and nothing needs its bytes
     started_at: float
-    num_bytes: int = 0
+    num_bytes: int = 0  # of a load or a probe
     num_runs: int = 0
     slot: int = 0  # of the load's fence token
     post_seconds: float = 0.0
@@ -203,6 +206,16 @@ class ReadAgent:
         """Whether a read needs this name, so that the transport must not forget the rank."""
         reads = (*self.reads, *(read for read in self.warm_ups if not read.error))
         return any(read.remote.name == name for read in reads)
+
+    def is_warming_up(self, peer: events.PeerKey) -> bool:
+        """Whether a first read of one of its ranks goes on.
+
+        One of a former record of the rank does not count, because it may never end.
+        """
+        return any(
+            read.remote.peer == peer and self.ranks.find(peer, read.rank) is read.remote
+            for read in self.warm_ups
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -363,6 +376,8 @@ class ReadAgent:
             happened += read.op.poll()
         except TransportError as error:
             self.abandon(read, str(error))
+            if not read.request:  # no load notices it
+                self._break(read.remote.peer, str(error))
             return []
         except Exception as error:
             self.abandon(read, f"{type(error).__name__}: {error}")
@@ -377,7 +392,7 @@ class ReadAgent:
             self._break(read.remote.peer, op.failure or "a read ended in an error")
         if not request:
             self.warm_ups.remove(read)
-            if op.failure is None:
+            if op.failure is None and not read.num_bytes:
                 self._counts.observe("first_contact_seconds", seconds, "warm_up")
             return []
         if op.failure is None and read.landed is None:
@@ -434,23 +449,60 @@ class ReadAgent:
 
     def _warm_up_ops(self, rank: RemoteRank) -> Iterator[SampleOp]:
         """Read enough pieces to use all of the transport's connections to the rank."""
-        source, scratch, layout = rank.source, self._scratch, self._layout
-        count = self.transport.warm_up_pieces(source.name) if source is not None and scratch else 0
+        source = rank.source
+        count = self.transport.warm_up_pieces(source.name) if source and self._scratch else 0
         # Over TCP it is 0, and the read of the slot makes the connection.
-        if source is not None and scratch is not None and count:
-            memory, rows = rank.description.layout.memory, sample_rows(rank.description.layout)
-            here = rows.copy()
-            here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
-            there = self.transport.prepare(rows, memory, source.name)
-            local = self.transport.prepare(here, layout.memory, None)
+        if source is not None and count:
+            rows = sample_rows(rank.description.layout, SAMPLE_BYTES)
             pieces = np.tile(np.arange(len(rows), dtype=np.int32), -(-count // len(rows)))
-            yield SampleOp(self.transport, self.transport.read(local, there, (pieces, pieces)))
+            yield self._sample(rank, source, rows, pieces)
         if self.free_entries:
             yield SlotOp(self, rank, 0)
 
+    def _sample(self, rank: RemoteRank, source: Source, rows: Rows, pieces: Indices) -> SampleOp:
+        """Read these pieces of a rank's cache into memory that no other read needs.
 
-def sample_rows(layout: CacheLayout) -> Rows:
-    """One piece of each of the first SAMPLED_SPANS regions of a rank: shape (n, 5)."""
-    pieces = [(s.address, min(SAMPLE_BYTES, s.length)) for s in layout.spans[:SAMPLED_SPANS]]
+        Raises:
+            TransportError: if this rank has no such memory, or the transport refuses the read.
+        """
+        if self._scratch is None:
+            raise TransportError("this rank has no spare memory to read into")
+        here = rows.copy()
+        here[:, ADDRESS], here[:, DEVICE] = self._scratch.span.address, self._layout.device
+        there = self.transport.prepare(rows, rank.description.layout.memory, source.name)
+        local = self.transport.prepare(here, self._layout.memory, None)
+        return SampleOp(self.transport, self.transport.read(local, there, (pieces, pieces)))
+
+    # --- probes
+
+    def probe(self, rank: RemoteRank, *, is_small: bool) -> ActiveRead:
+        """Read a fence slot, if `is_small`, or PROBE_BYTES of the cache of a READY rank.
+
+        The transport must not be busy (`Ranks.is_adding`).
+
+        Raises:
+            TransportError: if no such read can begin.
+        """
+        if rank.source is None or len(self.warm_ups) >= MAX_WARM_UPS:
+            raise TransportError("this rank has too many first reads that do not end")
+        started_at, num_bytes = self._clock(), FENCE_TOKEN_BYTES
+        try:
+            if is_small:
+                op: SampleOp = SlotOp(self, rank, 0)
+            else:
+                rows = sample_rows(rank.description.layout, PROBE_BYTES)[:1]
+                num_bytes = int(rows[0, LENGTH])
+                op = self._sample(rank, rank.source, rows, block_ids([0]))
+        except TransportError as error:
+            self._note(error, rank.peer)
+            raise
+        read = ActiveRead(op, rank, RequestId(""), started_at, num_bytes)
+        self.warm_ups.append(read)
+        return read
+
+
+def sample_rows(layout: CacheLayout, num_bytes: int) -> Rows:
+    """One piece of up to `num_bytes` of each of the first SAMPLED_SPANS regions: shape (n, 5)."""
+    pieces = [(s.address, min(num_bytes, s.length)) for s in layout.spans[:SAMPLED_SPANS]]
     rows = [(address, length, layout.device, length, 1) for address, length in pieces]
     return np.array(rows, dtype=np.uint64)

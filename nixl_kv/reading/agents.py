@@ -5,6 +5,7 @@ New reads use the current agent. `turnover` replaces it, and has the others.
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -19,6 +20,22 @@ from nixl_kv.transport.base import Transport
 
 # Between two polls while an agent is created or destroyed and nothing waits for it.
 CHANGING_PAUSE_S: Final = 0.002
+# Decode gives up the first read of a peer. Over TCP, UCX reports a host that does not answer after
+# 4 s; on a busy machine prefill may take seconds to serve the read.
+FIRST_READ_S: Final = 30.0
+# Between two heartbeats to a peer's ranks while its first read takes long. Each lets prefill serve
+# the read for another LINGER_S.
+GREET_S: Final = 1.0
+
+
+@dataclass
+class _Handshake:
+    """A peer whose memory is made readable and then read once, to prove that it can be read."""
+
+    since: float  # monotonic seconds
+    # When all of its ranks were prepared, and their first reads had begun; None: not yet.
+    prepared_at: float | None = None
+    greeted_at: float = 0.0
 
 
 class Agents:
@@ -48,7 +65,7 @@ class Agents:
         self._counts = counts
         self._clock = clock
         self._waiting: list[events.StartRead] = []  # for their ranks, or for an idle transport
-        self._handshakes: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
+        self._handshakes: dict[events.PeerKey, _Handshake] = {}
         self._introduce = introduce
         self._unadmitted: set[events.PeerKey] = set()  # whose ranks do not let this one connect yet
 
@@ -68,7 +85,8 @@ class Agents:
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while this is busy."""
-        if self._handshakes or self.turnover.is_awaited:
+        is_preparing = any(each.prepared_at is None for each in self._handshakes.values())
+        if is_preparing or self.turnover.is_awaited:
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
@@ -124,6 +142,7 @@ class Agents:
                     happened += self._on_prepared(preparation) if agent is current else ()
             happened += agent.poll()
         happened += self.turnover.poll(self._handshakes)
+        happened += self._prove(happened)
         if self._waiting and not self.polled[0].ranks.is_adding:
             waiting, self._waiting = self._waiting, []
             for read in waiting:
@@ -172,7 +191,7 @@ class Agents:
         if introductions:
             self._unadmitted.add(peer)
         else:
-            self._handshakes[peer] = self._clock()
+            self._handshakes[peer] = _Handshake(self._clock())
         return events.PeerFits(peer, description, routes, introductions)
 
     def _connect(self, action: events.Connect) -> None:
@@ -180,21 +199,48 @@ class Agents:
         self._unadmitted.discard(peer)
         if peer in descriptions:
             descriptions[peer] = messages.with_tokens(descriptions[peer], action.tokens)
-            self._handshakes[peer] = self._clock()
+            self._handshakes[peer] = _Handshake(self._clock())
             self.current.prepare(peer)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
-        since = self._handshakes.pop(ended.peer, None)
+        handshake = self._handshakes.get(ended.peer)
         if ended.error is None:
-            if since is None:
-                return []
-            self._counts.observe("first_contact_seconds", self._clock() - since, "handshake")
-            return [events.HandshakeDone(ended.peer)]
+            if handshake is not None and handshake.prepared_at is None:
+                now = handshake.prepared_at = handshake.greeted_at = self._clock()
+                seconds = now - handshake.since
+                self._counts.observe("first_contact_seconds", seconds, "handshake")
+            return []
         failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
-        if since is not None:
+        if handshake is not None:
+            del self._handshakes[ended.peer]
             self.peers.descriptions.pop(ended.peer, None)
             failed.insert(0, events.PeerRefused(ended.peer, ended.error))
         return failed
+
+    def _prove(self, happened: list[events.DataEvent]) -> list[events.DataEvent]:
+        """End the handshakes whose first reads have ended; `happened` says which have broken."""
+        if not self._handshakes:
+            return []
+        for event in happened:
+            if isinstance(event, events.PeerBroken):
+                self._handshakes.pop(event.peer, None)
+        now, greeted = self._clock(), list[events.PeerKey]()
+        ended: list[events.DataEvent] = []
+        for peer, handshake in list(self._handshakes.items()):
+            if handshake.prepared_at is None:
+                continue
+            if not (self.current.ranks.is_preparing(peer) or self.current.is_warming_up(peer)):
+                ended.append(events.HandshakeDone(peer))
+            elif now - handshake.prepared_at >= FIRST_READ_S:
+                reason = f"its first read has not ended in {FIRST_READ_S:g} s"
+                ended.append(events.PeerBroken(peer, reason))
+            else:
+                if now - handshake.greeted_at >= GREET_S:
+                    handshake.greeted_at = now
+                    greeted.append(peer)
+                continue
+            del self._handshakes[peer]
+        return [*ended, events.PeersMoved(tuple(greeted))] if greeted else ended
 
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
         self.peers.descriptions.pop(peer, None)

@@ -259,6 +259,7 @@ OUTAGES: dict[str, tuple[Outage, set[str]]] = {
         partial(planted, fault="exception"),
         {"NixlKVThreadRestarted"},
     ),
+    "reads take long": (partial(planted, fault="slow"), {"NixlKVReadsSlow"}),
     "prefill has no file descriptors": (
         no_descriptors,
         {"NixlKVDescriptorsNearLimit", "NixlKVRankUnreadable"},

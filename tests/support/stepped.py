@@ -19,10 +19,12 @@ from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import HOLD_S, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Loop
+from nixl_kv.engine.trust import Trust
 from nixl_kv.feature import BuildFeature, RankSetup
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
+from nixl_kv.keys import parse_key
 from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
@@ -129,6 +131,7 @@ class Stepped:
             is_decode="decode" in roles,
             make_transport=lambda: MemoryTransport(world.fabric),
             make_control=lambda: self.control,
+            check_ticket=world.trust.check,
             num_slots=64,
             hold_s=world.hold_s,
             make_background=lambda _count: self.background,
@@ -145,7 +148,8 @@ class Stepped:
         self.engine = TransferEngine(spec)
         self.loop: Loop = self.engine.start_stepped(self.results)
         self.parts = self.loop.parts
-        self.directory = DirectoryServer(MemoryControl(world.network, f"{name}'s"), HOST, 0)
+        control = MemoryControl(world.network, f"{name}'s")
+        self.directory = DirectoryServer(control, HOST, 0, seal=world.trust.seal)
         self.directory.publish(self.description)
 
     @property
@@ -249,6 +253,7 @@ class World:
     ) -> None:
         self.sizes, self.config, self.hold_s = sizes, config, hold_s
         self.max_gap_s, self.features = max_gap_s, features
+        self.trust = Trust(parse_key("5e" * 32, "a key"), config.allowed_hosts, 5.0)
         self.clock, self.fabric, self.network = Clock(), Fabric(), MemoryNetwork()
         self.prefill = Stepped("prefill", self, roles=roles[0], seed=1)
         self.decode = Stepped("decode", self, roles=roles[1], seed=2)

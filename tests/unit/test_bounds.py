@@ -224,6 +224,8 @@ ELSEWHERE: Final = {
     "early.asks.MAX_ASKS_OF_READER": "early/test_asks.py",
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",
     "engine.loop.MAX_DECODING": "engine/test_loop.py",
+    "engine.speeds.MAX_PEERS": "engine/test_speeds.py",
+    "engine.speeds.MAX_READS": "engine/test_speeds.py",
     "protocol.messages.MAX_LISTED": "engine/test_status.py",
     "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
     "reading.paths.MAX_SLICES": "reading/test_paths.py",
@@ -243,7 +245,7 @@ NO_TABLES: Final = {
     *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
     *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
     *["config.MAX_SHARE_DIR", "reading.gather.share.MAX_REASON"],
-    "engine.event_log.MAX_REQUESTS",
+    *["engine.event_log.MAX_REQUESTS", "engine.status.MAX_SETTINGS"],
     "protocol.ticket.MAX_LENGTH",
     "engine.clock.MAX_GAP_S",
     *[

@@ -29,10 +29,11 @@ def doctor(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check the limits of this host, the key, and the engines that this host must reach.
+    """Check the limits of this shell, the key, and the engines that this host must reach.
 
-    Run it on any host or in any pod, before engines start or while they run. It starts nothing and
-    changes nothing. It exits with 0, with 1 for warnings, or with 2 for errors.
+    Run it on any host or in any pod, before engines start or while they run. It changes nothing.
+    Each decode engine among those given reads 64 KiB from each prefill engine. It exits with 0,
+    with 1 for warnings, or with 2 for errors.
     """
     with errors_exit():
         if at is not None:
@@ -54,7 +55,7 @@ def _groups(
     at: str | None, peers: list[str], key_file: Path | None, *, insecure: bool
 ) -> Iterator[Group]:
     """Each group of checks, as soon as it is done."""
-    yield report.run("limits", lambda: host.check_limits(os.environ))
+    yield report.run("this shell", lambda: host.check_limits(os.environ))
     keys, check = engines.check_key(key_file, insecure=insecure)
     yield "key", [check]
     own, found = None, []
@@ -66,4 +67,4 @@ def _groups(
         found += [] if engine is None else [engine]
         yield f"peer {peer}", checks
     if own or found:
-        yield report.run("engines together", lambda: engines.check_together(own, found))
+        yield report.run("engines together", lambda: engines.check_together(own, found, keys))

@@ -1,7 +1,6 @@
 """Checks of the key and of running engines: do they answer, do they work, do pairs of them fit?"""
 
 import itertools
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +12,13 @@ from nixl_kv import addresses
 from nixl_kv.cli import client, compare
 from nixl_kv.cli.client import EngineAnswer
 from nixl_kv.cli.doctor.report import Check, error, ok, skipped, warning
+from nixl_kv.cli.doctor.transfers import LARGE_PACKETS, check_read, check_transfers
 from nixl_kv.cli.status import engine_text, recent_failures
 from nixl_kv.cli.tables import duration_text
-from nixl_kv.errors import ConfigError, IncompatiblePeer
+from nixl_kv.errors import ConfigError, IncompatiblePeer, NixlKVError
 from nixl_kv.geometry.match import Mismatch
-from nixl_kv.ids import Endpoint, endpoint_host, short
+from nixl_kv.ids import Endpoint, endpoint_host
 from nixl_kv.protocol.messages import Status
-from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 from nixl_kv.transport.zmq import CONNECT_TIMEOUT_S
 
 MAX_SHOWN: Final = 3  # failures, ranks or mismatches in one line
@@ -34,6 +33,7 @@ STOPPED: Final = (
     "compare the port with the engine's log; if `ps -o stat` of the process shows T, continue it "
     "with `kill -CONT`, otherwise restart it"
 )
+HANGS: Final = "if its log stands still, the rank hangs: restart the engine"
 FIXES: Final = {
     "no answer to the handshake": STOPPED,
     "not among its peers": "add this host's network to its 'peers', or run this on a host that "
@@ -84,6 +84,9 @@ def check_engine(
     try:
         engine = client.engine_at(where, keys, option=option)
     except ValueError as reason:
+        if "no answer within" in str(reason) and _answers_shortly(endpoints, keys):
+            about = "a short answer arrives, but its description, which is longer, does not"
+            return None, [*checks, error("answer", about, LARGE_PACKETS)]
         mine = "no key" if keys is None else f"the key {keys.fingerprint}"
         fixes = {**FIXES, "handshake failed": f"here is {mine}; {OTHER_KEY}"}
         unknown = "check its log; it may be starting, hanging, or of another release"
@@ -97,9 +100,16 @@ def check_engine(
         about = f"its ranks listen on {local[0]}, which other hosts cannot reach"
         fix = "set its host to auto, or to an address that other machines reach"
         checks.append(error("addresses", about, fix))
-    elif option == "--peer" and "prefill" in _roles(engine):
-        checks.append(_path_from(engine.description.ranks[0].agent))
     return engine, checks
+
+
+def _answers_shortly(endpoints: Sequence[Endpoint], keys: client.AnyKeys) -> bool:
+    """Whether the engine answers with a message that fits into any packet."""
+    for endpoint in endpoints:
+        with suppress(NixlKVError):
+            client.engine_status(endpoint, keys)
+            return True
+    return False
 
 
 def _connect(endpoint: Endpoint) -> Check:
@@ -122,7 +132,7 @@ def _connect(endpoint: Endpoint) -> Check:
         except TimeoutError:
             about = (
                 f"connected in {took_ms:.1f} ms, but nothing came in {CONNECT_TIMEOUT_S:g} s: the "
-                "process is stopped or hangs, or is not an engine"
+                "process is stopped or hangs, has no free file descriptor, or is not an engine"
             )
             return error(name, about, STOPPED)
     return ok(name, f"connected in {took_ms:.1f} ms")
@@ -134,14 +144,16 @@ def _health(engine: EngineAnswer) -> Iterator[Check]:
     version = facts.get("version", "unknown")
     yield ok("answer", f"{roles}nixl_kv {version}; engine {engine_text(engine.description)}")
     silent = [
-        f"rank {number} at {rank.endpoint}: {status}"
+        (number, rank.endpoint, status)
         for number, (rank, status) in enumerate(engine.ranks)
         if not isinstance(status, Status)
     ]
     if silent:
         about = f"{len(silent)} of {len(engine.ranks)} ranks do not answer"
-        shown = "; ".join(silent[:MAX_SHOWN])
-        yield error("ranks", f"{about}: {shown}", f"if the engine runs, {FIREWALL}")
+        shown = "; ".join(f"rank {n} at {place}: {why}" for n, place, why in silent[:MAX_SHOWN])
+        connection = _connect(silent[0][1])
+        fix = connection.fix or f"{HANGS}; {LARGE_PACKETS}"
+        yield error("ranks", f"{about}: {shown}; TCP: {connection.detail}", fix)
     else:
         yield ok("ranks", f"all {len(engine.ranks)} answer")
     draining_s = facts.get("draining_s")
@@ -153,6 +165,7 @@ def _health(engine: EngineAnswer) -> Iterator[Check]:
         about = f"{record.get('engine')} at {record.get('endpoint')}: {record.get('state')}"
         fix = f"run `nixl-kv doctor --peer` for it on the host of {engine.where}"
         yield warning("its peers", f"{about}; {record.get('detail')}", fix)
+    yield from check_transfers(engine)
     yield _failures(engine)
 
 
@@ -194,27 +207,10 @@ def _failures(engine: EngineAnswer) -> Check:
     return warning(name, f"{when}: {shown}{more}", fix)
 
 
-def _path_from(metadata: bytes, root: Path = ROOT) -> Check:
-    """The transport with which UCX should read a rank from this host, by the rank's metadata."""
-    name = "reads from here"
-    settings = ucx_settings(os.environ, "")
-    own, peer = HostFacts.find(settings, root), HostFacts.of_peer(metadata)
-    if peer is None:
-        return skipped(name, "this rank does not tell where it is (to the engines' key alone)")
-    if (own.host, own.namespace) == (peer.host, peer.namespace):
-        return ok(name, "it is on this host, so UCX should use shared memory or cuda_ipc")
-    where = "on this host in another PID namespace" if own.host == peer.host else "on another host"
-    if own.has_rdma == peer.has_rdma:
-        return ok(name, f"it is {where}, so UCX should use {'RDMA' if own.has_rdma else 'TCP'}")
-    lacking = "this host" if peer.has_rdma else "it"
-    about = f"it is {where}, and {lacking} has no usable RDMA device, so UCX uses TCP"
-    return warning(name, about, "run `nixl-kv doctor` there, and look at RDMA")
-
-
-def check_together(own: EngineAnswer | None, peers: Sequence[EngineAnswer]) -> Iterator[Check]:
-    """How each peer that decodes sees `own`, and whether each can read each that prefills."""
-    if own is not None and "prefill" in _roles(own):
-        yield from (_reverse(own, peer) for peer in peers if "decode" in _roles(peer))
+def check_together(
+    own: EngineAnswer | None, peers: Sequence[EngineAnswer], keys: client.AnyKeys
+) -> Iterator[Check]:
+    """Whether each engine that decodes can read each that prefills: by its facts, and by a read."""
     engines = [*peers] if own is None else [own, *peers]
     pairs = [
         (decode, prefill)
@@ -223,27 +219,13 @@ def check_together(own: EngineAnswer | None, peers: Sequence[EngineAnswer]) -> I
         if decode.description.engine != prefill.description.engine
     ]
     if not pairs:
-        about = "give a prefill and a decode engine, by --at and --peer, to compare them"
+        about = "not tested: give a prefill and a decode engine, by --at and --peer"
         yield skipped("pairs of engines", about)
-    yield from itertools.starmap(_pair, pairs[:MAX_PAIRS])
-
-
-def _reverse(own: EngineAnswer, peer: EngineAnswer) -> Check:
-    name, mine = f"engine {peer.description.engine!r} to here", own.description.engine
-    fix = f"run `nixl-kv doctor --peer {own.where}` on its host"
-    # It may remember earlier incarnations, which cannot be used any longer.
-    who = {"engine": mine, "incarnation": short(own.description.incarnation)}
-    records = [each for each in _peers(peer) if who.items() <= each.items()]
-    for record in filter(_is_unusable, records):
-        about = f"it cannot use engine {mine!r}: {record.get('state')}; {record.get('detail')}"
-        return error(name, about, f"{fix}; {FIREWALL}")
-    for record in records:
-        if record.get("num_failures"):  # since the last good read
-            about = f"its last attempt to use engine {mine!r} failed: {record.get('detail')}"
-            return warning(name, about, fix)
-    if records:
-        return ok(name, f"it reads from engine {mine!r}")
-    return skipped(name, f"it has not read from engine {mine!r} for ten minutes, if ever; {fix}")
+    for decode, prefill in pairs[:MAX_PAIRS]:
+        check = _pair(decode, prefill)
+        yield check
+        if check.verdict == "ok":
+            yield check_read(decode, prefill, keys)
 
 
 def _pair(decode: EngineAnswer, prefill: EngineAnswer) -> Check:

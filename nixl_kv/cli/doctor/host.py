@@ -1,7 +1,6 @@
 """Checks of this host's limits and RDMA devices, as this process sees them.
 
-The limits are those of this shell, user or container. Those of an engine may differ, so run this
-where the engine runs.
+The limits are those of this shell, user or container. A running engine tells its own (`transfers`).
 """
 
 import os
@@ -16,11 +15,19 @@ from nixl_kv.transport.ucx.detect import ROOT, HostFacts, ucx_settings
 
 DESCRIPTORS: Final = 4096  # 40 per decode rank and more (docs/operations.md): 100 ranks
 FEWEST_DESCRIPTORS: Final = 1024  # an agent of UCX needs up to 128, vLLM some hundreds
+RAISE_LIMIT: Final = (
+    "start the engine after `ulimit -n 65536`, or set LimitNOFILE (systemd) or --ulimit nofile "
+    "(Docker); over TCP a prefill rank needs 40 for each decode rank"
+)
 SHARED_MEMORY: Final = 1 << 30  # bytes; a container of Docker has 64 MiB unless it says more
 
 
 def check_limits(environ: Mapping[str, str], root: Path = ROOT) -> Iterator[Check]:
     yield _descriptors()
+    settings = {name: environ[name] for name in sorted(environ) if name.startswith("UCX_")}
+    if settings:
+        shown = " ".join(f"{name}={value}" for name, value in settings.items())
+        yield ok("UCX's settings", f"{shown}; engines started elsewhere may have others")
     yield _shared_memory(root)
     devices = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
     if devices:
@@ -34,11 +41,7 @@ def _descriptors() -> Check:
     name, limits = "file descriptors (ulimit -n)", f"{_limit(soft)}, at most {_limit(hard)}"
     if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS:
         return ok(name, limits)
-    fix = (
-        "start the engine after `ulimit -n 65536`, or set LimitNOFILE (systemd) or --ulimit nofile "
-        "(Docker); over TCP a prefill rank needs 40 for each decode rank"
-    )
-    return (error if soft < FEWEST_DESCRIPTORS else warning)(name, limits, fix)
+    return (error if soft < FEWEST_DESCRIPTORS else warning)(name, limits, RAISE_LIMIT)
 
 
 def _limit(count: int) -> str:

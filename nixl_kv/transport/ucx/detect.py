@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from nixl_kv.geometry.layout import Memory
 
@@ -102,6 +102,40 @@ def make_rule(own: HostFacts, settings: Mapping[str, str], memory: Memory) -> Is
         return not (own.has_rdma and peer.has_rdma)
 
     return is_tcp
+
+
+class Link(NamedTuple):
+    link: str  # how UCX should read a peer; '' if the peer does not tell where it is
+    why_slow: str = ""  # why it is TCP, although the machines have something faster
+
+
+def link_of(
+    own: HostFacts,
+    metadata: bytes,
+    settings: Mapping[str, str],
+    memory: Memory,
+    root: Path = ROOT,
+) -> Link:
+    """By the same rule: how a reader at `own` should read the peer with this metadata."""
+    peer = HostFacts.of_peer(metadata)
+    if peer is None:
+        return Link("")
+    shared = "shared memory" if memory == "DRAM" else "GPU IPC"
+    if not make_rule(own, settings, memory)(metadata):
+        is_near = (own.host, own.namespace) == (peer.host, peer.namespace)
+        return Link(shared if is_near and _may_share(settings, memory) else "RDMA")
+    reason = ""
+    if own.host and own.host == peer.host and own.namespace != peer.namespace:
+        reason = f"they share a host but not a PID namespace, which {shared} needs"
+    elif own.host and own.host == peer.host:
+        reason = f"they share a host, but UCX_TLS={settings.get('TLS', '')} excludes {shared}"
+    elif peer.has_rdma:
+        reason = "the reader has no RDMA device that UCX may use, and the peer has one"
+    elif own.has_rdma:
+        reason = "the peer has no RDMA device that UCX may use, and the reader has one"
+    elif any((root / RDMA_DEVICES).glob("*")):
+        reason = "neither has an RDMA device that UCX may use, but the reader's host has devices"
+    return Link("TCP", reason)
 
 
 def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:

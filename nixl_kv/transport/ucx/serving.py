@@ -74,6 +74,11 @@ class Serving:
         has_due = self._listening and not self.is_awake
         return self._checked_at + IDLE_CHECK_S if has_due else None
 
+    @property
+    def has_lost_listener(self) -> bool:
+        """Whether UCX has closed a listening socket, so that peers cannot connect."""
+        return bool(self._listening) and not descriptors.are_open(self._listening)
+
     def stay_awake(self, seconds: float = LINGER_S) -> None:
         self._awake_until = max(self._awake_until, self._clock() + seconds)
 
@@ -91,7 +96,7 @@ class Serving:
         if self._listening and self._clock() >= self._checked_at + pause_s:
             self._checked_at = self._clock()
             self.stay_awake(SERVE_ON_S)
-            if not descriptors.are_open(self._listening):
+            if self.has_lost_listener:
                 self._measure("unreadable", 1)
                 self._log.warning(
                     "peers can no longer connect to this rank's memory, because UCX has closed a "

@@ -148,7 +148,8 @@ class LocalEngine:
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
-        make_control = make_control or Trust.of(self.config).control
+        trust = Trust.of(self.config)
+        make_control = make_control or trust.control
         self.ranks: list[LocalRank] = []
         for number, layout in enumerate(layouts):
             if only is not None and number not in only:
@@ -165,6 +166,7 @@ class LocalEngine:
                 is_decode="decode" in roles,
                 make_transport=make_transport,
                 make_control=make_control,
+                check_ticket=trust.check,
                 ports=ports or NoPorts(),
                 features=features_with(
                     make_memory=partial(_allocate, layout, staging_bytes),
@@ -179,7 +181,7 @@ class LocalEngine:
             shape or ParallelShape(len(layouts), 1),
             [rank.description for rank in self.ranks],
         )
-        self.directory = DirectoryServer(make_control(), self.config.host, 0)
+        self.directory = DirectoryServer(make_control(), self.config.host, 0, seal=trust.seal)
         self.directory.publish(self.description)
         self.directory.start()
         self.set_layouts(layouts)

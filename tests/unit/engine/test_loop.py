@@ -193,6 +193,7 @@ def test_a_load_takes_a_few_turns_and_no_time(
 
 def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     granted(world)
+    world.run()  # until prefill was read once
     world.decode.start_load(1, [2], 11)  # too few blocks
     world.run()
     assert world.decode.ended_load().failure is not None

@@ -1,14 +1,18 @@
 """What a rank says of itself to a tool."""
 
+import resource
+
+import msgspec
 import pytest
 
 from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.engine.event_log import RECENT_S
-from nixl_kv.engine.status import build_status
+from nixl_kv.engine.status import LOST_LISTENER, MAX_SETTINGS, build_status, process_facts
 from nixl_kv.errors import MAX_ID
-from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, short
+from nixl_kv.ids import ANY_INCARNATION, RequestId, short
 from nixl_kv.protocol.events import CancelLoad
 from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest, decode_to_tool, encode
+from nixl_kv.transport.ucx.detect import HostFacts
 from support.records import prepare_offer
 from support.stepped import MakeWorld, Stepped, World
 
@@ -19,7 +23,7 @@ def status(rank: Stepped, request: str = "") -> Status:
     """What it says when it has run for ten seconds."""
     spec, now = rank.engine.spec, rank.world.clock()
     question = StatusRequest(incarnation=ANY_INCARNATION, request=request)
-    answer = build_status(rank.parts, Rank(0), spec.roles, lambda: now, now - 10, question)
+    answer = build_status(rank.parts, spec, lambda: now, now - 10, question)
     assert decode_to_tool(encode(answer)) == answer
     return answer
 
@@ -36,6 +40,7 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     answer = status(rank)
     assert answer.incarnation == rank.parts.description.incarnation
     facts = {"engine": "prefill", "rank": 0, "roles": roles, "uptime_s": 10}
+    facts |= {**process_facts(), "unreadable": None, "blocks_waited_s": None}
     assert answer.facts == {**facts, "events_since": None, "failures_span_s": RECENT_S}
     assert set(answer.totals.values()) == {0}
     names = ("failures", "peers", "unmapped", "links", "offers", "loads", "story")
@@ -68,6 +73,9 @@ def test_a_load_its_peer_and_its_link_say_what_they_wait_for(world: World) -> No
     assert (load["request"], load["peer"], load["reads"]) == ("d1", engine, [[0, "GRANTED"]])
     assert load["waits_for"] == "local blocks"
     assert load["late_in_s"] is None  # it may queue for as long as it likes
+    assert (answer.totals["loads_without_blocks"], answer.facts["blocks_waited_s"]) == (1, 0.0)
+    world.clock.now += 3.5
+    assert status(world.decode).facts["blocks_waited_s"] == 3.5
     assert (peer["engine"], peer["state"], peer["detail"]) == ("prefill", "READY", "")
     assert peer["incarnation"] == short(world.prefill.description.incarnation)
     assert link["endpoint"] == world.prefill.parts.description.endpoint
@@ -82,8 +90,17 @@ def test_a_load_its_peer_and_its_link_say_what_they_wait_for(world: World) -> No
     assert load["late_in_s"] == world.config.request_timeout_s
     ones = dict.fromkeys(("peers", "links", "loads", "reads"), 1)
     works = *["digests"] * HAS_VERIFY, *["packs"] * HAS_STAGED
-    zeros = dict.fromkeys(("offers", *works), 0)
-    assert answer.totals == {**ones, **zeros, "events": len(world.decode.parts.event_log)}
+    zeros = dict.fromkeys(("offers", "loads_without_blocks", *works), 0)
+    sums = {"bytes_being_read": world.decode.cache.layout().bytes_per_token * 12}
+    sums["events"] = len(world.decode.parts.event_log)
+    assert answer.totals == {**ones, **zeros, **sums}
+    assert (peer["path"], peer["bytes_per_second"], peer["read_s"]) == (None, None, None)
+    world.fabric.reads_hang = False
+    world.clock.now += 2.0
+    world.run()
+    (peer,) = status(world.decode).lists["peers"]
+    assert (peer["path"], peer["read_s"]) == ("direct", 2.0)
+    assert peer["bytes_per_second"] == round(sums["bytes_being_read"] / 2.0)
 
 
 def test_lists_are_bounded_and_totals_are_not(world: World) -> None:
@@ -146,3 +163,41 @@ def test_long_ids_of_requests_are_cut(world: World) -> None:
     answer = status(world.prefill)
     assert len(answer.lists["offers"][0]["request"]) == MAX_ID
     assert len(encode(answer)) < 5000
+
+
+def test_a_rank_says_what_its_own_process_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool runs in another shell, perhaps on another host."""
+    monkeypatch.setenv("UCX_TLS", "tcp\n")
+    monkeypatch.setenv("UCX_NET_DEVICES", "x" * MAX_SETTINGS)
+    facts = status(world.prefill).facts
+    assert str(facts["ucx_settings"]).startswith("UCX_NET_DEVICES=xxx")
+    assert len(str(facts["ucx_settings"])) == MAX_SETTINGS
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    assert status(world.prefill).facts["ucx_settings"] == r"UCX_NET_DEVICES=lo UCX_TLS=tcp\n"
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert facts["max_descriptors"] == soft
+    assert 0 < int(facts["num_descriptors"] or 0) < soft
+    serving = world.prefill.parts.serving
+    assert serving is not None
+    monkeypatch.setattr(type(serving), "has_lost_listener", True)
+    assert status(world.prefill).facts["unreadable"] == LOST_LISTENER
+
+
+def test_a_peer_is_shown_with_the_link_that_ucx_should_use(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted(world)
+    (peer,) = status(world.decode).lists["peers"]
+    assert (peer["link"], peer["why_slow"]) == ("", ""), "its metadata has no facts"
+    facts = HostFacts.find({"TLS": "tcp"})
+    (known,) = world.decode.parts.decode.peers.known.values()
+    assert known.description is not None
+    (rank,) = known.description.ranks
+    agent = msgspec.structs.replace(rank, agent=rank.agent + facts.suffix())
+    known.description = msgspec.structs.replace(known.description, ranks=(agent,))
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    (peer,) = status(world.decode).lists["peers"]
+    assert peer["link"] == "TCP"
+    assert peer["why_slow"] == "they share a host, but UCX_TLS=tcp excludes shared memory"

@@ -21,6 +21,7 @@ from nixl_kv.protocol.events import (
     LinkBroken,
     LoadEnded,
     LoadReady,
+    MeetPeer,
     PeerBroken,
     PeerFits,
     PeerKey,
@@ -44,6 +45,7 @@ from nixl_kv.protocol.peers import (
     NO_DESCRIPTION,
     PAUSE_S,
     TRANSITIONS,
+    UNREAD,
     PeerBook,
     PeerState,
 )
@@ -153,6 +155,7 @@ def unreachable(detail: str) -> Failure:
 HANGS = Failure(FailureKind.STALLED, "rank 0 hangs")
 CANNOT_BE_READ = "engine 'prefill' answers but cannot be read: refused"
 UNREADABLE = unreachable(CANNOT_BE_READ)
+UNREAD_YET = unreachable(CANNOT_BE_READ + UNREAD)
 RANK_LOST = unreachable("rank 0 is unreachable: closed")
 READ_WELL: Script = [(START, READ), (read_done(), RELEASED, GOOD)]
 
@@ -512,6 +515,27 @@ PEERS: dict[str, Script] = {
         (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
         (fits(),),
         (prepare_load(D2, RIVAL), Send(RANK_0, ask(number=3, claim=RIVAL))),
+    ),
+    "one whose first read fails is given up at once": after(
+        HANDSHAKING,
+        (SECOND, ASK_SECOND),
+        (answered(GRANT),),
+        (START, READ),
+        (START_2,),
+        (110.2, PeerBroken(PEER, "refused"), STOP, GIVEN_UP_2, failed(UNREAD_YET, D2)),
+        (ReadFailed(D1, Rank(0), "refused"), GIVEN_UP, failed(UNREAD_YET)),
+        (HandshakeDone(PEER),),
+        (110.2, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
+    ),
+    "a tool that asks for one tries it at once": after(
+        PREPARED,
+        (cancel_load(),),
+        (100.1, lost(HOME, "cannot connect"), CLOSE_HOME),
+        (100.2, MeetPeer(PEER), DESCRIBE),
+        (answered(description(), HOME), StartHandshake(PEER, description()), CLOSE_HOME),
+        (fits(),),
+        (HandshakeDone(PEER),),
+        (MeetPeer(PEER),),
     ),
     "a link that ends in its pause changes nothing": after(
         ASKING,

@@ -175,8 +175,8 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
     "release, complete": (release(), ["Release", 11, RANK_LIFE, *OFFER_WIRE, True]),
     "release": (release(complete=False), ["Release", 11, RANK_LIFE, *OFFER_WIRE, False]),
     "status request": (
-        StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 11, ANY_INCARNATION, "d1"],
+        StatusRequest(incarnation=ANY_INCARNATION, request="d1", probe="11.a.b"),
+        ["StatusRequest", 11, ANY_INCARNATION, "d1", "11.a.b"],
     ),
     "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 11, ANY_INCARNATION, True]),
     "draining": (
@@ -370,6 +370,7 @@ BOUNDS: list[tuple[Message, str, list[Any], list[Any]]] = [
     (pack_request(), "holds", [(), (0,) * 1024], [(0,) * 1025]),
     (pack_reply(), "slot", [0, 1023], [-1, 1024]),
     (StatusRequest(incarnation=ANY_INCARNATION), "request", ["", "x" * 512], ["x" * 513]),
+    (StatusRequest(incarnation=ANY_INCARNATION), "probe", ["", "x" * 4096], ["x" * 4097]),
     (description(), "ranks", [one_rank(agent=b"")], [(), one_rank() * 1025]),
     (description(), "ranks", [slots()], [slots(address=0), slots(address=1 << 62)]),
     (description(), "ranks", [slots(count=1 << 20)], [slots(count=0), slots(count=1 + (1 << 20))]),

@@ -32,9 +32,14 @@ class Decode:
         self.sent: list[Any] = []
 
     def meet(
-        self, life: int, now: float, *endpoints: Endpoint, silent: Endpoint | None = None
+        self,
+        life: int,
+        now: float,
+        *endpoints: Endpoint,
+        silent: Endpoint | None = None,
+        is_read: bool = True,
     ) -> Peer:
-        """Until NIXL has added the ranks of this incarnation, unless one is silent."""
+        """Until the ranks of this incarnation were read once, unless one is silent."""
         endpoints = endpoints or (RANK,)
         key = events.PeerKey(EngineId("prefill"), Incarnation(hex32(life)), DIRECTORY)
         peer, _ = self.book.want(key, prepare_load(), now, is_sealed=True)
@@ -53,7 +58,8 @@ class Decode:
             answer = messages.Admitted(incarnation=rank.incarnation, reader=reader(), sources=())
             if rank.endpoint != silent:
                 self.send(self.book.on_admitted(answer, rank.endpoint, now))
-        self.send(self.book.on_handshake_done(events.HandshakeDone(key), now))
+        if is_read:
+            self.send(self.book.on_handshake_done(events.HandshakeDone(key), now))
         return peer
 
     def send(self, actions: Any) -> None:
@@ -136,3 +142,59 @@ def test_ranks_that_let_this_one_in_hear_of_it_if_another_does_not() -> None:
     decode.send(decode.book.on_tick(events.Tick(), lambda _: False, CONNECT_TIMEOUT_S))
     # An admission may still be under way, and this comes after it.
     assert decode.leaves() == [peer_life(1, 0), peer_life(1, 1)]
+
+
+def described(life: int) -> Any:
+    return SimpleNamespace(ranks=(), engine="prefill", incarnation=hex32(life))
+
+
+def key_of(life: int) -> events.PeerKey:
+    return events.PeerKey(EngineId("prefill"), Incarnation(hex32(life)), DIRECTORY)
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["unused", "still read"])
+@pytest.mark.parametrize("has_failed", [False, True], ids=["READY", "UNUSABLE"])
+def test_a_former_life_is_forgotten_when_another_is_described(
+    *, has_failed: bool, is_read: bool
+) -> None:
+    """It would count as READY for ten minutes, although its engine is gone."""
+    decode = Decode()
+    former = decode.meet(1, 0.0)
+    if has_failed:
+        lost = events.EndpointLost(RANK, "closed")
+        decode.send(decode.book.on_endpoint_lost(lost, {former.key}, 1.0))
+    expected = PeerState.UNUSABLE if has_failed else PeerState.READY
+    assert decode.book.num_in[expected] == 1
+    decode.book.want(key_of(2), prepare_load(), 10.0, is_sealed=True)
+    decode.book.on_tick(events.Tick(), lambda _: False, 10.0)
+    assert former.key in decode.book.known, "the ticket may be forged"
+    decode.book.on_description(described(2), DIRECTORY, 10.0)
+    decode.book.on_tick(events.Tick(), lambda key: is_read and key == former.key, 10.0)
+    assert (former.key in decode.book.known) is is_read
+    decode.book.on_tick(events.Tick(), lambda _: False, 10.0 + LOOK_AGAIN_S)
+    assert list(decode.book.known) == [key_of(2)]
+    assert decode.book.num_in[expected] == 0
+
+
+def test_a_description_from_elsewhere_ends_no_life() -> None:
+    """An engine that listens at two addresses has one life, and two engines have two."""
+    decode = Decode()
+    peer = decode.meet(1, 0.0)
+    elsewhere = Endpoint("tcp://10.0.0.2:5600")
+    other = events.PeerKey(EngineId("prefill"), Incarnation(hex32(2)), elsewhere)
+    decode.book.want(other, prepare_load(), 10.0, is_sealed=True)
+    decode.book.on_description(described(2), elsewhere, 10.0)
+    decode.book.on_tick(events.Tick(), lambda _: False, 10.0)
+    assert set(decode.book.known) == {peer.key, other}
+
+
+def test_a_peer_whose_first_read_fails_is_unusable_at_once() -> None:
+    """If UCX's ports are closed, every load would pay for it; in READY one break is forgiven."""
+    decode = Decode()
+    peer = decode.meet(1, 0.0, is_read=False)
+    assert peer.state is PeerState.HANDSHAKING
+    decode.send(decode.book.on_broken(events.PeerBroken(peer.key, "reset"), 1.0))
+    assert peer.state is PeerState.UNUSABLE
+    assert peer.failure is not None
+    assert peer.failure.detail.startswith("engine 'prefill' answers but cannot be read: reset; it ")
+    assert decode.book.failed == [peer], "its loads fail"

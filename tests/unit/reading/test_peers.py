@@ -308,7 +308,8 @@ def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Prepari
 
 def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
     (span,) = cache.layout().spans
-    rows = sample_rows(replace(cache.layout(), spans=(span, Span(span.address, 10))))
+    layout = replace(cache.layout(), spans=(span, Span(span.address, 10)))
+    rows = sample_rows(layout, SAMPLE_BYTES)
     length = min(SAMPLE_BYTES, span.length)
     assert rows.tolist() == [[span.address, length, 0, length, 1], [span.address, 10, 0, 10, 1]]
 

@@ -32,11 +32,11 @@ from nixl_kv.protocol.events import (
     StartRead,
 )
 from nixl_kv.protocol.messages import Description
-from nixl_kv.reading.agent import open_transport
-from nixl_kv.reading.agents import Agents
+from nixl_kv.reading.agent import READING_PAUSE_S, open_transport
+from nixl_kv.reading.agents import FIRST_READ_S, GREET_S, Agents
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.turnover import TIDY_S, TRY_AGAIN_S
-from nixl_kv.transport.base import LINGER_S, Transport
+from nixl_kv.transport.base import Transport
 from support.agent_reading import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
@@ -250,8 +250,8 @@ def test_another_agent_goes_on_with_the_join(reading: Reading) -> None:
     reading.until(ReadDone, D2)
 
 
-def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Reading) -> None:
-    """Also if somebody else is read meanwhile; its next read prepares it anew."""
+def test_a_peer_whose_first_read_breaks_has_not_joined(reading: Reading) -> None:
+    """Also if another peer is read meanwhile; the next handshake prepares it anew."""
     ranks = [ReadableRank(reading.fabric, Sizes(heads=1), first_head=head) for head in range(2)]
     events = reading.agents.execute(StartHandshake(OTHER, engine_of(*ranks)))
     reading.poll()
@@ -261,9 +261,13 @@ def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Readi
     reading.background.work()  # so is its second one, which nobody has looked at yet
     events += reading.start(D1)
     events += reading.settle(20)
-    assert HandshakeDone(OTHER) in events
+    of_other = [event for event in events if getattr(event, "peer", None) == OTHER]
+    assert [type(event) for event in of_other] == [PeerFits, PeerBroken]
     assert not reading.agents.is_busy
+    reading.agents.execute(DropPeer(OTHER, is_dead=True))
+    reading.settle(6)
     reading.fabric.lost_peers.clear()
+    assert reading.join(engine_of(*ranks), OTHER)[-1] == HandshakeDone(OTHER)
     reading.start(D2, peer=OTHER)
     assert [type(event) for event in reading.until(ReadDone)] == [ReadDone]
 
@@ -310,26 +314,61 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
     assert added.call_count == num_ranks, "when it was read for the second time"
 
 
-def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> None:
+def begin_join(reading: Reading) -> None:
+    """Until the first reads of the peer's ranks go on, which do not end."""
     reading.fabric.reads_hang = True
-    assert reading.join(reading.description, OTHER)[-1] == HandshakeDone(OTHER)
-    agent = reading.agents.current
-    assert len(agent.warm_ups) == 4, "data and a slot of each rank"
-    assert reading.agents.is_busy
-    reading.clock.now += LINGER_S
-    assert not reading.agents.is_busy, "nobody waits for it any more"
-    reading.agents.execute(DropPeer(OTHER))
+    reading.agents.execute(StartHandshake(OTHER, reading.description))
+    while len(reading.agents.current.warm_ups) < 4:  # data and a slot of each rank
+        assert reading.poll() == []
+
+
+def test_a_first_read_that_never_ends_breaks_the_peer_and_costs_nothing_else(
+    reading: Reading,
+) -> None:
+    begin_join(reading)
+    for _ in range(int(FIRST_READ_S / GREET_S) - 1):
+        reading.clock.now += GREET_S
+        assert reading.poll() == [PeersMoved((OTHER,))], "so that prefill serves the read"
+        assert reading.poll() == []
+    assert reading.agents.pause_s > READING_PAUSE_S, "it takes long, so it is looked at rarely"
+    reading.clock.now += GREET_S
+    (broken,) = reading.poll()
+    assert isinstance(broken, PeerBroken)
+    assert broken.reason == "its first read has not ended in 30 s"
+    assert not reading.agents.is_busy, "no one waits for it any longer"
+    reading.agents.execute(DropPeer(OTHER, is_dead=True))
     assert reading.poll() == []
     assert not reading.agents.is_busy
     reading.fabric.reads_hang = False
     assert reading.poll() == []
-    assert agent.warm_ups == []
+    assert reading.agents.current.warm_ups == []
     assert by_name(reading.counts)["first_contact_seconds warm_up"] == 4
 
 
+def test_a_first_read_of_a_former_attempt_does_not_keep_the_next_one(reading: Reading) -> None:
+    """It may never end, and NIXL cannot abort it."""
+    begin_join(reading)
+    reading.agents.execute(DropPeer(OTHER))
+    reading.poll()
+    former = list(reading.agents.current.warm_ups)
+    reading.fabric.reads_hang = False
+    for read in former:
+        read.op.poll = list  # type: ignore[method-assign]
+    assert reading.join(reading.description, OTHER)[-1] == HandshakeDone(OTHER)
+    assert reading.agents.current.warm_ups[:4] == former
+
+
+def test_a_first_read_whose_state_is_unknown_breaks_the_peer(reading: Reading) -> None:
+    begin_join(reading)
+    for read in reading.agents.current.warm_ups:
+        read.op.poll = Mock(side_effect=TransportError("its state is 'odd'"))  # type: ignore[method-assign]
+    assert reading.poll() == [PeerBroken(OTHER, "its state is 'odd'")]
+    assert not reading.agents.is_busy
+
+
 def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.join(reading.description, OTHER)
+    begin_join(reading)
+    reading.agents.execute(DropPeer(OTHER))
     reading.abandon_stuck()
     assert reading.until(ReadFailed) == [ReadFailed(D1, R0, STOPPED)]
 

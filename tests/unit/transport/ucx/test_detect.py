@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nixl_kv.geometry.layout import Memory
-from nixl_kv.transport.ucx.detect import HostFacts, make_rule, ucx_settings
+from nixl_kv.transport.ucx.detect import HostFacts, Link, link_of, make_rule, ucx_settings
 
 HERE = HostFacts("this-boot", "pid:[1]", has_rdma=False)
 RDMA = HostFacts("this-boot", "pid:[1]", has_rdma=True)
@@ -53,6 +53,59 @@ def test_the_rule(
 ) -> None:
     metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
     assert make_rule(own, {"TLS": tls}, memory)(metadata) is expected
+
+
+SHARED = "they share a host but not a PID namespace, which"
+EXCLUDED = "they share a host, but UCX_TLS=tcp excludes"
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "memory", "tls", "expected"),
+    [
+        (HERE, HERE, "DRAM", "all", Link("shared memory")),
+        (HERE, HERE, "VRAM", "all", Link("GPU IPC")),
+        (RDMA, RDMA, "DRAM", "rc,tcp", Link("RDMA")),
+        (RDMA, RDMA_ELSEWHERE, "VRAM", "all", Link("RDMA")),
+        (HERE, ELSEWHERE, "DRAM", "all", Link("TCP")),
+        (HERE, OTHER_NAMESPACE, "DRAM", "all", Link("TCP", f"{SHARED} shared memory needs")),
+        (HERE, OTHER_NAMESPACE, "VRAM", "all", Link("TCP", f"{SHARED} GPU IPC needs")),
+        (HERE, HERE, "DRAM", "tcp", Link("TCP", f"{EXCLUDED} shared memory")),
+        (HERE, HERE, "VRAM", "tcp", Link("TCP", f"{EXCLUDED} GPU IPC")),
+        (
+            RDMA,
+            ELSEWHERE,
+            "VRAM",
+            "all",
+            Link("TCP", "the peer has no RDMA device that UCX may use, and the reader has one"),
+        ),
+        (
+            HERE,
+            RDMA_ELSEWHERE,
+            "VRAM",
+            "all",
+            Link("TCP", "the reader has no RDMA device that UCX may use, and the peer has one"),
+        ),
+        (HERE, SILENT, "DRAM", "all", Link("")),
+    ],
+)
+def test_a_link_has_a_name_and_a_reason_why_it_is_slow(
+    tmp_path: Path,
+    own: HostFacts,
+    peer: HostFacts | None,
+    memory: Memory,
+    tls: str,
+    expected: Link,
+) -> None:
+    metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
+    link = link_of(own, metadata, {"TLS": tls}, memory, tmp_path)
+    assert link == expected
+    assert peer is None or (link.link == "TCP") is make_rule(own, {"TLS": tls}, memory)(metadata)
+
+
+def test_devices_that_neither_can_use_are_named(tmp_path: Path) -> None:
+    root = machine(tmp_path, has_verbs=False)
+    link = link_of(HERE, ELSEWHERE.suffix(), {}, "VRAM", root)
+    assert link.why_slow.endswith("but the reader's host has devices")
 
 
 @pytest.mark.parametrize("metadata", [b"", b"|nixl_kv|", b"|nixl_kv|a b", b"|nixl_kv|\xff b c d"])
