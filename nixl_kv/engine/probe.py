@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import NixlKVError, TicketRefused
-from nixl_kv.ids import EngineId, Incarnation, Nonce
+from nixl_kv.ids import FENCE_TOKEN_BYTES, EngineId, Incarnation, Nonce
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import Peer, PeerState
@@ -132,8 +132,7 @@ class Prober:
         if probe is None:
             return ()
         peer = self._decode.peers.known.get(probe.peer)
-        if peer is not None and peer.state is not PeerState.UNUSABLE:
-            probe.reached = peer.state
+        self._follow(probe, peer)
         failure = self._why_failed(probe, peer, now)
         if failure is not None or peer is None:
             self._end(probe, failure or "the engine is forgotten")
@@ -146,6 +145,17 @@ class Prober:
             return ()
         probe.greeted_at = now  # prefill serves reads for a while after a message
         return (events.PeersMoved((probe.peer,)),)
+
+    def _follow(self, probe: _Probe, peer: Peer | None) -> None:
+        """Note how far the handshake is. A connection from before the probe may be found broken."""
+        if peer is None or peer.state is PeerState.UNUSABLE:
+            return
+        read, is_connecting = probe.read, peer.state is PeerState.HANDSHAKING
+        if is_connecting and read is not None and read.num_bytes == FENCE_TOKEN_BYTES:
+            probe.reads = probe.read = None  # begin again over a new one
+            probe.seconds.clear()
+        if probe.reads is None:
+            probe.reached = peer.state
 
     def _read(self, probe: _Probe, reads: Iterator[ActiveRead]) -> None:
         """Begin the next read if the last one has ended."""

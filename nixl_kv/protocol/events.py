@@ -400,7 +400,10 @@ class StartHandshake(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """All ranks of the peer have admitted this one. They may connect from `sources`."""
+    """All ranks of the peer have admitted this one, or its connection broke: connect to it.
+
+    Its ranks may connect from `sources`.
+    """
 
     peer: PeerKey
     sources: tuple[str, ...]

@@ -49,8 +49,8 @@ NO_DESCRIPTION: Final = Failure(
 )
 
 UNREAD: Final = (
-    "; it was its first read, so if it is on another host, a firewall may drop packets to UCX's "
-    "ports (docs/operations.md, Firewall)"
+    "; it was the first read over a new connection, so if it is on another host, a firewall may "
+    "drop packets to UCX's ports (docs/operations.md, Firewall)"
 )
 
 
@@ -59,7 +59,7 @@ class PeerState(MachineState):
     # The description fits, and loads ask its ranks. These are also asked to let this one connect to
     # UCX's ports: NIXL must not connect before that, because a dropped SYN costs a second.
     ADMITTING = enum.auto()
-    # Loads ask its ranks, and its memory is made readable and read once.
+    # Loads ask its ranks, and its memory is made readable and read once; again after a break.
     HANDSHAKING = enum.auto()
     READY = enum.auto()  # its memory was read; forgotten after KEPT_S without a load
     # Decode could not reach it, read its memory or use it. Loads fail at once for a pause. Its
@@ -97,7 +97,7 @@ TRANSITIONS: Final[Table[PeerState]] = {
     },
     PeerState.READY: {
         messages.Pending: (PeerState.UNUSABLE,),  # as above
-        events.PeerBroken: (PeerState.UNUSABLE,),
+        events.PeerBroken: (PeerState.HANDSHAKING, PeerState.UNUSABLE),
         events.EndpointLost: (PeerState.UNUSABLE,),
         events.Tick: (None,),
     },
@@ -369,14 +369,17 @@ class PeerBook:
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
         """A broken connection costs the loads that are read over it, and two in a row the peer.
 
-        If the first read of all fails, the peer is unusable at once.
+        After the first one, decode connects anew and reads once more to prove that it can. If such
+        a read fails, the peer is unusable at once.
         """
         peer = self.known.get(event.peer)
         if peer is None or peer.state not in (PeerState.HANDSHAKING, PeerState.READY):
             return []
         if peer.state is PeerState.READY and peer.failures + 1 < MAX_FAILURES:
             peer.failures += 1
-            return []
+            self._move(peer, PeerState.HANDSHAKING, event)
+            self.deadlines.set(peer.key, math.inf)
+            return [events.Connect(peer.key, tuple(sorted(peer.sources)))]
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
         if peer.state is PeerState.HANDSHAKING:
             detail += UNREAD

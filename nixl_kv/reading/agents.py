@@ -200,6 +200,11 @@ class Agents:
         if peer in descriptions:
             descriptions[peer] = messages.with_tokens(descriptions[peer], action.tokens)
             self._handshakes[peer] = _Handshake(self._clock())
+            self._begin_again(peer)
+
+    def _begin_again(self, peer: events.PeerKey) -> None:
+        """Add the ranks of a peer, once those of a broken connection are dropped."""
+        if peer not in self.current.broken and not self.current.ranks.has(peer):
             self.current.prepare(peer)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
@@ -228,6 +233,7 @@ class Agents:
         ended: list[events.DataEvent] = []
         for peer, handshake in list(self._handshakes.items()):
             if handshake.prepared_at is None:
+                self._begin_again(peer)
                 continue
             if not (self.current.ranks.is_preparing(peer) or self.current.is_warming_up(peer)):
                 ended.append(events.HandshakeDone(peer))

@@ -271,6 +271,10 @@ class Ranks:
         """Whether a rank of this engine is not READY yet."""
         return not all(rank.is_ready for rank in self._ranks.get(peer, {}).values())
 
+    def has(self, peer: PeerKey) -> bool:
+        """Whether its ranks have records, READY or not."""
+        return peer in self._ranks
+
     def find(self, peer: PeerKey, rank: Rank) -> RemoteRank | None:
         return self._ranks.get(peer, {}).get(rank)
 

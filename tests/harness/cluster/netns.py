@@ -11,6 +11,7 @@ import fcntl
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import threading
@@ -55,6 +56,16 @@ class Quality:
     loss: float = 0.0
     rate: float | None = None
     queue_s: float = LONGEST_QUEUE_S
+    longest: int = LONGEST_PACKET
+    """Longer packets vanish, as on a path with a smaller MTU than its ends think."""
+    closed: range = range(0)
+    """No packet of TCP from or to these ports passes, as through a firewall."""
+
+    def passes(self, packet: bytes) -> bool:
+        """Whether such a packet passes. `longest` and `closed` need a wire without offload."""
+        if not self.up or len(packet) > self.longest:
+            return False
+        return not (self.closed and any(port in self.closed for port in _tcp_ports(packet)))
 
 
 PERFECT: Final = Quality()
@@ -203,7 +214,7 @@ class _Direction:
 
     def send(self, packet: bytes, quality: Quality) -> None:
         """A packet was sent: it is lost, or arrives in its time."""
-        if not quality.up or self._random.random() < quality.loss:
+        if not quality.passes(packet) or self._random.random() < quality.loss:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)
@@ -221,6 +232,14 @@ class _Direction:
             with contextlib.suppress(OSError):  # the interface is down
                 delivered += os.write(self._target, packet)
         return delivered
+
+
+def _tcp_ports(packet: bytes) -> tuple[int, ...]:
+    """Of an IPv4 packet."""
+    if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+        return ()
+    begin = (packet[0] & 15) * 4
+    return struct.unpack_from("!HH", packet, begin)
 
 
 def _read_packets(device: int) -> Iterator[bytes]:

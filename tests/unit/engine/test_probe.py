@@ -212,13 +212,33 @@ def test_a_first_read_that_fails_is_told_from_large_packets_that_vanish(tool: To
     assert peer_of(tool.world).state is PeerState.UNUSABLE
 
 
-def test_a_connection_that_has_broken_since_is_told(tool: Tool) -> None:
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_connection_that_has_broken_since_is_made_anew(tool: Tool, *, is_back: bool) -> None:
     tool.probe()
     lose(tool.world)
-    answer = tool.probe()
-    assert (answer["step"], answer["num_bytes"]) == ("READY", FENCE_TOKEN_BYTES)
+    tool.tell(tool.world.decode, tool.ticket())
+    tool.world.until(lambda: peer_of(tool.world).state is PeerState.HANDSHAKING)
+    if is_back:
+        tool.world.fabric.lost_peers.clear()
+        assert tool.result()["error"] == ""
+        assert peer_of(tool.world).state is PeerState.READY
+    else:
+        answer = tool.result()
+        assert (answer["step"], answer["num_bytes"]) == ("HANDSHAKING", None)
+        assert peer_of(tool.world).state is PeerState.UNUSABLE
+
+
+def test_large_packets_that_vanish_are_told_although_the_connection_breaks(tool: Tool) -> None:
+    tool.probe()
+    hang_payload(tool.world)
+    tool.tell(tool.world.decode, tool.ticket())
+    read = tool.world.decode.parts.prober
+    tool.world.until(lambda: read._probe and read._probe.read and read._probe.read.num_bytes > 16)
+    lose(tool.world)
+    del tool.world.decode.parts.agents.current.transport.poll  # type: ignore[attr-defined]
+    answer = tool.result()
+    assert (answer["step"], answer["num_bytes"] > FENCE_TOKEN_BYTES) == ("READY", True)
     assert "is gone" in answer["error"]
-    assert peer_of(tool.world).failures == 1, "it counts like that of a load"
 
 
 def test_an_engine_that_is_gone_is_told(tool: Tool) -> None:

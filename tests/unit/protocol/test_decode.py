@@ -493,9 +493,10 @@ PEERS: dict[str, Script] = {
     ),
     "one whose connections break again and again is left alone for a while": after(
         READING,
-        (PeerBroken(PEER, "reset"),),
+        (PeerBroken(PEER, "reset"), Connect(PEER, ())),
         (SECOND, ASK_SECOND),
         (START_2,),
+        (HandshakeDone(PEER),),
         (
             110.2,
             PeerBroken(PEER, "refused"),
@@ -540,7 +541,8 @@ PEERS: dict[str, Script] = {
     "a link that ends in its pause changes nothing": after(
         ASKING,
         (cancel_load(), GIVEN_UP),
-        (PeerBroken(PEER, "reset"),),
+        (PeerBroken(PEER, "reset"), Connect(PEER, ())),
+        (HandshakeDone(PEER),),
         (PeerBroken(PEER, "refused"), PeerUnusable(PEER, CANNOT_BE_READ)),
         (lost(),),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
@@ -835,8 +837,9 @@ def test_a_good_read_ends_the_count_of_failures() -> None:
     assert peer.failures == 1
     machine.handle(read_done(), 110.1)
     assert (peer.failures, peer.failure) == (0, None)
-    machine.handle(PeerBroken(PEER, "reset"), 110.2)
-    assert peer.state is PeerState.READY, "it counts from the beginning"
+    machine.handle(HandshakeDone(PEER), 110.1)
+    assert machine.handle(PeerBroken(PEER, "reset"), 110.2) == [Connect(PEER, ())]
+    assert peer.state is PeerState.HANDSHAKING, "it counts from the beginning"
 
 
 def test_a_link_that_ends_without_a_load_is_no_failure() -> None:
@@ -876,9 +879,10 @@ def test_only_a_good_read_ends_the_count_of_failures() -> None:
     loads, pauses = Failing(), []
     for is_first in (True, False, False):
         loads.load()
-        for event in (answered(description(), HOME), fits(), HandshakeDone(PEER)):
+        for event in (answered(description(), HOME), fits()):
             loads.do(event)
         for _ in range(1 + is_first):
+            loads.do(HandshakeDone(PEER))
             assert loads.peer.state is PeerState.READY
             loads.do(PeerBroken(PEER, "refused"))
         assert loads.peer.state is PeerState.UNUSABLE

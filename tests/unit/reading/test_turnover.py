@@ -15,6 +15,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol.events import (
     AbandonRead,
+    Connect,
     Counts,
     DataEvent,
     DropPeer,
@@ -312,6 +313,27 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
         assert {type(event) for event in events} == {ReadFailed, PeerBroken}
         assert len(events) == 2, "one for the connection"
     assert added.call_count == num_ranks, "when it was read for the second time"
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_peer_whose_connection_broke_is_proven_anew(reading: Reading, *, is_read: bool) -> None:
+    """Once the reads over the broken connection have ended."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.start(D2, R1)
+    reading.fabric.lost_peers.add(reading.prefill[0].transport.name)
+    broken = reading.agents.poll()
+    assert {type(event) for event in broken} == {ReadFailed, PeerBroken}
+    reading.fabric.lost_peers.clear()
+    assert reading.agents.execute(Connect(PEER, ())) == []
+    if is_read:
+        assert reading.settle(6) == [], "the other rank is still read"
+    reading.fabric.reads_hang = False
+    ended = reading.until(HandshakeDone)
+    assert [type(event) for event in ended] == [ReadDone, HandshakeDone]
+    assert not reading.agents.is_busy
+    reading.start(D1)
+    assert [type(event) for event in reading.until(ReadDone)] == [ReadDone]
 
 
 def begin_join(reading: Reading) -> None:
