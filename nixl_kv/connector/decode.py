@@ -46,8 +46,8 @@ MAX_ENGINES: Final = 1 << 14
 
 AUTO: Final = MediaRules()
 OTHER_PROMPT: Final = (
-    "check that prefill and decode have the same chat template, tokenizer and LoRA adapters, and "
-    "that the router sends both the same text, cache_salt and media"
+    "check that prefill and decode have the same model, chat template, tokenizer and LoRA "
+    "adapters, and that the router sends both the same text, cache_salt and media"
 )
 
 
@@ -457,7 +457,10 @@ class DecodeScheduler:
     def _refusal(self, ticket: Ticket, prompt: Prompt, num_tokens: int) -> tuple[str, str] | None:
         """Why the first `num_tokens` of a prompt cannot be loaded by a ticket, and the reason."""
         if not self._is_for(ticket, prompt):
-            counts = f"{ticket.num_tokens} tokens there, {prompt.num_tokens} here"
+            there, here = ticket.num_tokens, prompt.num_tokens
+            counts = f"{there} tokens there, {here} here"
+            if there == here:
+                counts = f"{here} tokens on both sides, but others, or with another LoRA or salt"
             return f"the ticket is for another prompt: {counts}; {OTHER_PROMPT}", "prompt"
         if outdated := self._why_outdated(ticket):
             return outdated, "weights"

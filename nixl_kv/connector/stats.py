@@ -95,8 +95,9 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "early_ends": _decode("Loads whose end vLLM's scheduler learned between two steps (overlap)."),
     "verified_loads": _decode("Requests whose loaded bytes matched prefill's digest."),
     "loaded_tokens": _decode("Prompt tokens whose KV was loaded from prefill."),
-    "refused_tickets": _decode(
-        "Requests with a ticket that decode refused before it asked prefill, by reason.",
+    # On prefill, those that a router sent to the wrong pool (role).
+    "refused_tickets": _both(
+        "Requests with a ticket that an engine refused before it asked prefill, by reason.",
         reason=TICKET_REASONS,
     ),
     "failed_requests": _decode(

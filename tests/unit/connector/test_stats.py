@@ -362,6 +362,17 @@ def test_an_engine_shows_the_series_of_its_role(registry: Any, role: str) -> Non
     assert not others & ours
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_an_engine_shows_requests_that_a_router_sent_to_the_wrong_pool(
+    registry: Any, role: str
+) -> None:
+    """On the side where it happens: prefill gets decode's requests, or the other way round."""
+    stats = Stats()
+    RequestCounts(stats, str, recomputes=True).count_refused(D1, "role")
+    metrics(role=role).observe(stats.data)
+    assert shown(registry, "nixl_kv_refused_tickets_total", reason="role") == 1
+
+
 def test_build_info_tells_what_runs(registry: Any) -> None:
     metrics(role="kv_consumer", verify="all")
     (family,) = [each for each in registry.collect() if each.name == "vllm:nixl_kv_build_info"]
