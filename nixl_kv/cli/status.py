@@ -107,7 +107,7 @@ def _state_lines(answer: EngineAnswer) -> Iterable[str]:
 
 
 def _process_texts(facts: Record) -> Iterable[str]:
-    """What a rank tells of its own process."""
+    """Limits and settings of a rank's process."""
     if "num_descriptors" in facts:
         most = facts.get("max_descriptors")
         limit = "without a limit" if most is None else f"of {most:,}"

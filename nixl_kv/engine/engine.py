@@ -28,9 +28,9 @@ from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.peer_links import PeerLinks
 from nixl_kv.engine.probe import CheckTicket, Prober
-from nixl_kv.engine.speeds import Speeds
-from nixl_kv.engine.status import build_status, find_link
+from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.feature import BuildFeature, Feature, RankSetup, StepPart
 from nixl_kv.geometry.layout import CacheLayout
@@ -248,7 +248,7 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=clock,
-            report_status=partial(build_status, parts, spec, clock, clock()),
+            report_status=partial(build_status, parts, spec.rank, spec.roles, clock, clock()),
             on_load_ended=self._load_ended.set,
         )
 
@@ -396,6 +396,7 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         hold_s=spec.hold_s,
         parts=[each.prefill for each in features if each.prefill is not None],
     )
+    links = PeerLinks(layout.memory, clock, is_ucx=config.backends[0] == "UCX")
     description = messages.RankDescription(
         incarnation=incarnation,
         endpoint=endpoint_at(spec.host, port),
@@ -416,8 +417,8 @@ def build_parts(spec: RankSpec, clock: LoopClock, undo: contextlib.ExitStack) ->
         features=tuple(features),
         slots=slots,
         event_log=event_log,
-        speeds=Speeds(clock),
-        prober=Prober(agents, decode, control, partial(find_link, spec), spec.check_ticket, clock),
+        links=links,
+        prober=Prober(agents, decode, control, links, spec.check_ticket, clock),
         counts=counts,
         description=description,
     )

@@ -18,8 +18,8 @@ import msgspec
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.peer_links import PeerLinks
 from nixl_kv.engine.probe import Prober
-from nixl_kv.engine.speeds import Speeds
 from nixl_kv.errors import (
     REPEATED_LOG_S,
     REQUEST_LINES,
@@ -96,7 +96,7 @@ class Parts:
     features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
-    speeds: Speeds
+    links: PeerLinks
     prober: Prober
     counts: events.Counts  # since they were last published
     description: messages.RankDescription
@@ -696,7 +696,7 @@ class Loop:
             return
         self._on_load_ended()
         if report.failure is None and report.peer is not None:
-            self.parts.speeds.add(report.peer, report.reads)
+            self.parts.links.add(report.peer, report.reads)
         if report.failure is not None:
             self._log_failure(report, report.failure)
 

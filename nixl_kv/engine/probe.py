@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from nixl_kv.engine.peer_links import UNKNOWN, PeerLinks
 from nixl_kv.errors import NixlKVError, TicketRefused
 from nixl_kv.ids import FENCE_TOKEN_BYTES, EngineId, Incarnation, Nonce
 from nixl_kv.protocol import events, messages
@@ -24,7 +25,6 @@ from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.reading.agent import ActiveRead
 from nixl_kv.reading.agents import GREET_S, Agents
 from nixl_kv.transport.base import ControlPlane
-from nixl_kv.transport.ucx.detect import Link
 
 # Reads of 64 KiB from each rank. The fastest one counts: a busy machine delays some.
 NUM_READS: Final = 3
@@ -65,7 +65,7 @@ class _Probe:
 class Prober:
     """The transfer thread owns it, and calls `poll` in each turn while it `is_busy`.
 
-    `find_link` tells how UCX should read a peer. Without `check_ticket` every probe is refused.
+    Without `check_ticket` every probe is refused.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Prober:
         agents: Agents,
         decode: DecodeMachine,
         control: ControlPlane,
-        find_link: Callable[[Peer], Link],
+        links: PeerLinks,
         check_ticket: CheckTicket | None,
         clock: Callable[[], float],
     ) -> None:
         self._agents = agents
         self._decode = decode
         self._control = control
-        self._find_link = find_link
+        self._links = links
         self._check_ticket = check_ticket
         self._clock = clock
         self._probe: _Probe | None = None
@@ -98,7 +98,7 @@ class Prober:
             else min(probe.since + messages.PROBE_S, probe.greeted_at + GREET_S)
         )
 
-    def begin(self, route: bytes, sealed: str) -> Sequence[events.PeerEvent]:
+    def begin(self, route: bytes, sealed: str) -> Sequence[events.DecodeEvent]:
         """Begin a probe of the engine that has sealed this ticket; `poll` answers.
 
         Returns what the machine has to do.
@@ -123,7 +123,7 @@ class Prober:
         if self._probe is not None:
             self._end(self._probe, "the transfer thread restarted")
 
-    def poll(self) -> Sequence[events.PeerEvent]:
+    def poll(self) -> Sequence[events.DecodeEvent]:
         """Continue the probe, and answer once it has ended. Returns what the machine has to do.
 
         An error in it is a bug, which restarts the thread like any other.
@@ -204,7 +204,7 @@ class Prober:
         self._reply(
             probe.route,
             error,
-            **(Link("") if peer is None else self._find_link(peer))._asdict(),
+            **(UNKNOWN if peer is None else self._links.links([peer])[0])._asdict(),
             step=None if probe.reached is None else probe.reached.name,
             # Of the read that failed, or of the last one.
             num_bytes=None if read is None else read.num_bytes,

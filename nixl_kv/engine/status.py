@@ -8,19 +8,16 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from nixl_kv.engine.loop import Parts
 from nixl_kv.errors import printable, shown_id
-from nixl_kv.ids import short
+from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.load import Load, ReadState
-from nixl_kv.protocol.peers import Peer, PeerState
+from nixl_kv.protocol.peers import PeerState
 from nixl_kv.transport.ports import max_descriptors, num_descriptors
-from nixl_kv.transport.ucx.detect import HostFacts, Link, link_of, ucx_settings
-
-if TYPE_CHECKING:
-    from nixl_kv.engine.engine import RankSpec
-    from nixl_kv.engine.loop import Parts
+from nixl_kv.transport.ucx.detect import ucx_settings
 
 MAX_SETTINGS: Final = 1000  # characters of UCX's settings
 
@@ -39,8 +36,9 @@ def process_facts() -> dict[str, str | int | float | None]:
 
 
 def build_status(
-    parts: "Parts",
-    spec: "RankSpec",
+    parts: Parts,
+    rank: Rank,
+    roles: str,
     clock: Callable[[], float],
     started_at: float,
     question: messages.StatusRequest,
@@ -50,13 +48,14 @@ def build_status(
     peers, links = [*parts.decode.peers.known.values()], parts.control.links()
     offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
     waiting = [load for load in loads if load.lacks_only_blocks]
-    serving, find = parts.serving, link_finder(spec)
+    serving = parts.serving
+    listed = peers[: messages.MAX_LISTED]
     return messages.Status(
         incarnation=parts.description.incarnation,
         facts={
             "engine": parts.decode.reader.engine,
-            "rank": spec.rank,
-            "roles": spec.roles,
+            "rank": rank,
+            "roles": roles,
             "uptime_s": now - started_at,
             **process_facts(),
             # None: peers can connect to its memory, or this rank only decodes
@@ -87,9 +86,7 @@ def build_status(
                     "incarnation": short(peer.key.incarnation),
                     "endpoint": peer.key.endpoint,
                     "state": peer.state.name,
-                    # how UCX should read it, and why not faster; '' if it does not tell
-                    **find(peer)._asdict(),
-                    **parts.speeds.of(peer.key),
+                    **link,
                     "num_failures": peer.failures,  # in a row
                     # None: loads may use it, or an attempt is under way
                     "paused_for_s": (
@@ -99,7 +96,7 @@ def build_status(
                     ),
                     "detail": "" if peer.failure is None else peer.failure.detail,
                 }
-                for peer in peers[: messages.MAX_LISTED]
+                for peer, link in zip(listed, parts.links.describe(listed), strict=True)
             ],
             "unmapped": [
                 # Ranks of this host whose GPU memory no kernel reads.
@@ -140,28 +137,10 @@ def build_status(
     )
 
 
-def link_finder(spec: "RankSpec") -> Callable[[Peer], Link]:
-    """Finds how UCX should read a peer's first rank, by what this machine has now."""
-    settings = ucx_settings(os.environ, "")
-    own = HostFacts.find(settings) if spec.is_decode and spec.config.backends[0] == "UCX" else None
-
-    def find(peer: Peer) -> Link:
-        read = [route.remote_rank for route in peer.routes if route.readers]
-        if own is None or peer.description is None or not read:
-            return Link("")
-        return link_of(own, peer.description.ranks[read[0]].agent, settings, spec.layout.memory)
-
-    return find
-
-
 def _waited_s(load: Load, now: float) -> float:
     """Seconds since the last of its ranks has granted its blocks."""
     granted = (read.entered_at.get(ReadState.GRANTED, now) for read in load.reads.values())
     return now - max(granted, default=now)
-
-
-def find_link(spec: "RankSpec", peer: Peer) -> Link:
-    return link_finder(spec)(peer)
 
 
 def _finite(seconds: float) -> float | None:

@@ -646,9 +646,11 @@ PrefillCommand: TypeAlias = (
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | AwaitWrites | SetEngine
 ReadEvent: TypeAlias = ReadMoved | ChunksWanted | ReadDone | ReadFailed | DigestCompared
-PeerEvent: TypeAlias = MeetPeer | PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
+PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
-DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
+DecodeEvent: TypeAlias = (
+    DecodeCommand | Answered | LinkBroken | EndpointLost | MeetPeer | DataEvent | Tick
+)
 PrefillEvent: TypeAlias = (
     PrefillCommand | Asked | DigestMade | ChunkPacked | Stepped | Paused | Tick
 )

@@ -267,8 +267,8 @@ def test_a_full_cache_of_decode(site: Site) -> None:
         assert took_s < FOUND_S
         assert found["verdict"] == "warning"
         assert "for blocks of its KV cache" in found["detail"]
-        for talk in talks:
-            talk.result()
+        for one in talks:
+            one.result()
     expect_free(site.pair.to_decode)
 
 

@@ -38,7 +38,7 @@ def _poll_late(
     return [] if read.request and is_early and planted() == "slow" else poll(agent, read)
 
 
-ReadAgent._poll = _poll_late  # type: ignore[method-assign]
+ReadAgent._poll = _poll_late  # type: ignore[method-assign,assignment]
 
 
 class NixlKVConnector(SoundConnector):

@@ -1,4 +1,4 @@
-"""Checks of what an engine tells about its transfers, and of a read that it makes when asked.
+"""Checks of an engine's transfers, as it tells them, and of a read that it makes on demand.
 
 An engine knows its own limits, settings and links. Those of doctor's shell may be others.
 """
@@ -45,7 +45,7 @@ OWN_PORTS: Final = (
 
 
 def check_transfers(engine: EngineAnswer) -> Iterator[Check]:
-    """What the engine's own processes tell of their limits, their links and their reads."""
+    """Check the limits, links and reads that the engine's own processes tell."""
     statuses = {
         number: status
         for number, (_, status) in enumerate(engine.ranks)
@@ -149,7 +149,7 @@ def check_read(decode: EngineAnswer, prefill: EngineAnswer, keys: client.AnyKeys
 
 
 def judge_probe(name: str, number: int, answer: Status | NixlKVError) -> Check:
-    """What the answer of one decode rank means."""
+    """The verdict about the answer of one decode rank."""
     who = f"decode rank {number}"
     if not isinstance(answer, Status):
         return error(name, f"{who} does not answer: {answer}", "run `nixl-kv status`, see its log")

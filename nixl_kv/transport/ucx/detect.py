@@ -116,7 +116,7 @@ def link_of(
     memory: Memory,
     root: Path = ROOT,
 ) -> Link:
-    """By the same rule: how a reader at `own` should read the peer with this metadata."""
+    """How a reader at `own` should read the peer with this metadata, by the same rule."""
     peer = HostFacts.of_peer(metadata)
     if peer is None:
         return Link("")

@@ -9,7 +9,7 @@ from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.engine.event_log import RECENT_S
 from nixl_kv.engine.status import LOST_LISTENER, MAX_SETTINGS, build_status, process_facts
 from nixl_kv.errors import MAX_ID
-from nixl_kv.ids import ANY_INCARNATION, RequestId, short
+from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, short
 from nixl_kv.protocol.events import CancelLoad
 from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest, decode_to_tool, encode
 from nixl_kv.transport.ucx.detect import HostFacts
@@ -23,7 +23,7 @@ def status(rank: Stepped, request: str = "") -> Status:
     """What it says when it has run for ten seconds."""
     spec, now = rank.engine.spec, rank.world.clock()
     question = StatusRequest(incarnation=ANY_INCARNATION, request=request)
-    answer = build_status(rank.parts, spec, lambda: now, now - 10, question)
+    answer = build_status(rank.parts, Rank(0), spec.roles, lambda: now, now - 10, question)
     assert decode_to_tool(encode(answer)) == answer
     return answer
 
