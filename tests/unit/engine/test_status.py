@@ -1,5 +1,6 @@
 """What a rank says of itself to a tool."""
 
+import os
 import resource
 
 import msgspec
@@ -169,6 +170,8 @@ def test_a_rank_says_what_its_own_process_has(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool runs in another shell, perhaps on another host."""
+    for name in [name for name in os.environ if name.startswith("UCX_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("UCX_TLS", "tcp\n")
     monkeypatch.setenv("UCX_NET_DEVICES", "x" * MAX_SETTINGS)
     facts = status(world.prefill).facts
