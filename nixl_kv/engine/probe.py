@@ -91,12 +91,9 @@ class Prober:
 
     @property
     def next_due(self) -> float | None:
-        probe = self._probe
-        return (
-            None
-            if probe is None
-            else min(probe.since + messages.PROBE_S, probe.greeted_at + GREET_S)
-        )
+        if (probe := self._probe) is None:
+            return None
+        return min(probe.since + messages.PROBE_S, probe.greeted_at + GREET_S)
 
     def begin(self, route: bytes, sealed: str) -> Sequence[events.DecodeEvent]:
         """Begin a probe of the engine that has sealed this ticket; `poll` answers.

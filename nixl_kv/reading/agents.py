@@ -85,7 +85,10 @@ class Agents:
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while this is busy."""
-        is_preparing = any(each.prepared_at is None for each in self._handshakes.values())
+        is_preparing = any(
+            handshake.prepared_at is None and peer not in self.current.broken
+            for peer, handshake in self._handshakes.items()
+        )
         if is_preparing or self.turnover.is_awaited:
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)

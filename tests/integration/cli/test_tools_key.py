@@ -10,7 +10,9 @@ import pytest
 
 from harness.local.engine import LocalEngine
 from nixl_kv.cli import client
-from nixl_kv.errors import ConfigError, TransportError
+from nixl_kv.config import Config
+from nixl_kv.engine.trust import Trust
+from nixl_kv.errors import ConfigError, TicketRefused, TransportError
 from nixl_kv.ids import ANY_INCARNATION, endpoint_at
 from nixl_kv.keys import Keys, find_user_key, read_any_key_file, read_key_file
 from nixl_kv.protocol import messages
@@ -76,6 +78,23 @@ def test_questions_are_answered(
     assert "it accepts this host with the key" in json.dumps(report)
     monkeypatch.setenv("NIXL_KV_KEY", tools.read_text(encoding="ascii").strip())
     assert nixl_kv(f"ready --at {where}").exit_code == 0
+
+
+def test_decode_reads_from_prefill_for_a_tool(make_engine: MakeEngine, tools: Path) -> None:
+    """It learns how fast that was, and no address of memory."""
+    prefill = make_engine("P", 2, roles="prefill")
+    decode = make_engine("D", 1, roles="decode")
+    options = f"--at {address(decode)} --peer {address(prefill)} --key-file {tools} --json"
+    checks = {
+        each["name"]: each for each in json.loads(nixl_kv("doctor", options).stdout)["checks"]
+    }
+    check = checks["engine 'D' reads 64 KiB from engine 'P'"]
+    assert check["verdict"] == "ok", check
+    status = client.engine_at(address(prefill), read_any_key_file(tools)).status
+    assert isinstance(status, messages.Status)
+    other = Trust.of(Config.parse({"insecure": True}, {"NIXL_KV_KEY": "5e" * 32}))
+    with pytest.raises(TicketRefused, match="mac is wrong"):
+        other.check({"nixl_kv_ticket": status.facts["probe_ticket"]})
 
 
 def test_what_changes_an_engine_is_refused_with_what_to_do(
