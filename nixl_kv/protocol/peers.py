@@ -286,7 +286,7 @@ class PeerBook:
         peer.introductions = introductions
         peer.tokens.clear()
         peer.awaited = {event.description.ranks[one.rank].endpoint: one for one in introductions}
-        # A handshake has its own time, from when the background threads have prepared the ranks. They
+        # A handshake has its own time, from when background threads have prepared the ranks. These
         # wait for the peer only to map its memory, and not for long (`reading.gather.share`).
         self.deadlines.set(peer.key, now + CONNECT_TIMEOUT_S if introductions else math.inf)
         return [self._introduce(peer, endpoint) for endpoint in peer.awaited]

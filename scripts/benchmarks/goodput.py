@@ -59,9 +59,6 @@ RATES: Final[Mapping[Shape, Sequence[float]]] = {
 prefill engine for each decode engine is full near the middle."""
 
 SMALLEST: Final = 20  # requests of a point that is cut short for lack of time
-# A queue needs time to grow: at a rate at which 39 % of 150 requests were good, 98 % of 48 were,
-# which came within 6 s.
-POINT_S: Final = 20.0
 LATE_S: Final = 25.0  # how much longer than expected the last point may take
 STOP_S: Final = 20.0  # for engines to end
 GPU_SHARE: Final = 0.9  # of its memory, for all engines on a GPU
@@ -98,11 +95,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ttft-ms", type=float, default=1000.0, help="default 1000")
     parser.add_argument("--gap-ms", type=float, default=15.0, help="default 15")
+    parser.add_argument("--few", type=int, default=60, help="requests of a rate, default 60")
+    # A queue needs time to grow: at a rate at which 39 % of 150 requests were good, 98 % of 48
+    # were, which came within 6 s.
     parser.add_argument(
-        "--few",
-        type=int,
-        default=60,
-        help=f"requests of a rate, default 60; more if they come within {POINT_S:g} s",
+        "--least-s",
+        type=float,
+        default=20.0,
+        help="of a rate's requests, more than --few if need be",
     )
     parser.add_argument("--many", type=int, default=points.MANY, help="default %(default)s")
     parser.add_argument("--most", type=int, default=120, help="requests at once, default 120")
@@ -350,7 +350,7 @@ class Session:
         return step and self._long_enough(step)
 
     def _long_enough(self, step: Step) -> Step:
-        least = int(POINT_S * step.rate * self._setup.num_gpus)
+        least = int(self._options.least_s * step.rate * self._setup.num_gpus)
         return step._replace(requests=max(step.requests, min(least, self._options.many)))
 
     def _shares(self, name: str, shape: Shape) -> dict[float, Share]:

@@ -9,7 +9,9 @@ import pytest
 import nixl_kv
 
 PACKAGE = Path(nixl_kv.__file__).parent
-NEEDS_TORCH = frozenset({"reading.kernel", "reading.gather.memory", "verify.gpu"})
+NEEDS_TORCH = frozenset(
+    {"reading.kernel", "reading.gather.gpu", "reading.gather.memory", "verify.gpu"}
+)
 ENGINE = sorted(
     f"nixl_kv.{name}"
     for folder in ("engine", "reading", "verify")
