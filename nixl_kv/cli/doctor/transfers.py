@@ -63,6 +63,9 @@ def check_transfers(engine: EngineAnswer) -> Iterator[Check]:
         yield error("listening sockets", about, fix)
     for number, status in statuses.items():
         yield from _blocks(number, status)
+        for rank in status.lists.get("unmapped", ()):
+            title = f"GPU memory of {rank.get('endpoint')}"
+            yield warning(title, str(rank.get("detail")), "see docs/runbook.md, Wrong path")
     yield from _links(statuses)
 
 

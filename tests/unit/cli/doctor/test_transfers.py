@@ -61,6 +61,15 @@ def test_an_engine_of_another_release_tells_less() -> None:
     assert checks(old) == checks(TransportError("silent")) == checks() == {}
 
 
+def test_memory_of_this_host_that_no_kernel_reads() -> None:
+    why = "its GPU memory is not mapped: its owner is in another PID namespace, or is this process"
+    rank = status(None, PEER)
+    rank.lists["unmapped"] = [{"endpoint": "tcp://10.0.0.2:5700", "detail": why}]
+    check = checks(rank)["GPU memory of tcp://10.0.0.2:5700"]
+    assert (check.verdict, check.detail) == ("warning", why)
+    assert "Wrong path" in str(check.fix)
+
+
 DESCRIPTORS = "its file descriptors"
 
 
