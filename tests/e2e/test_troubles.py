@@ -32,7 +32,7 @@ from harness.cluster.processes import nixl_kv_command
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
 from support.asking import ask
-from support.engines import expect_free, expect_load, started
+from support.engines import EVENT_S, expect_free, expect_load, started
 
 pytestmark = [
     pytest.mark.e2e,
@@ -287,12 +287,15 @@ def ucx_ports(host: Namespace) -> dict[int, list[int]]:
 
 CONNECT = """\
 import socket, sys
-for port in sys.argv[2:]:
-    try:
-        socket.create_connection((sys.argv[1], int(port)), 1.0).recv(1)
-    except OSError:
-        pass
+held = []
+for number in range(64):
+    for port in sys.argv[2:]:
+        try:
+            held.append(socket.create_connection((sys.argv[1], int(port)), 1.0))
+        except OSError:
+            sys.exit()
 """
+"""The limit is one of numbers, of which some below it may be free."""
 
 
 def test_exhausted_descriptors_of_prefill(site: Site) -> None:
@@ -304,6 +307,10 @@ def test_exhausted_descriptors_of_prefill(site: Site) -> None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (worker.num_fds(), limits[1]))
         python = [sys.executable, "-c", CONNECT, site.hosts[0].wire_address]
         subprocess.run(site.hosts[0].inside([*python, *map(str, ports)]), check=True)
+        is_closed = wait_until(
+            lambda: len(ucx_ports(site.hosts[0]).get(pid, [])) < len(ports), EVENT_S
+        )
+        assert is_closed, "UCX still listens at all of its ports"
         few = worker.num_fds() + 8
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, limits[1]))
         where = ("prefill", "its file descriptors")
