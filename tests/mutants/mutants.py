@@ -470,8 +470,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "gather-ended",
-        "if prepared not in self._mapped or prepared.mapping.has_owner_ended:",
-        "if prepared not in self._mapped:",
+        "        if prepared.mapping.has_owner_ended:\n            return None\n",
+        "",
         "unit/reading/gather",
         "Decode reads the memory of a process that has ended.",
     ),
