@@ -101,13 +101,13 @@ class Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
+    gc.collect()  # objects of earlier tests may hold open files, which tests count
     one = Owner(tmp_path)
     yield one
     one.server.close()
 
 
 def num_open_files() -> int:
-    gc.collect()  # an earlier test's object may hold one
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
