@@ -45,6 +45,7 @@ from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt
 from support.engines import EVENT_S, OFFER_TTL_S, expect_free, without_connector
+from support.gpus import visible
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -180,12 +181,11 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
         return replace(spec, dtype=served.cpu_dtype, extra_args=flags, cores=cores)
     # Engines of one rank have a GPU each, if there are as many; larger ones begin at the first.
     gpus = [side % NUM_GPUS] if shape.ranks == 1 else range(shape.ranks)
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     return replace(
         spec,
         dtype=served.cuda_dtype,
         extra_args=("--enforce-eager", *arguments, *served.cuda_flags, *shape.flags),
-        extra_env={**served.cuda_env, **visible},
+        extra_env={**served.cuda_env, **visible(*gpus)},
         gpu_memory_utilization=CUDA_MEMORY,
         kv_cache_bytes=CUDA_KV_BYTES,
     )

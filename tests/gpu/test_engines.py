@@ -36,6 +36,7 @@ from harness.cluster.metrics import (  # noqa: E402
 from harness.cluster.models.files import REPO  # noqa: E402
 from harness.cluster.pair import Pair  # noqa: E402
 from support.engines import expect, expect_free  # noqa: E402
+from support.gpus import visible  # noqa: E402
 
 NUM_GPUS: Final = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -79,7 +80,7 @@ def specs(*flags: str, suffix: str = "", **fields: Any) -> tuple[Any, Any]:
         **fields,
     )
     prefill, decode = (
-        replace(spec, extra_env={**spec.extra_env, "CUDA_VISIBLE_DEVICES": str(gpu)})
+        replace(spec, extra_env={**spec.extra_env, **visible(gpu)})
         for spec, gpu in ((prefill, 0), (decode, NUM_GPUS - 1))
     )
     return prefill, decode
