@@ -174,7 +174,9 @@ def test_engines_that_sleep_read_again(cluster: Cluster) -> None:
 
 KINDS: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "pool": ((), {}),
-    "expandable": ((), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    "cumem": (("--enable-cumem-allocator",), {}),
+    # vLLM refuses them beside a connector, but only by the variable's former name.
+    "expandable": ((), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     "sleep": (("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"}),
 }
 """Of GPU memory that has no CUDA IPC handle: flags and environment of both engines."""
@@ -186,7 +188,7 @@ def in_containers(kind: str, directory: Path) -> list[EngineSpec]:
     flags, env = KINDS[kind]
     pair = specs(*flags, suffix=f"-{kind}", extra_env=env, contained=True)
     config = {**CONFIG, "share_dir": str(directory)}
-    return [replace(spec, connector_config=config, gpu_memory_utilization=0.2) for spec in pair]
+    return [replace(spec, connector_config=config, gpu_memory_utilization=0.1) for spec in pair]
 
 
 @pytest.mark.skipif(

@@ -49,7 +49,7 @@ LOADED: Final = 4  # per path; the first one connects
 POLL_S: Final = 0.01
 LEAK_BYTES: Final = 64 << 20  # vLLM's own buffers grow by less from one prompt to the next
 DIGESTS: Final = f"{PREFIX}digest_seconds_sum"
-RUNS: Final = f"{PREFIX}num_descriptors_sum"
+RUNS: Final = "vllm:nixl_num_descriptors_sum"
 FILES: Final = f"{PREFIX}open_descriptors"
 PHASES: Final = ("ask", "blocks", "queue", "read", "verify")
 

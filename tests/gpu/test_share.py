@@ -295,21 +295,35 @@ exec "$@"
 """
 
 
-def minor_of(gpu: int) -> str:
-    """The number of a GPU's device node."""
-    about = torch.cuda.get_device_properties(gpu)
-    place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-    shown = Path(f"/proc/driver/nvidia/gpus/{place}/information").read_text("ascii")
-    (minor,) = (line.split()[-1] for line in shown.splitlines() if "Device Minor" in line)
-    return minor
+SHOW_GPUS: Final = """\
+import torch
+for number in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(number).uuid)
+"""
+
+
+def without_gpu(gpu: int, folder: Path) -> tuple[str, ...]:
+    """A command's prefix: a mount namespace in which CUDA sees all GPUs but this one.
+
+    Device nodes need not have the numbers of the driver's list, as in a container. So this hides
+    one after the other until the right GPU is gone.
+    """
+    hidden = str(torch.cuda.get_device_properties(gpu).uuid)
+    for node in Path("/dev").glob("nvidia[0-9]*"):
+        number = node.name.removeprefix("nvidia")
+        mount = ("unshare", "--mount", "sh", "-c", HIDE_GPU, "sh", str(folder / number), number)
+        show = [*mount, sys.executable, "-c", SHOW_GPUS]
+        seen = subprocess.run(show, capture_output=True, text=True, check=False)
+        print(f"without {node}:", seen.stdout.split(), seen.stderr[-300:])
+        if seen.returncode == 0 and seen.stdout.strip() and hidden not in seen.stdout:
+            return mount
+    pytest.skip("needs root, and a device node without which CUDA sees the other GPUs alone")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_container_without_the_owners_gpu_says_so(share_dir: Path, tmp_path: Path) -> None:
     """One device per pod, as device plugins do it."""
-    mount = ("unshare", "--mount", "sh", "-c", HIDE_GPU, "sh", str(tmp_path / "dev"), minor_of(0))
-    if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to hide a device")
+    mount = without_gpu(0, tmp_path)
     with owner("pool", share_dir) as one:
         shown = run_apart(one, share_dir, 0, mount)  # the first GPU of those that are left
         print(shown[-2000:])
