@@ -267,8 +267,11 @@ class Agents:
             self._waiting.append(read)
             return []
         rank = agent.ranks.find(read.peer, read.rank)
+        if rank is not None and rank.is_outdated and read.peer not in agent.broken:
+            agent.ranks.drop(read.peer)  # its connections stay
+            rank = None
         if rank is None:
-            # Another agent made the handshake, or the connection broke.
+            # Another agent made the handshake, the connection broke, or it was outdated.
             agent.prepare(read.peer)
             rank = agent.ranks.find(read.peer, read.rank)
         started = agent.start(read, rank)

@@ -128,6 +128,11 @@ class ReadOp(abc.ABC):
 class PreparedRank:
     """A remote rank that one path has prepared for one agent."""
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it should be prepared anew, because a faster path may read it now."""
+        return False
+
     def release(self) -> None:
         """Free its resources once no operation uses it: the agent no longer reads the rank.
 

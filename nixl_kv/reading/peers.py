@@ -176,6 +176,10 @@ class RemoteRank:
     def is_ready(self) -> bool:
         return self.state is RankState.READY
 
+    @property
+    def is_outdated(self) -> bool:
+        return any(prepared.is_outdated for _, prepared in self.paths)
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.peer}"
 

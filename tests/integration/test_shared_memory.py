@@ -199,6 +199,26 @@ def test_a_new_incarnation_is_mapped_anew(
     assert paths_of(pair.load(1)) == ["gather"]
 
 
+def test_the_memory_of_an_owner_that_was_stalled_is_mapped_later(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all later loads would be 300 times slower. Meanwhile its loads use NIXL."""
+    now = time.monotonic()
+    monkeypatch.setattr(gather.path, "time", SimpleNamespace(monotonic=lambda: now))
+    pair = make_pair()
+    with monkeypatch.context() as stalled:
+        stalled.setattr(gather.share, "PROVING_S", 0.2)
+        stalled.setattr(gather.ShareServer, "poll", lambda _: [])
+        assert paths_of(pair.load()) == ["direct"]
+    (one,) = pair.unmapped
+    assert "proving a token to its owner: timed out" in one["detail"]
+    now += gather.path.AGAIN_S - 1
+    assert paths_of(pair.load(1)) == ["direct"]
+    now += 1
+    assert paths_of(pair.load(2)) == ["gather"]
+    assert pair.unmapped == []
+
+
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_pair_of_which_one_shares_nothing_says_what_that_costs(
     make_pair: Callable[..., Pair], who: str, caplog: pytest.LogCaptureFixture

@@ -18,6 +18,8 @@ logger = get_logger(__name__)
 
 def build(setup: RankSetup) -> PathFeature:
     """Let decode map and gather, and prefill export, if the cache is in GPU memory."""
+    if setup.config.share_dir is not None and (why := _why_unshared(setup)):
+        logger.warning("share_dir %r has no effect on this rank: %s", setup.config.share_dir, why)
     if setup.layout.memory == "DRAM":
         return PathFeature()
     with contextlib.ExitStack() as undo:
@@ -27,6 +29,14 @@ def build(setup: RankSetup) -> PathFeature:
         feature = _export(setup, path) if setup.is_prefill else PathFeature(path=path)
         undo.pop_all()
     return feature
+
+
+def _why_unshared(setup: RankSetup) -> str:
+    if setup.layout.memory == "DRAM":
+        return "its KV cache is in host memory, and only GPU memory is shared"
+    path = setup.config.path
+    uses = {"auto", "gather", "staged"} if setup.is_prefill else {"auto", "gather"}
+    return "" if path in uses else f"path is {path!r}"
 
 
 def _path(setup: RankSetup) -> ReadPath:

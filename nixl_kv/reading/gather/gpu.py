@@ -1,8 +1,8 @@
 """A memory pool of torch whose memory other processes can map.
 
 torch allocates with cudaMalloc, whose memory only processes of one PID and IPC namespace can map.
-The pool of vLLM's sleep mode can be exported on some GPUs only: vLLM asks for descriptors where the
-GPU knows fabric handles and the driver refuses them.
+The pool of vLLM's sleep mode can be exported on H200. Elsewhere it may not: vLLM 0.33 asks for
+descriptors only where the GPU knows fabric handles and the driver refuses them.
 """
 
 import ctypes

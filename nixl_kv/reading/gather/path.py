@@ -7,8 +7,10 @@ kernel has ended.
 """
 
 import contextlib
+import math
 import os
 import select
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,7 +21,7 @@ from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.plan import Plan, Share
 from nixl_kv.ids import Endpoint
 from nixl_kv.protocol import events, messages
-from nixl_kv.reading.gather.share import boot_id
+from nixl_kv.reading.gather.share import SharingError, boot_id
 from nixl_kv.reading.paths import PreparedRank, Read, ReadOp, ReadPath
 
 if TYPE_CHECKING:  # they need Triton and CUDA's bindings, which only GPU machines have
@@ -38,15 +40,25 @@ ADVICE: Final = (
     "let both engines map each other's memory: set share_dir to a directory that both containers "
     "mount (docs/deploy/kubernetes.md, NVLink between containers)"
 )
+# Decode tries again to map memory that its owner did not hand out in time. The next read waits for
+# that, for up to `share.PROVING_S` if the owner still hangs.
+AGAIN_S: Final = 60.0
 
 
 class UnmappedRank(PreparedRank):
     """A rank of this host that another path reads, because its memory is not mapped."""
 
-    def __init__(self, path: "UnmappedPath", endpoint: Endpoint, detail: str) -> None:
+    def __init__(
+        self, path: "UnmappedPath", endpoint: Endpoint, detail: str, *, can_change: bool
+    ) -> None:
         self.endpoint = endpoint
         self.detail = detail
         self._path = path
+        self._again_at = time.monotonic() + AGAIN_S if can_change else math.inf
+
+    @property
+    def is_outdated(self) -> bool:
+        return time.monotonic() >= self._again_at
 
     def release(self) -> None:
         self._path.forget(self)
@@ -81,11 +93,12 @@ class UnmappedPath(ReadPath):
         try:
             return self.map(export, plan)
         except TransportError as error:
+            can_change = isinstance(error, SharingError)
             parts = f"its GPU memory is not mapped: {error}", SLOW if is_slow else "", self._advice
         detail = "; ".join(part for part in parts if part)
         if (description.endpoint, detail) not in self.unmapped:
             logger.warning("the rank at %s is on this host, but %s", description.endpoint, detail)
-        rank = UnmappedRank(self, description.endpoint, detail)
+        rank = UnmappedRank(self, description.endpoint, detail, can_change=can_change)
         self._unmapped[rank] = None
         return rank
 

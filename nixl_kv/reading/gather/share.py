@@ -7,20 +7,22 @@ one connection, which begins with the token for the next one.
 
     reader                                owner
     token                           ->
-                                    <-    the next token; nothing, and the end: it is refused
+                                    <-    1, and the next token
     number of the first piece       ->
-                                    <-    how many pieces follow, with a descriptor for each;
-                                          none, and why not
+                                    <-    how many pieces follow, with a descriptor for each
     ...
 
 Both then keep the connection open. Its end says that the owner has gone, or takes its memory back.
+An owner that refuses something sends 0 and the reason, and ends the connection.
 """
 
 import collections
 import contextlib
 import enum
+import errno
 import os
 import re
+import resource
 import secrets
 import select
 import socket
@@ -31,7 +33,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NoReturn
 
 from nixl_kv.errors import LimitedLog, TransportError, get_logger, printable
 from nixl_kv.protocol import events
@@ -43,9 +45,11 @@ logger = get_logger(__name__)
 # against the sender's limit. To export a piece takes some tens of microseconds.
 BATCH: Final = 32
 # A connection to the socket in `share_dir` ends, because it has not proved a token, or because its
-# owner does not answer.
+# owner keeps the reader waiting. Plans of other peers wait with that reader.
 PROVING_S: Final = 2.0
-# A connection ends, because it has not fetched all pieces. A reader then uses another path.
+# Pieces per second that an owner of many may take longer for. It has then sent 16,384 in 18 s.
+LEAST_RATE: Final = 1000
+# A connection ends, because its reader has not fetched all pieces.
 FETCHING_S: Final = 30.0
 # Prefill accepts further connections to the socket in `share_dir`. Without a pause, a flood of them
 # or a lack of descriptors would keep its thread busy.
@@ -171,7 +175,7 @@ class ShareServer:
             self._accept()
         for one in [one for one in self._connections.values() if one.state is not State.HOLDING]:
             if one.due <= now:
-                self._end(one, f"a process did not send {one.state.value} in time")
+                self._end(one, f"it did not send {one.state.value} in time")
         return []
 
     def clear(self) -> None:
@@ -217,9 +221,9 @@ class ShareServer:
             self._ready.register(accepted, select.EPOLLIN)
             unproven = [c for c in self._connections.values() if c.state is State.UNPROVEN]
             if len(unproven) > MAX_UNPROVEN:
-                self._end(unproven[0], f"more than {MAX_UNPROVEN} connections without a token")
+                self._end(unproven[0], f"allowed: {MAX_UNPROVEN} connections without a token")
             if len(self._connections) > MAX_CONNECTIONS:
-                self._end(one, f"more than {MAX_CONNECTIONS} ranks map this rank's memory")
+                self._end(one, f"allowed: {MAX_CONNECTIONS} ranks that map this rank's memory")
 
     def _receive(self, one: _Connection) -> None:
         try:
@@ -239,21 +243,24 @@ class ShareServer:
     def _answer(self, one: _Connection, packet: bytes) -> None:
         match one.state:
             case State.UNPROVEN if packet in self._tokens:
+                follower = secrets.token_bytes(SHARE_TOKEN_BYTES)
+                # If the reader waits no longer, this fails, and its token stays good.
+                one.socket.send(NUMBER.pack(1) + follower)
                 del self._tokens[packet]
-                one.socket.send(self.invite())
+                self._tokens[follower] = None
                 self._go_on(one, State.FETCHING)
             case State.UNPROVEN:
-                self._end(one, "a process sent a token that is unknown or used")
+                raise TransportError("its token is unknown or used")
             case State.FETCHING if len(packet) == NUMBER.size:
                 (first,) = NUMBER.unpack(packet)
                 end = min(first + BATCH, self._count)
                 if first >= end:
-                    raise TransportError(f"piece {first} is asked for; allowed: 0 to {end - 1}")
+                    raise TransportError(f"it asks for piece {first}; allowed: 0 to {end - 1}")
                 self._send(one, range(first, end))
                 is_last = end == self._count
                 self._go_on(one, State.HOLDING if is_last else State.FETCHING)
             case _:
-                self._end(one, f"a process sent {len(packet)} bytes; allowed: {one.state.value}")
+                raise TransportError(f"it sent {len(packet)} bytes; allowed: {one.state.value}")
 
     def _send(self, one: _Connection, pieces: range) -> None:
         descriptors: list[int] = []
@@ -262,9 +269,8 @@ class ShareServer:
                 descriptors.append(self._export(piece))  # noqa: PERF401 - close those before an error
             socket.send_fds(one.socket, [NUMBER.pack(len(descriptors))], descriptors)
         except (OSError, TransportError) as error:
-            reason = printable(str(error), MAX_REASON).encode()
-            one.socket.send(NUMBER.pack(0) + reason)
-            raise
+            span = f"{pieces[0]} to {pieces[-1]}"
+            raise TransportError(f"pieces {span} cannot be handed out: {error}") from error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -276,9 +282,11 @@ class ShareServer:
 
     def _end(self, one: _Connection, why: str = "") -> None:
         del self._connections[one.socket.fileno()]
-        one.socket.close()  # which also ends its registration
         if why:
             self._log.warning("a connection to the socket of share_dir is closed: %s", why)
+            with contextlib.suppress(OSError):  # it is gone, or takes no answers
+                one.socket.send(NUMBER.pack(0) + printable(why, MAX_REASON).encode())
+        one.socket.close()  # which also ends its registration
 
 
 def remove_stale(directory: Path) -> None:
@@ -312,6 +320,10 @@ def _is_refused(path: Path) -> bool:
 # --- a reader
 
 
+class SharingError(TransportError):
+    """An owner did not hand out its memory. Another attempt may succeed."""
+
+
 class Tokens:
     """The next token for each owner's socket. Any thread may use it."""
 
@@ -319,17 +331,23 @@ class Tokens:
         self._next: dict[Share, SimpleQueue[bytes]] = {}
 
     @contextlib.contextmanager
-    def of(self, share: Share) -> Iterator[tuple[bytes, Callable[[bytes], None]]]:
-        """A token, and the function that takes the one after it. Other threads wait meanwhile."""
+    def of(
+        self, share: Share, timeout_s: float = PROVING_S
+    ) -> Iterator[tuple[bytes, Callable[[bytes], None]]]:
+        """A token, and the function that takes the one after it. Other threads wait meanwhile.
+
+        Raises:
+            SharingError: if another thread has the token for longer than `timeout_s`.
+        """
         if len(self._next) >= MAX_OWNERS:
             self._next.pop(next(iter(self._next)), None)
         first: SimpleQueue[bytes] = SimpleQueue()
         first.put(share.token)
         queue = self._next.setdefault(share, first)
         try:
-            token = queue.get(timeout=PROVING_S)
+            token = queue.get(timeout=timeout_s)
         except Empty as error:
-            raise TransportError("another thread waits for the owner") from error
+            raise SharingError("another thread of this process waits for its owner") from error
         followers = collections.deque[bytes](maxlen=1)
         try:
             yield token, followers.append
@@ -347,25 +365,25 @@ class SharedPieces:
         """Connect, and prove a token.
 
         Raises:
-            TransportError: if nothing listens there, or the owner refuses the token.
+            TransportError: if nothing listens there.
+            SharingError: if the owner does not answer, or refuses.
         """
-        self._until = time.monotonic() + FETCHING_S
+        self._left_s = PROVING_S  # that the owner may still keep this thread waiting
         with contextlib.ExitStack() as undo:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(self.socket.close)
-            try:
-                self.socket.settimeout(PROVING_S)
+            with self._waiting(f"connecting to its owner in share_dir {directory!r}"):
                 self.socket.connect(str(Path(directory, share.socket)))
-                with tokens.of(share) as (token, keep):
-                    self.socket.send(token)
-                    follower = self.socket.recv(PACKET_BYTES)
-                    if len(follower) != SHARE_TOKEN_BYTES:
-                        raise TransportError("its owner has ended, or refuses the token as used")
-                    keep(follower)
-            except OSError as error:
-                raise TransportError(
-                    f"connecting to its owner in share_dir {directory!r}: {error}"
-                ) from error
+            with (
+                self._waiting("proving a token to its owner"),
+                tokens.of(share, self._left_s) as (token, keep),
+            ):
+                answer = self._ask(token)
+                number, follower = answer.content[: NUMBER.size], answer.content[NUMBER.size :]
+                is_right = answer.is_whole and not answer.descriptors and number == NUMBER.pack(1)
+                if not is_right or len(follower) != SHARE_TOKEN_BYTES:
+                    answer.refuse()
+                keep(follower)
             undo.pop_all()
 
     def close(self) -> None:
@@ -375,7 +393,8 @@ class SharedPieces:
         """The descriptors of pieces 0 to `count`, in order. The caller closes each.
 
         Raises:
-            TransportError: if the owner is gone, takes too long, or cannot export a piece.
+            TransportError: if the owner is gone, or there are too many.
+            SharingError: if the owner takes too long or refuses, or this process lacks descriptors.
         """
         if count > MAX_ALLOCATIONS:
             raise TransportError(f"{count} pieces; allowed: {MAX_ALLOCATIONS}")
@@ -391,24 +410,92 @@ class SharedPieces:
                     os.close(descriptor)
 
     def _fetch(self, number: int, most: int) -> list[int]:
-        left_s = self._until - time.monotonic()
-        if left_s <= 0:
-            raise TransportError(f"its owner has not sent all pieces within {FETCHING_S:g} s")
+        with self._waiting(f"fetching piece {number} from its owner"):
+            answer = self._ask(NUMBER.pack(number))
+        batch = answer.descriptors
+        is_right = answer.is_whole and 0 < len(batch) <= most
+        if not is_right or answer.content != NUMBER.pack(len(batch)):
+            answer.refuse()
+        self._left_s = min(PROVING_S, self._left_s + len(batch) / LEAST_RATE)
+        return batch
+
+    @contextlib.contextmanager
+    def _waiting(self, doing: str) -> Iterator[None]:
+        """Limit the time that the owner keeps this thread waiting."""
+        if self._left_s <= 0:
+            raise SharingError(f"{doing}: it answers too slowly")
+        begun = time.monotonic()
+        self.socket.settimeout(self._left_s)
         try:
-            # Other peers wait until this rank is planned. An owner answers in its next turn.
-            self.socket.settimeout(min(left_s, PROVING_S))
-            self.socket.send(NUMBER.pack(number))
-            answer, batch, flags, _ = socket.recv_fds(
-                self.socket, PACKET_BYTES, BATCH, socket.MSG_CMSG_CLOEXEC
-            )
+            yield
+        except TimeoutError as error:
+            raise SharingError(f"{doing}: {error}") from error
+        except BlockingIOError as error:
+            raise SharingError(f"{doing}: too many connections wait for it") from error
         except OSError as error:
-            raise TransportError(f"fetching piece {number} from its owner: {error}") from error
-        is_whole = not flags & socket.MSG_CTRUNC  # else this process has too many open files
-        if is_whole and 0 < len(batch) <= most and answer == NUMBER.pack(len(batch)):
-            return batch
-        for descriptor in batch:
+            raise TransportError(f"{doing}: {error}") from error
+        finally:
+            self._left_s -= time.monotonic() - begun
+
+    def _ask(self, question: bytes) -> "_Answer":
+        # An owner that has refused this reader has left the reason. Linux hands it out after the
+        # error that the owner did not read all.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.send(question)
+        try:
+            return _Answer.receive(self.socket)
+        except ConnectionResetError:
+            return _Answer.receive(self.socket)
+
+
+@dataclass
+class _Answer:
+    """A packet of an owner."""
+
+    content: bytes
+    descriptors: list[int]
+    is_whole: bool  # all of its descriptors are here
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> "_Answer":
+        content, descriptors, flags, _ = socket.recv_fds(
+            connection, PACKET_BYTES, BATCH, socket.MSG_CMSG_CLOEXEC
+        )
+        return cls(content, descriptors, is_whole=not flags & socket.MSG_CTRUNC)
+
+    def refuse(self) -> NoReturn:
+        """Close its descriptors.
+
+        Raises:
+            SharingError: says why it is not the expected one.
+        """
+        why = self._why()
+        for descriptor in self.descriptors:
             os.close(descriptor)
-        if not is_whole:
-            raise TransportError("this process cannot open more files: raise its limit (ulimit -n)")
-        reason = printable(answer[NUMBER.size :].decode(errors="replace"), MAX_REASON)
-        raise TransportError(f"its owner cannot export it: {reason or 'the connection is closed'}")
+        raise SharingError(why)
+
+    def _why(self) -> str:
+        if not self.content:
+            return "its owner closed the connection: it has ended, or takes its memory back"
+        if not self.is_whole and len(self.descriptors) < BATCH:
+            return _why_not_received()
+        if self.content.startswith(NUMBER.pack(0)):
+            reason = printable(self.content[NUMBER.size :].decode(errors="replace"), MAX_REASON)
+            return f"its owner closed the connection: {reason or 'it names no reason'}"
+        count = len(self.descriptors) if self.is_whole else f"more than {BATCH}"
+        return f"its owner sent {len(self.content)} bytes with {count} descriptors"
+
+
+def _why_not_received() -> str:
+    """Why Linux has dropped descriptors that were sent to this process."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"this process cannot open more than {limit} files: raise its limit (ulimit -n)"
+        return f"this process cannot open more files: {error.strerror}"
+    return (
+        "Linux has dropped descriptors from its owner, although this process can open more files: "
+        "a security module, such as SELinux, may forbid them"
+    )

@@ -185,9 +185,16 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
 # Which ranks map the memory of others
 
 
-def built(memory: Memory, path: str, **settings: Any) -> PathFeature:
-    layout = dataclasses.replace(Cache(Sizes()).layout(), memory=memory)
-    return gather.build(rank_setup(Config(path=path, **settings), layout=layout))
+def built(
+    memory: Memory, path: str, role: str = "prefill and decode", **settings: Any
+) -> PathFeature:
+    setup = rank_setup(
+        Config(path=path, **settings),
+        layout=dataclasses.replace(Cache(Sizes()).layout(), memory=memory),
+        is_prefill="prefill" in role,
+        is_decode="decode" in role,
+    )
+    return gather.build(setup)
 
 
 @pytest.fixture
@@ -215,6 +222,39 @@ def test_the_setting_says_who_maps_and_who_exports(path: str) -> None:
 @pytest.mark.usefixtures("_gpus")
 def test_host_memory_is_not_mapped() -> None:
     assert built("DRAM", "auto") == PathFeature()
+
+
+@pytest.mark.usefixtures("_gpus")
+@pytest.mark.parametrize(
+    ("memory", "path", "role", "why"),
+    [
+        (
+            "DRAM",
+            "auto",
+            "prefill",
+            "its KV cache is in host memory, and only GPU memory is shared",
+        ),
+        ("DRAM", "auto", "decode", "its KV cache is in host memory, and only GPU memory is shared"),
+        ("VRAM", "direct", "prefill", "path is 'direct'"),
+        ("VRAM", "staged", "decode", "path is 'staged'"),
+        ("VRAM", "staged", "prefill", ""),
+        ("VRAM", "gather", "decode", ""),
+    ],
+)
+def test_a_rank_that_cannot_use_share_dir_says_so(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    memory: Memory,
+    path: str,
+    role: str,
+    why: str,
+) -> None:
+    feature = built(memory, path, role, share_dir=str(tmp_path))
+    expected = f"share_dir {str(tmp_path)!r} has no effect on this rank: {why}"
+    assert (expected if why else "") in caplog.text
+    assert caplog.text.count("has no effect") == bool(why)
+    if feature.path is not None:
+        feature.path.close()
 
 
 def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from nixl_kv.reading.gather.share import (
     ACCEPTING_S,
     BATCH,
     FETCHING_S,
+    LEAST_RATE,
     MAX_CONNECTIONS,
     MAX_TOKENS,
     MAX_UNPROVEN,
@@ -30,6 +32,7 @@ from nixl_kv.reading.gather.share import (
     PROVING_S,
     SharedPieces,
     ShareServer,
+    SharingError,
     Tokens,
     remove_stale,
 )
@@ -38,6 +41,8 @@ from support.stepped import Clock
 COUNT = 2 * BATCH + 3
 LIMIT_S = 60.0
 MAX_TOGETHER = 5 * MAX_UNPROVEN
+ADMITTED_BYTES = NUMBER.size + SHARE_TOKEN_BYTES
+REFUSED = NUMBER.pack(0)
 
 
 def export(piece: int) -> int:
@@ -123,6 +128,14 @@ def has_ended(pieces: SharedPieces, timeout_s: float = 0) -> bool:
     return bool(select.select([pieces.socket], [], [], timeout_s)[0])
 
 
+def refusal(one: socket.socket) -> str:
+    """Why the owner has ended a connection; '' if it does not say so."""
+    packet = one.recv(share.PACKET_BYTES)
+    assert packet[: NUMBER.size] in {REFUSED, b""}
+    assert one.recv(100) == b""
+    return packet[NUMBER.size :].decode()
+
+
 def test_a_reader_gets_all_descriptors_in_order_and_keeps_the_connection(
     owner: Owner, tmp_path: Path
 ) -> None:
@@ -160,22 +173,23 @@ def test_a_reader_that_stops_early_closes_what_it_has(owner: Owner, tmp_path: Pa
 
 
 @pytest.mark.parametrize("token", [b"", bytes(SHARE_TOKEN_BYTES), b"short", bytes(1000)])
-def test_a_wrong_token_is_refused(owner: Owner, tmp_path: Path, token: bytes) -> None:
+def test_a_wrong_token_is_refused(owner: Owner, token: bytes) -> None:
     owner.server.invite()
     with owner.connect() as one:
         owner.turn()
         one.send(token) if token else one.shutdown(socket.SHUT_WR)
         owner.turn()
-        assert one.recv(100) == b""
+        assert refusal(one) == ("its token is unknown or used" if token else "")
     assert len(owner.server) == 0
-    del tmp_path
 
 
 def test_a_token_is_good_for_one_connection(owner: Owner, tmp_path: Path) -> None:
     with owner.serving():
         invitation = owner.invitation()
         first = SharedPieces(str(tmp_path), invitation, Tokens())
-        with pytest.raises(TransportError, match="refuses the token as used"):
+        with pytest.raises(
+            TransportError, match="closed the connection: its token is unknown or used"
+        ):
             SharedPieces(str(tmp_path), invitation, Tokens())
         assert not has_ended(first)
         first.close()
@@ -216,8 +230,9 @@ def test_threads_that_map_the_same_memory_take_turns(owner: Owner, tmp_path: Pat
 def test_after_a_failure_the_description_s_token_counts_again(tmp_path: Path) -> None:
     tokens, nobody = Tokens(), Share(socket="0" * 16, token=b"token")
     for _ in range(2):
-        with pytest.raises(TransportError, match="No such file"):
+        with pytest.raises(TransportError, match="No such file") as refused:
             SharedPieces(str(tmp_path), nobody, tokens)
+        assert not isinstance(refused.value, SharingError), "it would be tried again for ever"
     with tokens.of(nobody) as (token, _):
         assert token == b"token"
 
@@ -242,12 +257,12 @@ def test_a_reader_remembers_the_tokens_of_so_many_owners(monkeypatch: pytest.Mon
 def test_old_tokens_become_invalid(owner: Owner) -> None:
     first = owner.server.invite()
     others = [owner.server.invite() for _ in range(MAX_TOKENS)]
-    for token, answer in ((first, b""), (others[0], None)):
+    for token, is_good in ((first, False), (others[0], True)):
         with owner.connect() as one:
             owner.turn()
             one.send(token)
             owner.turn()
-            assert (one.recv(100) == b"") == (answer == b"")
+            assert (len(one.recv(100)) == ADMITTED_BYTES) == is_good
 
 
 def test_a_new_incarnation_ends_connections_and_tokens(owner: Owner, tmp_path: Path) -> None:
@@ -259,7 +274,7 @@ def test_a_new_incarnation_ends_connections_and_tokens(owner: Owner, tmp_path: P
     assert has_ended(held)
     held.close()
     with owner.serving():
-        with pytest.raises(TransportError, match="refuses the token"):
+        with pytest.raises(TransportError, match="its token is unknown or used"):
             SharedPieces(str(tmp_path), unused, Tokens())
         again = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
         assert read_all(again) == list(range(COUNT))
@@ -293,7 +308,7 @@ def test_silent_connections_end_in_time(owner: Owner) -> None:
         assert owner.server.wait_s == pytest.approx(PROVING_S / 2 - ACCEPTING_S)
         owner.clock.now += PROVING_S / 2
         owner.server.poll()
-        assert one.recv(100) == b""
+        assert refusal(one) == "it did not send a token in time"
     assert (len(owner.server), owner.server.wait_s) == (0, None)
 
 
@@ -303,7 +318,7 @@ def test_a_reader_fetches_within_a_time_and_holds_without_one(owner: Owner) -> N
         for one in (slow, done):
             one.send(owner.server.invite())
             owner.turn()
-            assert len(one.recv(100)) == SHARE_TOKEN_BYTES
+            assert len(one.recv(100)) == ADMITTED_BYTES
         for number in range(0, COUNT, BATCH):
             done.send(NUMBER.pack(number))
             owner.turn()
@@ -312,7 +327,7 @@ def test_a_reader_fetches_within_a_time_and_holds_without_one(owner: Owner) -> N
                 os.close(descriptor)
         owner.clock.now += FETCHING_S
         owner.server.poll()
-        assert slow.recv(100) == b""
+        assert refusal(slow) == "it did not send the number of a piece in time"
         assert (len(owner.server), owner.server.wait_s) == (1, None)
         done.settimeout(0)
         with pytest.raises(BlockingIOError):
@@ -331,7 +346,7 @@ def test_connections_without_a_token_are_few(owner: Owner) -> None:
         ), "the oldest ones end"
         silent[-1].send(owner.server.invite())
         owner.turn()
-        assert len(silent[-1].recv(100)) == SHARE_TOKEN_BYTES
+        assert len(silent[-1].recv(100)) == ADMITTED_BYTES
 
 
 def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
@@ -343,7 +358,7 @@ def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
         while len(owner.server) < MAX_TOGETHER:
             owner.turn()
         owner.turn()
-        assert [len(one.recv(100)) for one in readers] == [SHARE_TOKEN_BYTES] * MAX_TOGETHER
+        assert [len(one.recv(100)) for one in readers] == [ADMITTED_BYTES] * MAX_TOGETHER
 
 
 def test_a_flood_of_connections_wakes_the_thread_once_in_a_pause(owner: Owner) -> None:
@@ -371,7 +386,7 @@ def test_without_descriptors_the_thread_waits_before_it_accepts_again(
         owner.server.poll()
         one.send(owner.server.invite())
         owner.turn()
-        assert len(one.recv(100)) == SHARE_TOKEN_BYTES
+        assert len(one.recv(100)) == ADMITTED_BYTES
 
 
 @contextlib.contextmanager
@@ -400,7 +415,7 @@ def test_connections_are_limited(owner: Owner) -> None:
             owner.turn()
         one = stack.enter_context(owner.connect())
         owner.turn()
-        assert one.recv(100) == b""
+        assert refusal(one) == f"allowed: {MAX_CONNECTIONS} ranks that map this rank's memory"
         assert len(owner.server) == MAX_CONNECTIONS
 
 
@@ -415,7 +430,7 @@ def test_what_is_not_a_piece_ends_a_connection(owner: Owner, packet: bytes) -> N
         one.recv(100)
         one.send(packet)
         owner.turn()
-        assert one.recv(100) == b""
+        assert "allowed: " in refusal(one)
 
 
 def test_a_holder_that_asks_for_more_is_cut_off(owner: Owner) -> None:
@@ -429,7 +444,7 @@ def test_a_holder_that_asks_for_more_is_cut_off(owner: Owner) -> None:
             owner.turn()
         _, descriptors, _, _ = socket.recv_fds(one, 100, BATCH)
         os.close(*descriptors)
-        assert one.recv(100) == b""
+        assert refusal(one) == "it sent 4 bytes; allowed: nothing: all pieces are sent"
 
 
 def test_a_reader_that_never_takes_its_answers_blocks_nobody(owner: Owner) -> None:
@@ -458,7 +473,9 @@ def test_a_piece_that_cannot_be_exported_is_a_reason(tmp_path: Path, error: Exce
     before = num_open_files()
     with owner.serving():
         pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
-        with pytest.raises(TransportError, match=r"cannot export it: .*(CUDA_ERROR_X|Too many)"):
+        with pytest.raises(
+            TransportError, match=r"pieces 0 to 31 cannot be handed out: .*(CUDA_|Too many)"
+        ):
             read_all(pieces)
     pieces.close()
     assert num_open_files() == before
@@ -524,13 +541,213 @@ def test_an_owner_that_hangs_costs_a_reader_a_limited_time(
             SharedPieces(str(tmp_path), invitation, Tokens())
 
 
-def test_an_owner_that_hangs_later_costs_no_more(
+class Time:
+    """See the module `time`. It passes only when an owner takes it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.time = time.time
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Time:
+    one = Time()
+    monkeypatch.setattr(share, "time", one)
+    return one
+
+
+@contextlib.contextmanager
+def answering(
+    directory: Path, answer: Callable[[socket.socket, bytes], None]
+) -> Iterator[SharedPieces]:
+    """A reader of a process that answers each question as it likes."""
+    invitation = Share(socket="0" * 16, token=b"token")
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(str(directory / invitation.socket))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as one:
+                one.settimeout(LIMIT_S)
+                one.recv(100)
+                one.send(NUMBER.pack(1) + bytes(SHARE_TOKEN_BYTES))
+                while question := one.recv(100):
+                    answer(one, question)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join)
+        pieces = SharedPieces(str(directory), invitation, Tokens())
+        stack.callback(pieces.close)
+        yield pieces
+
+
+def fetch(pieces: SharedPieces, count: int) -> None:
+    for descriptor in pieces.descriptors(count):
+        os.close(descriptor)
+
+
+def send_pieces(one: socket.socket, count: int, size: int | None = None) -> None:
+    descriptors = [os.memfd_create("piece") for _ in range(count)]
+    socket.send_fds(one, [NUMBER.pack(count if size is None else size)], descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_an_owner_that_sends_piece_by_piece_costs_no_more_than_one_that_hangs(
+    tmp_path: Path, passing: Time
+) -> None:
+    """Plans of other peers wait for it."""
+
+    def drip(one: socket.socket, _question: bytes) -> None:
+        passing.now += 0.4 * PROVING_S
+        send_pieces(one, 1)
+
+    with (
+        answering(tmp_path, drip) as pieces,
+        pytest.raises(TransportError, match="fetching piece 3 from its owner: it answers too slow"),
+    ):
+        fetch(pieces, MAX_ALLOCATIONS)
+    assert passing.now < 1.5 * PROVING_S
+
+
+def test_an_owner_has_time_for_each_piece(tmp_path: Path, passing: Time) -> None:
+    """A cache in expandable segments has thousands."""
+
+    def send(one: socket.socket, _question: bytes) -> None:
+        passing.now += BATCH / LEAST_RATE
+        send_pieces(one, BATCH)
+
+    with answering(tmp_path, send) as pieces:
+        fetch(pieces, 100 * BATCH)
+    assert passing.now > PROVING_S
+
+
+def test_an_owner_saves_up_no_time(tmp_path: Path, passing: Time) -> None:
+    answers = iter([0.0] * 100 + [1.1 * PROVING_S] * 2)
+
+    def send(one: socket.socket, _question: bytes) -> None:
+        passing.now += next(answers)
+        send_pieces(one, BATCH)
+
+    with (
+        answering(tmp_path, send) as pieces,
+        pytest.raises(TransportError, match="it answers too slowly"),
+    ):
+        fetch(pieces, MAX_ALLOCATIONS)
+    assert next(answers, None) == 1.1 * PROVING_S
+
+
+def test_a_reader_that_gave_up_may_try_again_with_its_token(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The owner was stopped, and then finds the token of a connection that has ended."""
+    invitation, tokens = owner.invitation(), Tokens()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(share, "PROVING_S", 0.2)
+        with pytest.raises(SharingError, match="proving a token to its owner: timed out"):
+            SharedPieces(str(tmp_path), invitation, tokens)
+    owner.turn()
+    assert len(owner.server) == 0
+    with owner.serving():
+        pieces = SharedPieces(str(tmp_path), invitation, tokens)
+        assert read_all(pieces) == list(range(COUNT))
+        pieces.close()
+
+
+# Reasons
+
+
+def before_it_asks(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+    ask = SharedPieces._ask
+    patch.setattr(SharedPieces, "_ask", lambda pieces, packet: (step(), ask(pieces, packet))[1])
+
+
+def after_it_asks(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+    receive, steps = share._Answer.receive, iter([step])
+    later: Any = lambda connection: (next(steps, int)(), receive(connection))[1]  # noqa: E731
+    patch.setattr(share._Answer, "receive", later)
+
+
+@pytest.mark.parametrize("when", [before_it_asks, after_it_asks])
+def test_a_full_owner_says_so(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any
+) -> None:
+    """Also if it ends a connection without reading the token."""
+    monkeypatch.setattr(share, "MAX_CONNECTIONS", 0)
+    when(monkeypatch, owner.turn)
+    with pytest.raises(SharingError, match="owner closed the connection: allowed: 0 ranks that"):
+        SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+
+
+@pytest.mark.parametrize("when", [before_it_asks, after_it_asks])
+def test_an_owner_that_ends_has_refused_nothing(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any
+) -> None:
+    when(monkeypatch, owner.server.close)
+    with pytest.raises(SharingError, match="owner closed the connection: it has ended, or takes"):
+        SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+
+
+def test_a_lack_of_descriptors_is_named_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = threading.Event()
+
+    def send(one: socket.socket, _question: bytes) -> None:
+        send_pieces(one, BATCH)
+        sent.set()
+
+    def receive_none(connection: socket.socket) -> None:
+        assert sent.wait(LIMIT_S)
+        with no_descriptors_left():
+            receive(connection).refuse()
+
+    before = num_open_files()
+    with answering(tmp_path, send) as pieces:
+        receive = share._Answer.receive
+        monkeypatch.setattr(share._Answer, "receive", receive_none)
+        with pytest.raises(SharingError, match=r"cannot open more than \d+ files: raise its limit"):
+            next(pieces.descriptors(BATCH))
+    assert num_open_files() == before
+
+
+def test_the_limit_is_not_blamed_for_other_losses() -> None:
+    """Linux also drops descriptors that a security module forbids."""
+    answer = share._Answer(NUMBER.pack(BATCH), [], is_whole=False)
+    with pytest.raises(SharingError, match="although this process can open more files"):
+        answer.refuse()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "why"),
+    [
+        (BATCH + 1, None, f"sent 4 bytes with more than {BATCH} descriptors"),
+        (2, 3, "sent 4 bytes with 2 descriptors"),
+        (5, None, "sent 4 bytes with 5 descriptors"),  # more than were asked for
+        (0, None, "closed the connection: it names no reason"),
+    ],
+)
+def test_an_answer_that_is_not_right_is_described(
+    tmp_path: Path, count: int, size: int | None, why: str
+) -> None:
+    before = num_open_files()
+    with (
+        answering(tmp_path, lambda one, _: send_pieces(one, count, size)) as pieces,
+        pytest.raises(SharingError, match=why),
+    ):
+        next(pieces.descriptors(4))
+    assert num_open_files() == before
+
+
+def test_an_owner_that_hangs_later_costs_no_more(owner: Owner, tmp_path: Path) -> None:
     """A decode engine plans one rank at a time, so other peers would wait as long."""
     with owner.serving():
         pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
-    monkeypatch.setattr(share, "PROVING_S", 0.2)
     begun = time.monotonic()
     with pytest.raises(TransportError, match="fetching piece 0 from its owner: timed out"):
         read_all(pieces)
@@ -583,6 +800,8 @@ def test_a_socket_with_a_full_queue_is_alive(tmp_path: Path, owner: Owner) -> No
                 one.settimeout(0)
                 one.connect(str(owner.path))
         remove_stale(tmp_path)
+        with pytest.raises(SharingError, match="too many connections wait for it"):
+            SharedPieces(str(tmp_path), owner.invitation(), Tokens())
     assert owner.path.exists()
 
 
