@@ -103,7 +103,7 @@ class Arm:
         computed = since.wait_for(PROMPT_TOKENS, prompted)[COMPUTED_TOKENS]
         since = CountersSince(self.to_decode)
         answer = pool.submit(self._answer, chat, length, ticket)
-        changed = since.wait(lambda changed: answer.done() or changed[FIRST_COUNT], PATIENCE_S)
+        changed = since.wait(lambda changed: answer.done() or changed[FIRST_COUNT] > 0, PATIENCE_S)
         if not changed[FIRST_COUNT]:
             answer.result()
             raise TimeoutError(f"{self.name}: no first token; see {self.decode.log_path}")
@@ -141,13 +141,13 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         random.Random(options.seed).shuffle(order)  # noqa: S311 - the same each time
         for arm, cache in order:
             turns = chats_of(arm, cache, options, pool, f"{options.seed}/{cache}")
-            yield {"engines": arm.name, "prefill's cache": cache} | figures(turns, options)
+            yield {"engines": arm.name, "prefill's cache": cache, **figures(turns, options)}
 
 
 def specs_of(name: str, options: argparse.Namespace) -> list[EngineSpec]:
     """Prefill may read from decode in each arm, so that arms differ in one setting."""
     connector: Connector = "in-tree" if name == "in-tree" else "nixl-kv"
-    more = BIDIRECTIONAL if name == "in-tree" else {"conversations": name}
+    more: Mapping[str, object] = BIDIRECTIONAL if name == "in-tree" else {"conversations": name}
     return [
         replace(
             spec,
