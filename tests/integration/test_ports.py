@@ -409,7 +409,10 @@ def test_a_connection_made_while_admitted_is_cut_when_the_peer_leaves(
         assert process.stdout is not None
         assert process.stdout.readline() == "in\n"
         decode.leave()
-        ended, _ = process.communicate(timeout=60)
+        try:
+            ended, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()  # else the block would wait for it
     assert re.search(r"b''|reset", ended)
 
 

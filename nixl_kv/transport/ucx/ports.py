@@ -11,7 +11,9 @@ import os
 import pwd
 import re
 import socket
+import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +36,17 @@ SHOWN_HOSTS: Final = 8
 
 # More addresses than UCX has on any machine that is known to us.
 MAX_LISTENS: Final = 64
+
+# Between two looks at connections that UCX has not accepted. It does so within milliseconds, unless
+# its thread gets no processor.
+LOOK_S: Final = 0.02
+# The connections of hosts that are no longer admitted are looked for. If UCX accepts none for so
+# long, its thread hangs.
+ACCEPT_S: Final = 60.0
+# Looks in a row that find no waiting connection: one may get its descriptor just after the first.
+QUIET_LOOKS: Final = 2
+# Of Linux' struct tcp_info: for a listening socket, the connections that wait to be accepted.
+WAITING: Final = struct.Struct("=24xI")
 
 HARM: Final = "can write any memory of this process, and so run code in it, without the key"
 
@@ -192,7 +205,33 @@ class UcxPorts:
                     attach(one, code)
 
     def _cut_off(self) -> None:
-        """End the connections to UCX's ports of hosts that are not admitted."""
+        """End the connections to UCX's ports of hosts that are not admitted.
+
+        A connection that UCX has not accepted has no descriptor yet, and passes the filter that
+        admitted it. So this goes on until none waits.
+        """
+        until, num_quiet = time.monotonic() + ACCEPT_S, 0
+        while num_quiet < QUIET_LOOKS:
+            waiting = sum(self._waiting())  # before the look: what is accepted meanwhile is found
+            self._cut_accepted()
+            num_quiet = 0 if waiting else num_quiet + 1
+            if time.monotonic() > until:
+                logger.warning(
+                    "%d connections have waited at UCX's ports for %g s; hosts that may no longer "
+                    "connect may have made some of them: restart this engine",
+                    *(waiting, ACCEPT_S),
+                )
+                return
+            time.sleep(LOOK_S)
+
+    def _waiting(self) -> Iterator[int]:
+        """The connections that UCX has not accepted, by listening socket."""
+        for number, inode in list(self._sockets.items()):
+            with suppress(OSError), _duplicate(number, inode) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, WAITING.size)
+                yield from WAITING.unpack(info)
+
+    def _cut_accepted(self) -> None:
         ports = {port for _, port in self._places(self._sockets)}
         ended = Counter[str]()
         hosts = map(ipaddress.ip_network, self._own | self._hosts)

@@ -118,6 +118,45 @@ def test_a_host_connects_while_it_is_admitted_and_not_before_or_afterwards() -> 
         assert accepted(STRANGER) is None
 
 
+@pytest.mark.usefixtures("only_one_address")
+def test_a_connection_is_cut_that_ucx_accepts_after_its_host_may_no_longer_connect() -> None:
+    """The kernel has made it before, and it keeps the filter that admitted it."""
+    ports = UcxPorts()
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            ucx = stack.enter_context(like_ucx())
+        assert ports.admit([STRANGER])
+        connection = connects(STRANGER, ucx.getsockname()[1])
+        assert connection is not None
+        stack.enter_context(connection)
+        select.select([ucx], [], [], 5.0)
+        assert ports.admit([])
+        connection.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # it waits, beyond some looks
+            connection.recv(1)
+        stack.enter_context(ucx.accept()[0])
+        connection.settimeout(30.0)
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.usefixtures("only_one_address")
+def test_connections_that_are_never_accepted_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "ACCEPT_S", 0.1)
+    ports = UcxPorts()
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            ucx = stack.enter_context(like_ucx())
+        assert ports.admit([STRANGER])
+        connection = connects(STRANGER, ucx.getsockname()[1])
+        assert connection is not None
+        stack.enter_context(connection)
+        select.select([ucx], [], [], 5.0)
+        ports._cut_off()
+    assert "1 connections have waited" in caplog.text
+
+
 def test_sockets_that_come_later_admit_the_same_hosts_and_closed_ones_are_forgotten() -> None:
     ports = UcxPorts()
     with contextlib.ExitStack() as stack:
