@@ -242,7 +242,7 @@ MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
 SWITCH: Final = _typed("true or false", bool)
-OVERLAP: Final = Rule(_choice(Switch).allowed, _on_or_off)
+ON_OR_OFF: Final = Rule(_choice(Switch).allowed, _on_or_off)
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
 KEY_FILE: Final = _typed(
@@ -286,7 +286,10 @@ class Config:
 
     # Whether prefill answers before it has computed, and decode schedules a request as soon as its
     # KV has landed, instead of with a step's output.
-    overlap: Annotated[str, OVERLAP] = ON
+    overlap: Annotated[str, ON_OR_OFF] = ON
+    # Whether other engines may read what this one's prefix cache has of a prompt, and whether this
+    # one asks others before it computes a prompt.
+    conversations: Annotated[str, ON_OR_OFF] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, _choice(Layout)] = "auto"

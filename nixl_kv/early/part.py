@@ -63,13 +63,15 @@ class EarlyPart(PrefillPart):
 
     def admit(self, command: events.PrepareOffer) -> tuple[events.PrepareOffer, Actions]:
         """Without its slot, if a restart has cleared that since the caller's thread wrote it."""
-        if command.slot is None or self._read_slot(command.slot) == command.fence_token:
+        if command.slot is None or not command.is_early:
+            return command, []
+        if self._read_slot(command.slot) == command.fence_token:
             return command, []
         freed = self.on_refused(command)
         return msgspec.structs.replace(command, slot=None, fence_token=events.NO_TOKEN), freed
 
     def on_refused(self, command: events.PrepareOffer) -> Actions:
-        if command.slot is None:
+        if command.slot is None or not command.is_early:
             return []
         return [events.EarlySlotFree(command.slot, command.fence_token)]
 
@@ -96,7 +98,7 @@ class EarlyPart(PrefillPart):
 
     def on_ended(self, offer: Offer, end: OfferEnd) -> Actions:
         denials = self.machine.deny_all(self.asks.forget(offer.nonce), END_REASONS[end])
-        if offer.is_pinned or end is OfferEnd.READ:
+        if offer.is_pinned or end is OfferEnd.READ or not offer.prepared.is_early:
             return denials
         return [*denials, events.EarlyReleased(offer.nonce, offer.request)]
 

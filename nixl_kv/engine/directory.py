@@ -62,6 +62,11 @@ FAILED: Final = "the directory failed at a question; it goes on"
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
+# Where the directory answers `Find`: each hash takes 2 bytes more than its own.
+FINDS: Final = Bounds(
+    message_bytes=BOUNDS.message_bytes + messages.MAX_HASHES * (messages.HASH_BYTES + 2),
+    answers=64,
+)
 
 # Hints that wait for the scheduler. Without the oldest ones, loads end with a step's output.
 MAX_HINTS: Final = 4096
@@ -73,8 +78,9 @@ def describe_engine(
     shape: ParallelShape,
     ranks: Sequence[messages.RankDescription],
     extras: Mapping[str, str] | None = None,
+    content: messages.ContentFacts | None = None,
 ) -> messages.Description:
-    """`ranks` are in rank order."""
+    """`ranks` are in rank order. `content`: how the engine hashes blocks, if it answers `Find`."""
     return messages.Description(
         incarnation=engine_incarnation(rank.incarnation for rank in ranks),
         engine=engine,
@@ -82,6 +88,7 @@ def describe_engine(
         shape=shape,
         ranks=tuple(ranks),
         extras=dict(extras or {}),
+        content=content,
     )
 
 
@@ -91,7 +98,8 @@ class DirectoryServer:
     `count_awaited` counts the requests that will be offered but are not yet; it runs on the
     server's thread. `weights` is the label of the engine's weights. Tools may set it only if
     `has_key`: then only holders of the key reach this server. `seal` makes the tickets with which
-    tools ask decode engines to read some bytes from this engine (`engine/probe.py`).
+    tools ask decode engines to read some bytes from this engine (`engine/probe.py`). `find` looks a
+    prompt's blocks up in the engine's prefix cache, on the server's thread; None: it has no answer.
     """
 
     def __init__(  # noqa: PLR0913 - what the engine is
@@ -104,11 +112,12 @@ class DirectoryServer:
         weights: str = "",
         has_key: bool = False,
         seal: Callable[[Ticket], Mapping[str, Any]] | None = None,
+        find: Callable[[messages.Find], messages.Found] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
         self.host = host
-        self.port = control.listen(host, port, BOUNDS)
+        self.port = control.listen(host, port, BOUNDS if find is None else FINDS)
         self._published: tuple[messages.Description, bytes] | None = None
         self._shown = b""  # the same for tools
         self.is_draining = False  # then the scheduler offers no further requests
@@ -121,6 +130,7 @@ class DirectoryServer:
         self._tell_again_at: float | None = None  # while the engine is paused
         self._has_key = has_key
         self._seal = seal
+        self._look_up = find
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
@@ -211,6 +221,8 @@ class DirectoryServer:
                 return messages.encode(self._status())
             case messages.Describe():
                 return self._describe(message, item.proved)
+            case messages.Find():
+                return self._find(message)
             case hint:
                 self._hints.append(hint)
                 return None
@@ -275,6 +287,21 @@ class DirectoryServer:
             self.weights = message.weights
             logger.warning("a tool set the label of this engine's weights to %r", self.weights)
         return answer
+
+    def _find(self, question: messages.Find) -> bytes | None:
+        """A question for another engine is refused; None: this engine answers none."""
+        if self._look_up is None or self._published is None:
+            return None
+        own, _ = self._published
+        is_meant = question.incarnation in (ANY_INCARNATION, own.incarnation)
+        if question.engine == own.engine and is_meant:
+            return messages.encode(self._look_up(question))
+        reason = f"engine {own.engine!r} of incarnation {short(own.incarnation)} answers here"
+        return messages.encode(
+            messages.Refusal(
+                incarnation=question.incarnation, engine=question.engine, reason=reason
+            )
+        )
 
     def _describe(self, message: messages.Describe, proved: Proved) -> bytes:
         if self._published is None:

@@ -479,7 +479,7 @@ class Loop:
         match command:
             case events.SetEngine():
                 self.parts.agents.peers.set_layouts(command.layouts)
-                self.parts.decode.set_engine(command.engine, command.directory)
+                self.parts.decode.set_engine(command.engine, command.directory, command.finds_at)
             case events.AwaitWrites():
                 self._writes.append(command)
             case _ if self.outstanding.admit(command):

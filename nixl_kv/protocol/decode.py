@@ -86,6 +86,7 @@ class DecodeMachine:
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
         # The latest peer at the endpoint of each id of a router. It may be gone.
         self._directory: Endpoint | None = None  # of this engine; see `SetEngine`
+        self._finds_at: Endpoint | None = None  # likewise
         self._due = Deadlines[Claim]()
         self._heartbeats = Deadlines[Endpoint]()
 
@@ -110,10 +111,15 @@ class DecodeMachine:
         load = self._loads.get(claim)
         return None if load is None else load.reads.get(rank)
 
-    def set_engine(self, engine: EngineId, directory: Endpoint | None = None) -> None:
+    def set_engine(
+        self,
+        engine: EngineId,
+        directory: Endpoint | None = None,
+        finds_at: Endpoint | None = None,
+    ) -> None:
         """Call this before the first load."""
         self.reader = msgspec.structs.replace(self.reader, engine=engine)
-        self._directory = directory
+        self._directory, self._finds_at = directory, finds_at
 
     def clear(self) -> None:
         for table in (self._loads, self._touched, self._by_request, self._by_peer):
@@ -184,6 +190,8 @@ class DecodeMachine:
             claim=command.claim,
             peer=key,
             hint_key=command.hint_key,
+            found=command.found,
+            finds_at=self._finds_at,
             timeout_s=self._timeout_s,
             wait_for_prefill_s=self._wait_for_prefill_s,
             since=now,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
-from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.layout import BlockIds, CacheLayout, Table
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import (
     Claim,
@@ -56,6 +57,7 @@ class PrepareLoad(msgspec.Struct, frozen=True):
     ticket: Ticket
     claim: Claim
     hint_key: HintKey = NO_HINTS  # goes back with hints, and to no peer
+    found: bytes = b""  # `messages.Found.run`, if the ticket was made of such an answer
 
 
 class StartLoad(msgspec.Struct, frozen=True):
@@ -89,6 +91,7 @@ class SetEngine(msgspec.Struct, frozen=True):
     layouts: tuple[CacheLayout, ...]  # in rank order
     # Where the scheduler hears of loads between its steps; None: it does not.
     directory: Endpoint | None = None
+    finds_at: Endpoint | None = None  # where the scheduler answers `Find`; None: it does not
 
 
 # --- commands of the caller on prefill
@@ -123,8 +126,31 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     attempt: int = 0  # counts the preemptions of the request
     computed: int | None = None  # tokens in memory after the step; None: all
     num_cached: int = 0  # tokens that prefill did not compute; see `messages.Grant`
-    slot: int | None = None  # of `EarlySlots`
+    # Its blocks are merely cached: nothing ever pins them, and the caller hears nothing of it.
+    is_cached: bool = False
+    slot: int | None = None  # of a part on the caller's thread; see `feature.StepPart`
     fence_token: FenceToken = NO_TOKEN
+
+
+class SetContentKey(msgspec.Struct, frozen=True):
+    """The key of this life of the engine, which seals `messages.Found.run`; never on the wire."""
+
+    key: bytes
+
+
+class BlocksTaken(msgspec.Struct, frozen=True):
+    """With `conversations`, in each step: the blocks that it may write, besides its requests' own.
+
+    They are those that have left vLLM's queue of free blocks since the step before.
+    """
+
+    step: int  # counts the steps of this engine from 1, without gaps
+    ids: bytes  # little-endian int32
+    epoch: int = 0  # counts resets of vLLM's prefix cache and of the label of the weights
+
+    @property
+    def block_ids(self) -> BlockIds:
+        return np.frombuffer(self.ids, dtype="<i4")
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
@@ -572,6 +598,7 @@ class OfferEnded(msgspec.Struct, frozen=True):
     end: OfferEnd
     reader: EngineId | None = None  # the engine whose ask was granted; None: none asked
     asked_at: float = 0.0  # when that was, in monotonic seconds
+    directory: Endpoint | None = None  # where that engine answers `Find`; None: it does not
 
 
 class OfferGranted(msgspec.Struct, frozen=True):
@@ -644,7 +671,8 @@ PrefillCommand: TypeAlias = (
     | ReclaimBlocks
 )
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
-Command: TypeAlias = DecodeCommand | PrefillCommand | AwaitWrites | SetEngine
+ContentCommand: TypeAlias = SetContentKey | BlocksTaken
+Command: TypeAlias = DecodeCommand | PrefillCommand | ContentCommand | AwaitWrites | SetEngine
 ReadEvent: TypeAlias = ReadMoved | ChunksWanted | ReadDone | ReadFailed | DigestCompared
 PeerEvent: TypeAlias = PeerFits | HandshakeDone | PeerRefused | PeerBroken | PeersMoved
 DataEvent: TypeAlias = PeerEvent | ReadEvent
@@ -652,7 +680,7 @@ DecodeEvent: TypeAlias = (
     DecodeCommand | Answered | LinkBroken | EndpointLost | MeetPeer | DataEvent | Tick
 )
 PrefillEvent: TypeAlias = (
-    PrefillCommand | Asked | DigestMade | ChunkPacked | Stepped | Paused | Tick
+    PrefillCommand | ContentCommand | Asked | DigestMade | ChunkPacked | Stepped | Paused | Tick
 )
 DataAction: TypeAlias = (
     StartHandshake | Connect | DropPeer | StartRead | TellRead | StopRead | AbandonRead

@@ -363,6 +363,8 @@ class Load:
     tell: Callable[[messages.Hint], Actions] = field(repr=False)  # the scheduler of this engine
     parts: Sequence[LoadPart] = field(default=(), repr=False)  # of features
     hint_key: HintKey = field(default=events.NO_HINTS, repr=False)
+    found: bytes = field(default=b"", repr=False)  # see `PrepareLoad`
+    finds_at: Endpoint | None = None  # see `SetEngine`
     num_cached: int | None = None  # by the latest grant
     told: messages.PrefillState = "unknown"  # the latest state of its request on prefill
     told_at: float = -math.inf  # when prefill last said that it will compute the request
@@ -552,6 +554,8 @@ class Load:
                     number=self.numbers.next(),
                     readers=read.route.readers,
                     is_early=self.ticket.is_early,
+                    found=self.found,
+                    directory=self.finds_at,
                 )
                 return [events.Send(read.endpoint, ask)]
         return [action for part in self.parts for action in part.ask(self, read, now)]

@@ -1,6 +1,7 @@
 """The wire between decode and prefill: tagged msgpack arrays, version first.
 
 To the scheduler of an engine:         Describe       -> Description | Refusal
+                                       Find           -> Found  (with `conversations`)
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
                                        StatusRequest  -> Status
@@ -64,6 +65,9 @@ PROOF_BYTES = 16
 SHARE_TOKEN_BYTES = 32
 MAX_LISTED = 1000  # entries of each kind in a `Status`
 MAX_ADDRESSES = 64  # of one process
+MAX_HASHES = 1 << 13  # blocks of one question; blocks of 16 tokens make 131,072 tokens
+HASH_BYTES = 32  # SHA-256
+MAX_RUN = 1 << 16  # bytes; MAX_HASHES block ids take half of it
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 _Incarnation = Annotated[Incarnation, HEX32]
@@ -232,6 +236,16 @@ class RankDescription(_Record, frozen=True, kw_only=True):
     listens: _Addresses = ()  # where other machines reach UCX's ports, once they are admitted
 
 
+class ContentFacts(_Record, frozen=True, kw_only=True):
+    """How an engine hashes the blocks of its prefix cache; see `Find`."""
+
+    algorithm: Annotated[str, NAME]  # vLLM's name of it, such as sha256
+    seed: _Text  # of the hash before the first block
+    block_size: Annotated[int, Meta(ge=1, lt=1 << 31)]  # in tokens
+    lookahead: _Token = 0  # tokens after a block that its hash covers too
+    vllm: Annotated[str, NAME]  # its version: the hashed bytes may change with it
+
+
 class Description(_Message, frozen=True, kw_only=True):
     engine: _Engine
     model: _Facts
@@ -239,6 +253,7 @@ class Description(_Message, frozen=True, kw_only=True):
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     # About other KV in the cache, such as a draft model's. A reader must find its own among them.
     extras: _Facts = {}
+    content: ContentFacts | None = None  # None: the engine answers no `Find`
 
     def __post_init__(self) -> None:
         if self.incarnation == ANY_INCARNATION:
@@ -250,6 +265,39 @@ class Refusal(_Message, frozen=True, kw_only=True):
 
     engine: _Engine
     reason: _Text
+
+
+class Find(_Message, frozen=True, kw_only=True):
+    """Ask an engine for the blocks of a prompt that its prefix cache has.
+
+    A hash commits to all tokens up to the end of its block, so the answer is about a beginning of
+    the prompt. `incarnation` may be ANY_INCARNATION.
+    """
+
+    engine: _Engine
+    nonce: _Nonce  # tells answers apart; the reader's choice
+    weights: _Label  # of the reader; an engine with another label finds nothing
+    # Of the blocks from `first_block` on, by the engine's own `ContentFacts`.
+    first_block: _Token
+    hashes: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...],
+        Meta(min_length=1, max_length=MAX_HASHES),
+    ]
+
+
+class Found(_Message, frozen=True, kw_only=True):
+    """The first `num_blocks` of these blocks are cached, at the time of the answer.
+
+    Nothing holds them. The reader asks each rank for the offer `offer`, with `run` in its `Ask`.
+    A rank grants it unless a block was reused since.
+    """
+
+    nonce: _Nonce  # that of the `Find`
+    num_blocks: Annotated[int, Meta(ge=0, le=MAX_HASHES)]
+    offer: _Nonce  # the engine's choice, so that it is no other offer's
+    run: Annotated[bytes, Meta(max_length=MAX_RUN)]  # sealed for the ranks; empty without blocks
+    epoch: _Count  # see `Ticket`
+    weights: _Label
 
 
 class ClaimFields(TypedDict):
@@ -277,6 +325,9 @@ class Ask(_Message, frozen=True, kw_only=True):
     number: _Count  # counts this reader's asks, pack requests and heartbeats together
     readers: _Ranks  # all ranks of its engine that will read this rank under the claim
     is_early: bool = False  # by an early ticket: the rank may not know the offer yet
+    found: Annotated[bytes, Meta(max_length=MAX_RUN)] = b""  # `Found.run`: the offer is of these
+    # Where the reader's own engine answers `Find`; None: it does not.
+    directory: _Endpoint | None = None
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
@@ -484,7 +535,7 @@ class KeyRefusal(_Message, frozen=True, kw_only=True):
 
 
 Hint: TypeAlias = Ready | Landed
-ToEngine: TypeAlias = Describe | Drain | SetWeights | StatusRequest | Hint
+ToEngine: TypeAlias = Describe | Find | Drain | SetWeights | StatusRequest | Hint
 OfClaim: TypeAlias = Ask | DigestRequest | PackRequest
 ToPrefill: TypeAlias = OfClaim | Heartbeat | Release
 ToRank: TypeAlias = ToPrefill | Admit | Leave | Paused
@@ -493,7 +544,8 @@ Answer: TypeAlias = (
     Description | Refusal | ClaimAnswer | HeartbeatReply | Admitted | KeyRefusal | VersionRefusal
 )
 ToTool: TypeAlias = Status | Draining | WeightsSet | KeyRefusal | VersionRefusal
-Message: TypeAlias = ToEngine | ToRank | Answer | ToTool
+ToFinder: TypeAlias = Description | Refusal | Found | KeyRefusal | VersionRefusal
+Message: TypeAlias = ToEngine | ToRank | Answer | ToTool | ToFinder
 
 
 class _AnyMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -530,6 +582,7 @@ def without_memory(description: Description) -> Description:
         shape=description.shape,
         ranks=ranks,
         extras=description.extras,
+        content=description.content,
     )
 
 
@@ -571,6 +624,7 @@ decode_to_engine: Callable[[bytes], ToEngine] = _decoder(ToEngine)
 decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | StatusRequest)
 decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
 decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)  # except for descriptions
+decode_to_finder: Callable[[bytes], ToFinder] = _decoder(ToFinder)
 
 
 def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:

@@ -20,6 +20,7 @@ import msgspec
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import (
     Claim,
+    Endpoint,
     EngineId,
     FenceToken,
     Incarnation,
@@ -142,6 +143,11 @@ class Binding:
     # A set of ranks, never a count: a duplicate message must not end a second reader.
     ended: set[Rank] = field(default_factory=set)
 
+    @property
+    def directory(self) -> Endpoint | None:
+        """Where the readers' engine answers `Find`; None: it does not."""
+        return next((ask.directory for ask in self.asked.values() if ask.directory), None)
+
     def expects(self, claim: Claim, reader: messages.Reader) -> bool:
         # Each rank of an engine has its own incarnation, which its first ask tells.
         ask = self.asked.get(reader.rank)
@@ -169,14 +175,15 @@ class Offer:
     binding: Binding | None = None  # once granted
     prepared_at: float = -math.inf  # when the latest step of an early one began
     written: int = field(init=False)  # tokens whose KV is in memory
-    is_pinned: bool = field(init=False)  # an ask with its nonce proves that, if it is not early
+    # An ask with its nonce proves that, unless it is early or of cached blocks.
+    is_pinned: bool = field(init=False)
     # Messages to answer once it is written: each reader's last one of each kind.
     delayed: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.written = self.prepared.num_tokens if self.prepared.is_written else 0
-        self.is_pinned = not self.prepared.is_early
+        self.is_pinned = not (self.prepared.is_early or self.prepared.is_cached)
         self.subject = short(self.nonce)
         cause = f"PrepareOffer: offer {self.subject}"
         self._record("", "", self.state.name, cause)
@@ -835,8 +842,8 @@ class PrefillMachine:
         offer.move(None, event, peer=peer, detail=end.value)
         self._note_end(offer.nonce, END_REASONS[end])
         self._remove(offer)
-        reader, asked_at = (binding.engine, binding.asked_at) if binding else (None, 0.0)
-        actions.append(events.OfferEnded(offer.nonce, offer.request, end, reader, asked_at))
+        about = (binding.engine, binding.asked_at, binding.directory) if binding else ()
+        actions.append(events.OfferEnded(offer.nonce, offer.request, end, *about))
         return actions + [a for part in self._parts for a in part.on_ended(offer, end)]
 
     def _unbind(self, offer: Offer, *, is_cleared: bool = False) -> Actions:

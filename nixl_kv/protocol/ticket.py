@@ -5,7 +5,7 @@ address: it names the engine, the offer and the hash of all that the KV depends 
 share a key, a MAC over the whole ticket proves that one of them made it. The fields beside it are
 for routers; some overwrite them, so decode never reads them.
 
-    nixl_kv_ticket = "10.0f5c...e2.l6kxMC4w..."
+    nixl_kv_ticket = "12.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and then fields of this version]
@@ -31,7 +31,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import TicketRefused, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 11  # of tickets and messages alike; see docs/protocol.md
+WIRE_VERSION: Final = 12  # of tickets and messages alike; see docs/protocol.md
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"

@@ -152,7 +152,7 @@ def test_a_stopped_process_is_told_from_one_with_another_key(
 def test_an_engine_of_another_version_is_to_be_upgraded(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where, words = address(make_engine("P", 1)), "it speaks wire version 9; this side speaks 11"
+    where, words = address(make_engine("P", 1)), "it speaks wire version 9; this side speaks 12"
     monkeypatch.setattr(engines.client, "engine_at", Mock(side_effect=ValueError(words)))
     answer = examined(f"--peer {where}")[f"peer {where}", "answer"]
     assert (answer["verdict"], answer["detail"]) == ("error", words)

@@ -274,7 +274,7 @@ def test_without_a_key_nobody_sets_the_label(directory: Directory) -> None:
 def test_a_label_that_is_none_changes_nothing(
     labelled: Directory, caplog: pytest.LogCaptureFixture, label: object
 ) -> None:
-    wire = msgspec.msgpack.encode(["SetWeights", 11, ANY_INCARNATION, label])
+    wire = msgspec.msgpack.encode(["SetWeights", 12, ANY_INCARNATION, label])
     assert labelled.tell(wire) == []
     assert labelled.server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
@@ -286,7 +286,7 @@ def test_a_label_that_is_none_changes_nothing(
 # What is of another version
 
 
-@pytest.mark.parametrize("version", [10, 12])
+@pytest.mark.parametrize("version", [11, 13])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,7 +294,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     assert directory.answers(*payloads) == [VersionRefusal()] * 3 + [description()]
-    assert f"wire version {version}; this side speaks 11" in caplog.text
+    assert f"wire version {version}; this side speaks 12" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 

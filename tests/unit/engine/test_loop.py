@@ -405,7 +405,7 @@ def test_only_so_many_descriptions_wait_to_be_decoded(
     assert len(world.decode.background) == MAX_DECODING
 
 
-@pytest.mark.parametrize("version", [10, 12])
+@pytest.mark.parametrize("version", [11, 13])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     world: World, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -413,7 +413,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
     assert decode_answer(stranger.answer()) == VersionRefusal()
     assert counts_of(world.prefill) == {"dropped_messages": 1}
-    words = f"control message dropped: wire version {version}; this side speaks 11"
+    words = f"control message dropped: wire version {version}; this side speaks 12"
     assert caplog.messages == [words]
 
 

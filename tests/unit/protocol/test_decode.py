@@ -220,7 +220,7 @@ NOT_OURS: dict[str, Any] = {
     "another reader's grant": answered(grant(reader=STRANGER)),
     "the loss of a claim on its way": answered(renewed(CLAIM)),
     "a connection that no load uses": lost(ELSEWHERE),
-    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=12), ELSEWHERE),
+    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=13), ELSEWHERE),
 }
 NOT_LOST: dict[str, Any] = {
     "nothing": answered(renewed()),
@@ -261,14 +261,14 @@ ANSWERS: dict[str, Script] = {
         )
     },
 }
-OTHER_VERSION = "it speaks wire version 12; this side speaks 11"
+OTHER_VERSION = "it speaks wire version 13; this side speaks 12"
 NEW_LIFE = "it has begun another life since"
 UNUSABLE: dict[str, tuple[Any, Failure]] = {
     "not compatible": (REFUSED, NOT_COMPATIBLE),
     "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
     "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
     "of another version": (
-        answered(VersionRefusal(speaks=12), HOME),
+        answered(VersionRefusal(speaks=13), HOME),
         unreachable(f"{HOME}: {OTHER_VERSION}"),
     ),
 }
@@ -557,7 +557,7 @@ PEERS: dict[str, Script] = {
     # Another version listens where the one did that was described.
     "a rank of another version is not waited for": after(
         ASKING,
-        (answered(VersionRefusal(speaks=12)),),
+        (answered(VersionRefusal(speaks=13)),),
         (START, failed(unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}"))),
     ),
 }

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import ANY_INCARNATION, Claim
+from nixl_kv.ids import ANY_INCARNATION, Claim, Endpoint, Nonce
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
     MAX_COLUMNS,
     MAX_LISTED,
     Drain,
     Draining,
+    Find,
+    Found,
     KVSlice,
     Message,
     RankDescription,
@@ -39,6 +41,7 @@ from support.records import (
     HINT_KEY,
     LAYERS,
     NONCE,
+    PREFILL,
     RANK_LIFE,
     READER,
     SLICES,
@@ -127,101 +130,125 @@ def status(**changed: Any) -> Status:
     return Status(**{**values, **changed})
 
 
+OFFER: Final = Nonce(hex32(0xF00D))
+
+
+def find(**changed: Any) -> Find:
+    values = {"engine": PREFILL, "nonce": NONCE, "weights": "step 8", "first_block": 4}
+    hashes = (b"\1" * 32,)
+    return Find(**{"incarnation": ENGINE_LIFE, "hashes": hashes, **values, **changed})
+
+
+def found(**changed: Any) -> Found:
+    values = {"nonce": NONCE, "num_blocks": 1, "offer": OFFER, "run": b"run", "epoch": 2}
+    return Found(**{"incarnation": ENGINE_LIFE, "weights": "step 8", **values, **changed})
+
+
 WIRE: dict[str, tuple[Message, list[Any]]] = {
-    "describe": (describe(), ["Describe", 11, ENGINE_LIFE, "prefill"]),
+    "describe": (describe(), ["Describe", 12, ENGINE_LIFE, "prefill"]),
     "description": (
         description(),
         [
             "Description",
-            11,
+            12,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
             {"tp": 1, "pp": 1},
             [RANK_WIRE],
             {},
+            None,
         ],
     ),
-    "refusal": (refusal("no"), ["Refusal", 11, ENGINE_LIFE, "prefill", "no"]),
+    "refusal": (refusal("no"), ["Refusal", 12, ENGINE_LIFE, "prefill", "no"]),
     "ask": (
         ask(number=5, readers=(0, 1)),
-        ["Ask", 11, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False],
+        ["Ask", 12, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False, b"", None],
     ),
+    "ask for what was found": (
+        ask(found=b"run", directory=Endpoint("tcp://10.0.0.9:5600")),
+        [
+            *["Ask", 12, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 1, [0], False],
+            *[b"run", "tcp://10.0.0.9:5600"],
+        ],
+    ),
+    "find": (find(), ["Find", 12, ENGINE_LIFE, "prefill", NONCE, "step 8", 4, [b"\1" * 32]]),
+    "found": (found(), ["Found", 12, ENGINE_LIFE, NONCE, 1, OFFER, b"run", 2, "step 8"]),
     "grant": (
         grant(num_cached=384),
-        ["Grant", 11, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None, 384],
+        ["Grant", 12, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, FENCE_TOKEN, None, 384],
     ),
-    "pending": (pending("queued"), ["Pending", 11, RANK_LIFE, *OFFER_WIRE, "queued"]),
-    "deny": (deny(), ["Deny", 11, RANK_LIFE, *OFFER_WIRE, ""]),
+    "pending": (pending("queued"), ["Pending", 12, RANK_LIFE, *OFFER_WIRE, "queued"]),
+    "deny": (deny(), ["Deny", 12, RANK_LIFE, *OFFER_WIRE, ""]),
     "deny with a cause": (
         deny(cause="not_arrived"),
-        ["Deny", 11, RANK_LIFE, *OFFER_WIRE, "not_arrived"],
+        ["Deny", 12, RANK_LIFE, *OFFER_WIRE, "not_arrived"],
     ),
     "digest request": (
         digest_request(),
-        ["DigestRequest", 11, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 12, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
     ),
-    "digest reply": (digest_reply(), ["DigestReply", 11, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS]),
+    "digest reply": (digest_reply(), ["DigestReply", 12, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS]),
     "pack request": (
         pack_request(3, holds=(2, 3)),
-        ["PackRequest", 11, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
+        ["PackRequest", 12, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
     ),
-    "pack reply": (pack_reply(3), ["PackReply", 11, RANK_LIFE, *OFFER_WIRE, 3, 0]),
-    "not packed": (pack_reply(3, slot=None), ["PackReply", 11, RANK_LIFE, *OFFER_WIRE, 3, None]),
-    "renew": (renew(6, CLAIM, reading=1), ["Heartbeat", 11, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1]),
-    "renew nothing": (renew(6), ["Heartbeat", 11, RANK_LIFE, READER_WIRE, 6, [], 0]),
-    "recall": (recall(), ["Recall", 11, RANK_LIFE, *OFFER_WIRE]),
-    "renewed": (renewed(CLAIM), ["HeartbeatReply", 11, RANK_LIFE, READER_WIRE, 2, [CLAIM]]),
-    "release, complete": (release(), ["Release", 11, RANK_LIFE, *OFFER_WIRE, True]),
-    "release": (release(complete=False), ["Release", 11, RANK_LIFE, *OFFER_WIRE, False]),
+    "pack reply": (pack_reply(3), ["PackReply", 12, RANK_LIFE, *OFFER_WIRE, 3, 0]),
+    "not packed": (pack_reply(3, slot=None), ["PackReply", 12, RANK_LIFE, *OFFER_WIRE, 3, None]),
+    "renew": (renew(6, CLAIM, reading=1), ["Heartbeat", 12, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1]),
+    "renew nothing": (renew(6), ["Heartbeat", 12, RANK_LIFE, READER_WIRE, 6, [], 0]),
+    "recall": (recall(), ["Recall", 12, RANK_LIFE, *OFFER_WIRE]),
+    "renewed": (renewed(CLAIM), ["HeartbeatReply", 12, RANK_LIFE, READER_WIRE, 2, [CLAIM]]),
+    "release, complete": (release(), ["Release", 12, RANK_LIFE, *OFFER_WIRE, True]),
+    "release": (release(complete=False), ["Release", 12, RANK_LIFE, *OFFER_WIRE, False]),
     "status request": (
         StatusRequest(incarnation=ANY_INCARNATION, request="d1", probe="11.a.b"),
-        ["StatusRequest", 11, ANY_INCARNATION, "d1", "11.a.b"],
+        ["StatusRequest", 12, ANY_INCARNATION, "d1", "11.a.b"],
     ),
-    "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 11, ANY_INCARNATION, True]),
+    "drain": (Drain(incarnation=ANY_INCARNATION, undo=True), ["Drain", 12, ANY_INCARNATION, True]),
     "draining": (
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 11, ENGINE_LIFE, 3, ""],
+        ["Draining", 12, ENGINE_LIFE, 3, ""],
     ),
     "set weights": (
         SetWeights(incarnation=ANY_INCARNATION, weights="step 8"),
-        ["SetWeights", 11, ANY_INCARNATION, "step 8"],
+        ["SetWeights", 12, ANY_INCARNATION, "step 8"],
     ),
     "weights set": (
         WeightsSet(incarnation=ENGINE_LIFE, former="step 7", refusal="no"),
-        ["WeightsSet", 11, ENGINE_LIFE, "step 7", "no"],
+        ["WeightsSet", 12, ENGINE_LIFE, "step 7", "no"],
     ),
-    "ready": (ready(), ["Ready", 11, ANY_INCARNATION, HINT_KEY, TELLER_WIRE]),
+    "ready": (ready(), ["Ready", 12, ANY_INCARNATION, HINT_KEY, TELLER_WIRE]),
     "landed": (
         landed(num_cached=384),
-        ["Landed", 11, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
+        ["Landed", 12, ANY_INCARNATION, HINT_KEY, TELLER_WIRE, 384],
     ),
-    "status": (status(), ["Status", 11, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
+    "status": (status(), ["Status", 12, RANK_LIFE, FACTS, {"loads": 1}, LISTS]),
     "paused": (
         messages.Paused(incarnation=RANK_LIFE, number=3, is_paused=True),
-        ["Paused", 11, RANK_LIFE, 3, True],
+        ["Paused", 12, RANK_LIFE, 3, True],
     ),
     "admit": (
         messages.Admit(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.9",), listens=("fd00::9",)
         ),
-        ["Admit", 11, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"], False],
+        ["Admit", 12, RANK_LIFE, READER_WIRE, ["10.0.0.9"], ["fd00::9"], False],
     ),
     "admitted": (
         messages.Admitted(
             incarnation=RANK_LIFE, reader=READER, sources=("10.0.0.1",), refused=("10.0.0.9",)
         ),
-        ["Admitted", 11, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"], b""],
+        ["Admitted", 12, RANK_LIFE, READER_WIRE, ["10.0.0.1"], ["10.0.0.9"], b""],
     ),
     "leave": (
         messages.Leave(incarnation=RANK_LIFE, reader=READER),
-        ["Leave", 11, RANK_LIFE, READER_WIRE],
+        ["Leave", 12, RANK_LIFE, READER_WIRE],
     ),
     "key refusal": (
         messages.KeyRefusal(incarnation=RANK_LIFE, reason="no"),
-        ["KeyRefusal", 11, RANK_LIFE, "no"],
+        ["KeyRefusal", 12, RANK_LIFE, "no"],
     ),
-    "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 11]),
+    "version refusal": (VersionRefusal(), ["VersionRefusal", 0, 12]),
 }
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -248,12 +275,12 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(11, RANK_LIFE)
+        kind(12, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {
-        *["Describe", "Drain", "SetWeights", "StatusRequest", "Ready", "Landed"],
+        *["Describe", "Find", "Drain", "SetWeights", "StatusRequest", "Ready", "Landed"],
     },
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Heartbeat", "Release", "StatusRequest"],
@@ -276,6 +303,9 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_tool: {
         *["Status", "Draining", "WeightsSet", "KeyRefusal", "VersionRefusal"],
     },
+    messages.decode_to_finder: {
+        *["Description", "Refusal", "Found", "KeyRefusal", "VersionRefusal"],
+    },
 }
 
 
@@ -293,9 +323,9 @@ def test_a_socket_accepts_only_what_may_come_to_it(
 
 
 def test_every_message_has_one_direction() -> None:
-    """But a refusal, which may come to whoever has asked, and a tool's question to anybody."""
+    """But a refusal and a description, which answer several, and a tool's question to anybody."""
     kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
-    twice = ["StatusRequest", "KeyRefusal", "VersionRefusal"]
+    twice = ["StatusRequest", "Description", "Refusal"] + 2 * ["KeyRefusal", "VersionRefusal"]
     assert sorted(kinds) == sorted([*twice, *(kind.__name__ for kind in get_args(Message))])
 
 
@@ -319,6 +349,11 @@ MOST = 1 << 17
 FULL = dict.fromkeys(("peers", "loads", "story"), LISTS["loads"] * MAX_LISTED)
 """A status that lists as much as may be listed."""
 TOO_FULL = [{name: [*listed, listed[0]]} for name, listed in FULL.items()]
+
+
+def facts(**changed: Any) -> messages.ContentFacts:
+    values = {"algorithm": "sha256", "seed": "0", "block_size": 16, "vllm": "0.32.0"}
+    return messages.ContentFacts(**{**values, **changed})
 
 
 def one_slice(**changed: Any) -> tuple[KVSlice]:
@@ -384,6 +419,14 @@ BOUNDS: list[tuple[Message, str, list[Any], list[Any]]] = [
     ),
     (description(), "model", [{"x": "y" * 4096}], [{"": "x"}, {"x": "y" * 4097}, TOO_MANY_FACTS]),
     (description(), "extras", [{}], [TOO_MANY_FACTS]),
+    (description(), "content", [None, facts()], [facts(algorithm=""), facts(block_size=0)]),
+    (ask(), "found", [b"", bytes(1 << 16)], [bytes((1 << 16) + 1)]),
+    (ask(), "directory", [None], [Endpoint("ipc:///tmp/x")]),
+    (find(), "hashes", [(bytes(32),) * 8192], [(), (bytes(31),), (bytes(32),) * 8193]),
+    (find(), "first_block", [0, (1 << 31) - 1], [-1, 1 << 31]),
+    (find(), "weights", ["", "x" * 256], ["x" * 257]),
+    (found(), "num_blocks", [0, 8192], [-1, 8193]),
+    (found(), "run", [b"", bytes(1 << 16)], [bytes((1 << 16) + 1)]),
     (status(), "lists", [{}, FULL], TOO_FULL),
 ]
 
@@ -476,8 +519,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(RELEASE[:-1], f"not msgpack: {len(RELEASE) - 1} bytes", id="cut"),
         pytest.param(DEEP, "Expected `str`, got `array`", id="deep"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 11]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 11]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 12]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 12]), "Expected `str`", id="tag is no string"),
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
@@ -485,7 +528,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [-1, 1, 10, 12, 2**63])
+@pytest.mark.parametrize("version", [-1, 1, 11, 13, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -501,17 +544,17 @@ def test_a_foreign_version_is_what_is_said_first(
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 11"
+    assert str(raised.value) == f"wire version {version}; this side speaks 12"
 
 
 def test_a_version_refusal_is_read_in_every_version_for_ever() -> None:
     """Nothing of this may ever change: engines of all versions say it to each other."""
-    wire, message = ["VersionRefusal", 0, 11], VersionRefusal(speaks=11)
+    wire, message = ["VersionRefusal", 0, 12], VersionRefusal(speaks=12)
     for longer in (wire, [*wire, "more", {"of": "a later version"}]):
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
-    with pytest.raises(ForeignVersion, match="wire version 12"):
-        decode(msgspec.msgpack.encode([wire[0], 12, wire[2]]))
+    with pytest.raises(ForeignVersion, match="wire version 13"):
+        decode(msgspec.msgpack.encode([wire[0], 13, wire[2]]))
 
 
 def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
@@ -522,7 +565,7 @@ def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
 
 
 def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=12)) == "it speaks wire version 12; this side speaks 11"
+    assert str(VersionRefusal(speaks=13)) == "it speaks wire version 13; this side speaks 12"
 
 
 def test_a_message_with_more_fields_is_read() -> None:

@@ -56,7 +56,7 @@ WRITTEN: dict[str, Any] = {
     "remote_port": 5600,
     "remote_block_ids": [[]],
     "tp_size": 0,
-    "nixl_kv_ticket": f"11..{PAYLOAD}",
+    "nixl_kv_ticket": f"12..{PAYLOAD}",
 }
 PARAMS: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **WRITTEN}
 """The same with the flags, which prefill writes or a router adds."""
@@ -69,7 +69,7 @@ def packed(entries: object) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
 
 
-def written(entries: object, *, version: object = 11, mac: str = "") -> dict[str, Any]:
+def written(entries: object, *, version: object = 12, mac: str = "") -> dict[str, Any]:
     """Parameters with these entries in the string, as a client may write them."""
     return {FIELD: f"{version}.{mac}.{packed(entries)}"}
 
@@ -85,7 +85,7 @@ def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
     assert ticket().params(None) == WRITTEN
     assert ticket().params(None, for_in_tree=False) == PARAMS
-    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"11.{MAC}.{PAYLOAD}"}
+    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"12.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
     assert tuple(VALUES) == Ticket.__struct_fields__
 
@@ -171,9 +171,9 @@ NO_TICKET = (
     "allowed: VERSION.MAC.PAYLOAD, as prefill wrote it"
 )
 NO_FORM = [
-    *["", "..", "11.AA", "11...AA", "11..AA=", "11..A+/A", "11..AA\n", " 11..AA", "11.0..AA"],
+    *["", "..", "12.AA", "12...AA", "12..AA=", "12..A+/A", "12..AA\n", " 12..AA", "12.0..AA"],
     *["05..AA", "-9..AA", "\u0665..AA", "1234567890..AA", "A" * MAX_LENGTH, "\ud800"],
-    *[f"11.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
+    *[f"12.{mac}.AA" for mac in ("a" * 31, "a" * 33, "A" * 32, "é" * 32)],
 ]
 
 
@@ -203,9 +203,9 @@ NO_FORM = [
         ({FIELD: True}, NO_TEXT.format("true")),
         ({FIELD: 10**5000}, NO_TEXT.format("of type int")),
         ({FIELD: [["x"] * 10_000]}, NO_TEXT.format("of type list")),
-        ({FIELD: b"11..AA"}, NO_TEXT.format("of type bytes")),
+        ({FIELD: b"12..AA"}, NO_TEXT.format("of type bytes")),
         (
-            {FIELD: "11.." + "A" * (MAX_LENGTH - 3)},
+            {FIELD: "12.." + "A" * (MAX_LENGTH - 3)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
         ),
         *[({FIELD: text}, NO_TICKET) for text in NO_FORM],
@@ -279,7 +279,7 @@ def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes | None) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=") if payload else "A"
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-            parse({FIELD: f"11..{text}"})
+            parse({FIELD: f"12..{text}"})
 
 
 def test_entries_of_a_later_revision_are_left_out() -> None:
@@ -357,7 +357,7 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
         sealed.open()
     assert refused.value.reason == "version"
     assert str(refused.value) == (
-        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 11"
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 12"
     )
 
 
