@@ -37,7 +37,7 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
         (
-            *(b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights"),
+            *(b"\xa8Describe", b"\xa4Find", b"\xa5Drain", b"\xaaSetWeights"),
             *(b"\xa5Ready", b"\xa6Landed"),
         ),
         messages.decode_to_engine,
@@ -54,6 +54,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
         (b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet"),
         messages.decode_to_tool,
     ),
+    b"\xa5Found": messages.decode_to_finder,
 }
 
 

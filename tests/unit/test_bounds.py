@@ -262,7 +262,8 @@ NO_TABLES: Final = {
     *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
     # fields of one message or layout, and what follows from them: see test_messages, test_layout
     *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
-    "protocol.messages.MAX_ADDRESSES",
+    *["protocol.messages.MAX_ADDRESSES", "protocol.messages.MAX_HASHES"],
+    "protocol.messages.MAX_RUN",
     *["protocol.messages.MAX_ROWS", "protocol.messages.MAX_COLUMNS"],
     *["protocol.messages.MAX_SLICES", "protocol.messages.MAX_CHUNKS"],
     *["protocol.messages.MAX_RING_SLOTS", "geometry.layout.MAX_ADDRESS"],

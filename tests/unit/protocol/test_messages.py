@@ -261,7 +261,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x0b\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x0c\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip

@@ -48,7 +48,7 @@ PAYLOAD = (
     "nKgxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
     "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCgoKDC"
 )
-MAC = "ad6a3833bbf5403fdc6b535a86195747"
+MAC = "3d4add5dc0a5074534cb3c7aae18e1af"
 WRITTEN: dict[str, Any] = {
     "remote_engine_id": "prefill",
     "remote_request_id": NONCE,
@@ -345,7 +345,7 @@ def mac_of(sealed: SealedTicket, key: bytes) -> str:
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
 
-@pytest.mark.parametrize("version", [0, 1, 10, 12, 999_999_999])
+@pytest.mark.parametrize("version", [0, 1, 11, 13, 999_999_999])
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
 def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     version: int, key: bytes | None
