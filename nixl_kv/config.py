@@ -287,8 +287,8 @@ class Config:
     # Whether prefill answers before it has computed, and decode schedules a request as soon as its
     # KV has landed, instead of with a step's output.
     overlap: Annotated[str, ON_OR_OFF] = ON
-    # Whether other engines may read what this one's prefix cache has of a prompt, and whether this
-    # one asks others before it computes a prompt.
+    # Whether other engines may read from this one's prefix cache, and whether this one asks others
+    # before it computes a prompt.
     conversations: Annotated[str, ON_OR_OFF] = OFF
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.

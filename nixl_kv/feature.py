@@ -66,6 +66,8 @@ class StepPart:
     """
 
     num_slots: int = 0
+    #: Whether it waits for `end_step`.
+    is_in_step: bool = False
 
     def bind(self, page: SlotPage, first: int) -> None:
         """The part owns `num_slots` slots of the page, from `first` on."""
@@ -73,6 +75,12 @@ class StepPart:
     def before_step(self, commands: Iterable[events.Command]) -> list[events.Command]:
         """The commands of a step, as the transfer thread shall have them."""
         return list(commands)
+
+    def end_step(self, has_ended: Callable[[], bool] | None) -> None:
+        """All work of the step is on the GPU's stream. `has_ended` asks for its end; None: it has.
+
+        Any thread may ask.
+        """
 
     def on_result(self, result: events.Result) -> None:
         """A result of the transfer thread."""

@@ -6,7 +6,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from nixl_kv.connector.vllm_config import parse_config, transfer_config
+from nixl_kv.connector.vllm_config import is_read, parse_config
 from nixl_kv.errors import TransportError, get_logger
 
 if TYPE_CHECKING:  # it needs CUDA's bindings, which only GPU machines have
@@ -16,13 +16,12 @@ logger = get_logger(__name__)
 
 
 def make_pool(vllm_config: VllmConfig) -> "SharePool | None":
-    """A pool for the cache of a prefill rank with `share_dir`.
+    """A pool for the cache of a rank that others read, with `share_dir`.
 
     vLLM's sleep mode has a pool of its own, which it must be able to free.
     """
     config, model = parse_config(vllm_config), vllm_config.model_config
-    is_prefill = transfer_config(vllm_config).is_kv_producer
-    if config.share_dir is None or not is_prefill or not current_platform.is_cuda():
+    if config.share_dir is None or not is_read(vllm_config) or not current_platform.is_cuda():
         return None
     if config.path == "direct":  # it exports nothing, and NIXL reads other memory faster
         return None

@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.config import DYNAMO_VARIABLE, Config
+from nixl_kv.config import DYNAMO_VARIABLE, ON, Config
 from nixl_kv.connector.decode import Prompt, Rows
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
 from nixl_kv.connector.paging import Paging, StatePaging
@@ -204,6 +204,13 @@ def is_child(connector: KVConnectorBase_V1) -> bool:
 
 def parse_config(vllm_config: VllmConfig) -> Config:
     return Config.of(vars(transfer_config(vllm_config)), os.environ)
+
+
+def is_read(vllm_config: VllmConfig) -> bool:
+    """Whether other engines read this one's cache: prefill's, and with `conversations` any."""
+    return transfer_config(vllm_config).is_kv_producer or (
+        parse_config(vllm_config).conversations == ON
+    )
 
 
 # Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed

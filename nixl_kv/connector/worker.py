@@ -33,6 +33,7 @@ from nixl_kv.connector.vllm_config import (
     engine_id,
     holds_state,
     is_copy,
+    is_read,
     model_facts,
     parse_config,
     transfer_config,
@@ -217,6 +218,7 @@ class Worker:
 
     def _clear_slots(self, step: StepMetadata) -> None:
         if self._engine is not None and not step.is_cleared:
+            self._engine.end_step(_record_event)  # of the step before, if nothing else has
             step.is_cleared = True  # a step may withdraw an offer and prepare it again
             step.commands = self._engine.before_step(step.commands)
 
@@ -250,6 +252,7 @@ class Worker:
     def wait_for_save(self) -> None:
         written = self._unwritten.pop()
         if self._engine is not None:
+            self._engine.end_step(_record_event)
             self._engine.submit(written)
             if written and not current_platform.is_cpu():
                 # Sampling comes next, and keeps the GIL for 2 ms. Let the transfer thread grant
@@ -396,7 +399,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         config=config,
         host=rank_host(config.host, parallel),
         port=rank_port(config, parallel, rank),
-        is_prefill=transfer.is_kv_producer,
+        is_prefill=is_read(vllm_config),
         is_decode=is_decode,
         make_transport=make_transport,
         ports=ports,

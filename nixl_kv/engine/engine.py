@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from nixl_kv.config import Config
+from nixl_kv.conversations.part import build as build_conversations
 from nixl_kv.early.part import build as build_early
 from nixl_kv.engine.admission import Admission
 from nixl_kv.engine.clock import LoopClock
@@ -80,6 +81,7 @@ FEATURES: Final[tuple[BuildFeature, ...]] = (
     build_staged,
     build_verify,
     build_early,
+    build_conversations,
 )
 
 
@@ -174,6 +176,17 @@ class TransferEngine:
         for each in self._steps:
             commands = each.before_step(commands)
         return commands
+
+    def end_step(self, record_event: Callable[[], Callable[[], bool] | None]) -> None:
+        """All work of the step is on the GPU's stream; may be called twice per step.
+
+        `record_event` tells whether that work has ended. It returns None if it has already.
+        """
+        waiting = [each for each in self._steps if each.is_in_step]
+        if waiting:
+            has_ended = record_event()
+            for each in waiting:
+                each.end_step(has_ended)
 
     def submit(self, commands: Iterable[events.Command]) -> None:
         """Hand over commands, in order. The thread executes them even if no result is popped."""

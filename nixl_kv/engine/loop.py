@@ -664,6 +664,8 @@ class Loop:
                 logger.warning(UNUSABLE, action.peer, action.reason)
             case events.PeerUsable():
                 logger.warning("%s can be used again", action.peer)
+            case events.AskDenied(is_usual=True):
+                logger.debug("denied an ask for cached blocks: %s", action.reason)
             case events.AskDenied():
                 self.parts.counts.count("denied_asks")
                 message = "denied an ask for offer %s: %s"

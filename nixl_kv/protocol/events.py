@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
 
-from nixl_kv.geometry.layout import BlockIds, CacheLayout, Table
+from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import (
     Claim,
@@ -145,12 +144,8 @@ class BlocksTaken(msgspec.Struct, frozen=True):
     """
 
     step: int  # counts the steps of this engine from 1, without gaps
-    ids: bytes  # little-endian int32
+    ids: bytes  # little-endian int32, as in a `Table`
     epoch: int = 0  # counts resets of vLLM's prefix cache and of the label of the weights
-
-    @property
-    def block_ids(self) -> BlockIds:
-        return np.frombuffer(self.ids, dtype="<i4")
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
@@ -524,6 +519,7 @@ class AskDenied(msgspec.Struct, frozen=True):
 
     nonce: Nonce
     reason: str
+    is_usual: bool = False  # nothing held its blocks
 
 
 # --- results: actions that go back to the caller

@@ -294,7 +294,7 @@ class Found(_Message, frozen=True, kw_only=True):
 
     nonce: _Nonce  # that of the `Find`
     num_blocks: Annotated[int, Meta(ge=0, le=MAX_HASHES)]
-    offer: _Nonce  # the engine's choice, so that it is no other offer's
+    offer: _Nonce  # the engine's choice, so that no other offer has it
     run: Annotated[bytes, Meta(max_length=MAX_RUN)]  # sealed for the ranks; empty without blocks
     epoch: _Count  # see `Ticket`
     weights: _Label

@@ -672,7 +672,8 @@ class PrefillMachine:
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
         denial = messages.Deny(**self.fields(message), cause=CAUSES.get(reason, ""))
-        return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
+        is_usual = isinstance(message, messages.Ask) and bool(message.found)
+        return [events.AskDenied(message.nonce, reason, is_usual), events.Reply(route, denial)]
 
     def fields(self, message: messages.OfClaim) -> messages.ClaimFields:
         """Those of an answer to a message about a claim."""

@@ -211,8 +211,8 @@ def test_a_name_that_cannot_be_resolved_is_refused_with_the_resolvers_reason(
 
 KNOWN = (
     "host, port, rank_port, backends, offer_ttl_s, lease_s, request_timeout_s, overlap, "
-    "conversations, layout, key_file, insecure, peers, peer_timeout_s, path, share_dir, staging_mib, offer_share, "
-    "weights, in_tree_decode, on_load_failure, media, verify"
+    "conversations, layout, key_file, insecure, peers, peer_timeout_s, path, share_dir, "
+    "staging_mib, offer_share, weights, in_tree_decode, on_load_failure, media, verify"
 )
 UNKNOWN = "kv_connector_extra_config has the unknown key"
 
