@@ -19,6 +19,7 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[2]
 WIRING: Final = Path("nixl_kv/engine/engine.py")
 FEATURES: Final = {
+    "conversations": "conversations",
     "early": "early",
     "gather": "reading/gather",
     "staged": "reading/staged",
@@ -72,6 +73,7 @@ VLLM: Final = {
 MIN_MODULES: Final = 50
 PURE: Final = ("tests/unit/protocol", "tests/unit/engine", "tests/unit/reading")
 TESTS: Final = {
+    "conversations": (*PURE, "tests/unit/early", "tests/sim"),
     # Every schedule of the simulator may contain early requests.
     "early": (*PURE, "tests/unit/verify", "tests/unit/connector"),
     "gather": (*PURE, "tests/sim"),

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.local.memory import Fabric
 from nixl_kv import addresses
 from nixl_kv.connector import worker as worker_module
-from nixl_kv.connector.vllm_config import parse_config
+from nixl_kv.connector.vllm_config import is_read, parse_config
 from nixl_kv.connector.worker import (
     GRANTING_S,
     LOAD_WAIT_S,
@@ -20,11 +20,13 @@ from nixl_kv.connector.worker import (
     rank_port,
     rank_spec,
 )
+from nixl_kv.conversations.slots import ContentSlots
 from nixl_kv.engine.engine import UnwrittenOffers
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank, new_incarnation
 from nixl_kv.protocol.events import (
+    BlocksTaken,
     Command,
     Counts,
     LoadEnded,
@@ -157,6 +159,43 @@ def test_slots_of_preempted_requests_are_cleared_first_and_once(worker: Worker) 
     assert order == ["slots", "tails"]
     worker.bind_connector_metadata(StepMetadata([start_load()]))  # without the other hook
     assert order[2:] == ["slots", "tails"]
+
+
+CONVERSATIONS = {"port": 0, "conversations": "on"}
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_a_step_tells_the_rank_what_it_reuses_and_when_it_has_written(role: str) -> None:
+    """Before it zeroes blocks, and after it; on a stage without the draft model before the next."""
+    worker = Worker(vllm_config(CONVERSATIONS, kv_role=role), kv_cache_config())
+    worker.register_kv_caches(kv_caches())
+    engine, order = worker._engine, list[Any]()
+    assert engine is not None
+    (slots,) = [each for each in engine._steps if isinstance(each, ContentSlots)]
+    take, end = slots._take, slots.end_step
+    slots._take = lambda taken: order.append(taken.step) or take(taken)  # type: ignore[method-assign, func-returns-value]
+    slots.end_step = lambda ended: order.append("end") or end(ended)  # type: ignore[method-assign, func-returns-value]
+    for number in (1, 2):
+        step = StepMetadata([BlocksTaken(number, b"", 0)])
+        worker.handle_preemptions(step)
+        worker.bind_connector_metadata(step)
+        if number == 1:
+            worker.wait_for_save()
+            worker.get_transfer_results(set())
+    assert order == [1, "end", 2]
+    worker.handle_preemptions(StepMetadata([BlocksTaken(3, b"", 0)]))
+    assert order == [1, "end", 2, "end", 3]
+    worker.unregister_kv_caches()
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+@pytest.mark.parametrize("conversations", ["on", "off"])
+def test_others_read_a_decode_engine_only_with_conversations(role: str, conversations: str) -> None:
+    config = vllm_config({"port": 0, "conversations": conversations}, kv_role=role)
+    assert is_read(config) is (role != "kv_consumer" or conversations == "on")
+    spec = rank_spec(config, layout())
+    assert spec.is_prefill is is_read(config)
+    assert spec.is_decode is (role != "kv_producer")
 
 
 def test_a_copy_is_for_prefill_alone_and_reports_each_offer_as_ended(

@@ -14,6 +14,7 @@ from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.engine.directory import (
     BOUNDS,
     DRAIN_HERE,
+    FINDS,
     MAX_HINTS,
     NO_KEY,
     DirectoryServer,
@@ -31,12 +32,16 @@ from nixl_kv.ids import (
     new_incarnation,
 )
 from nixl_kv.protocol.messages import (
+    MAX_HASHES,
     PAUSED_S,
     Answer,
     Describe,
     Drain,
     Draining,
+    Find,
+    Found,
     Hint,
+    KeyRefusal,
     Paused,
     Refusal,
     SetWeights,
@@ -46,6 +51,7 @@ from nixl_kv.protocol.messages import (
     VersionRefusal,
     WeightsSet,
     decode_answer,
+    decode_to_finder,
     decode_to_rank,
     decode_to_tool,
     encode,
@@ -280,7 +286,100 @@ def test_a_label_that_is_none_changes_nothing(
     assert "request for a description dropped: " in caplog.text
 
 
-# Offers that decode releases
+# What its prefix cache has
+
+
+FIND = Find(
+    incarnation=ENGINE_LIFE,
+    engine=PREFILL,
+    nonce=NONCES[0],
+    weights="",
+    first_block=0,
+    hashes=(bytes(32),) * MAX_HASHES,
+)
+FOUND = Found(
+    incarnation=ENGINE_LIFE,
+    nonce=NONCES[0],
+    num_blocks=1,
+    offer=NONCES[1],
+    run=b"run",
+    epoch=0,
+    weights="",
+)
+
+
+@pytest.fixture
+def finding() -> Iterator[tuple[Directory, Mock]]:
+    find = Mock(return_value=FOUND)
+    directory = Directory(find=find)
+    directory.server.publish(description())
+    yield directory, find
+    directory.server.stop()
+
+
+@pytest.mark.parametrize("incarnation", [ENGINE_LIFE, ANY_INCARNATION])
+def test_an_engine_tells_which_blocks_it_has(
+    finding: tuple[Directory, Mock], incarnation: Incarnation
+) -> None:
+    directory, find = finding
+    question = msgspec.structs.replace(FIND, incarnation=incarnation)
+    (payload,) = directory.replies(encode(question))
+    assert decode_to_finder(payload) == FOUND
+    find.assert_called_once_with(question)
+
+
+@pytest.mark.parametrize(
+    "other", [{"engine": EngineId("other")}, {"incarnation": OTHER_LIFE}], ids=["engine", "life"]
+)
+def test_a_question_for_another_engine_or_life_finds_nothing(
+    finding: tuple[Directory, Mock], other: dict[str, Any]
+) -> None:
+    directory, find = finding
+    question = msgspec.structs.replace(FIND, **other)
+    (payload,) = directory.replies(encode(question))
+    answer = decode_to_finder(payload)
+    assert isinstance(answer, Refusal)
+    assert (answer.engine, answer.incarnation) == (question.engine, question.incarnation)
+    assert answer.reason.startswith("engine 'prefill' of incarnation")
+    find.assert_not_called()
+
+
+def test_a_failed_search_costs_one_answer(finding: tuple[Directory, Mock]) -> None:
+    directory, find = finding
+    find.side_effect = [RuntimeError("a bug"), FOUND]
+    (payload,) = directory.replies(encode(FIND), encode(FIND))
+    assert decode_to_finder(payload) == FOUND
+
+
+def test_without_conversations_or_a_description_no_question_is_answered(
+    directory: Directory,
+) -> None:
+    assert directory.replies(encode(FIND)) == []
+    undescribed = Directory(find=Mock())
+    assert undescribed.replies(encode(FIND)) == []
+    undescribed.server.stop()
+
+
+def test_a_tool_finds_nothing(
+    finding: tuple[Directory, Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, find = finding
+    reply = Mock()
+    monkeypatch.setattr(directory.control, "reply", reply)
+    directory.control.inbox.append(FromPeer(b"r", encode(FIND), Proved.TOOLS_KEY))
+    directory.server.turn(0)
+    assert isinstance(decode_to_tool(reply.call_args.args[1]), KeyRefusal)
+    find.assert_not_called()
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_only_an_engine_that_finds_takes_long_questions(*, finds: bool) -> None:
+    control = Mock()
+    DirectoryServer(control, HOST, 0, find=Mock() if finds else None)
+    (_, _, bounds) = control.listen.call_args.args
+    assert bounds == (FINDS if finds else BOUNDS)
+    is_within = len(encode(FIND)) <= bounds.message_bytes
+    assert is_within is finds
 
 
 # What is of another version
