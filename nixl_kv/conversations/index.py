@@ -145,8 +145,7 @@ class ContentIndex:
             step = born[block]
             if step > built:
                 break
-            if step > need:
-                need = step
+            need = max(need, step)
             block_ids.append(block)
         if self._drops_last:
             del block_ids[-1:]

@@ -322,11 +322,10 @@ class Model:
 
         self.between = act
         hashes = [self.key(chat, number) for number in range(4)]
-        weights = self.weights
         found = self.index.find(hashes, 0, "")
         self.between = lambda: None
         if found is not None:
-            self.runs.append((hashes, weights, found))
+            self.runs.append((hashes, self.weights, found))
 
     def judge(self) -> None:
         """Each run is right from `need` on, until a step after S reuses one of its blocks."""
