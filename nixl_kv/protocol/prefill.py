@@ -84,6 +84,7 @@ TRANSITIONS: Final[Table[State]] = {
         messages.Heartbeat: (State.READING, None),
         events.RevokeAll: (None,),
         events.Tick: (None,),
+        events.WithdrawOffer: (None,),  # of cached blocks
     },
     State.READING: {
         messages.Release: (None,),
@@ -135,7 +136,7 @@ class Binding:
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
     asked_at: float
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
-    reading_since: float = math.inf  # of a pinned offer that is READING
+    reading_since: float = math.inf  # of an offer that is READING and holds something
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
     # The number of each reader's latest ask or pack request.
@@ -209,6 +210,11 @@ class Offer:
         return self.is_written if self.is_pinned else self.can_be_bound
 
     @property
+    def holds(self) -> bool:
+        """Whether its readers keep blocks, or one of a few slots, from others."""
+        return self.is_pinned or self.prepared.is_cached
+
+    @property
     def num_blocks(self) -> int:
         """Includes the blocks that it shares with other offers."""
         return sum(table.num_present for table in self.prepared.tables)
@@ -223,7 +229,7 @@ class Offer:
         return min(lease, self.binding.held_until)
 
     def has_read_for(self, seconds: float, now: float) -> bool:
-        """Whether readers of pinned blocks have been reading for this long."""
+        """Whether readers have been reading for this long, of an offer that holds something."""
         if self.binding is None or self.state is not State.READING:
             return False
         return self.binding.reading_since + seconds <= now
@@ -259,7 +265,7 @@ class Offer:
         """
         is_unbound = self.state in (State.PREPARED, State.OFFERED)
         since = math.inf if self.binding is None else self.binding.reading_since
-        is_read = self.state is State.READING and self.is_pinned
+        is_read = self.state is State.READING and self.holds
         rules = {
             f"binding {self.binding}": is_unbound != (self.binding is None),
             f"an end at {self.ends_at}": (self.state is State.OFFERED) != (self.ends_at < math.inf),
@@ -655,7 +661,7 @@ class PrefillMachine:
             token,
             dict.fromkeys(ask.readers, now + self._lease_s),
             asked_at=now,
-            held_until=now + self._hold_s if offer.is_pinned else math.inf,
+            held_until=now + self._hold_s if offer.holds else math.inf,
         )
         offer.ends_at = math.inf
         for rank in ask.readers:
@@ -714,7 +720,7 @@ class PrefillMachine:
                     binding.routes[rank] = route
                 if binding.claim in reading and offer.state is not State.READING:
                     offer.move(State.READING, heartbeat, peer=reader_name(heartbeat.reader))
-                    binding.reading_since = now if offer.is_pinned else math.inf
+                    binding.reading_since = now if offer.holds else math.inf
                     self._due.set(offer.nonce, offer.due_at())
             elif binding.numbers.get(rank, heartbeat.number) < heartbeat.number:
                 self._end_reader(offer, binding, rank)
@@ -776,7 +782,7 @@ class PrefillMachine:
     def recall(self, offer: Offer, event: object, now: float) -> Actions:
         """Ask the readers for the blocks. The rank denies readers that ask later."""
         binding = offer.binding
-        if binding is None or offer.state is not State.GRANTED or not offer.is_pinned:
+        if binding is None or offer.state is not State.GRANTED or not offer.holds:
             return []
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
@@ -811,7 +817,7 @@ class PrefillMachine:
         """
         offers = list(self.offers.values())
         missing = command.num_blocks  # beside the recalled ones, which come back soon
-        missing -= sum(offer.num_blocks for offer in offers if offer.state is State.RECALLED)
+        missing -= sum(o.num_blocks for o in offers if o.is_pinned and o.state is State.RECALLED)
         actions: Actions = []
         for state in (State.OFFERED, State.GRANTED):
             for offer in offers:
@@ -823,7 +829,7 @@ class PrefillMachine:
                 else:
                     actions += self.recall(offer, command, now)
         for offer in offers:
-            if missing > 0 and offer.has_read_for(READING_WANTED_S, now):
+            if missing > 0 and offer.is_pinned and offer.has_read_for(READING_WANTED_S, now):
                 missing -= offer.num_blocks
                 actions += self._end(offer, command, OfferEnd.OVERDUE)
         return actions

@@ -15,6 +15,7 @@ from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Endpoint, EngineId, RequestId, endpoint_at
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
+from sim.content import PrefixCache
 from sim.planes import HOST
 from sim.rank import MODEL, Environment, RankLife, Seat
 from sim.schedulers import EngineScheduler
@@ -41,14 +42,19 @@ class Engine:
         self.is_going_to_sleep = False  # as soon as nothing is held
         self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
         self._directory: DirectoryServer | None = None
-        if self.is_prefill or environment.takes_hints:
+        self.prefix_cache: PrefixCache | None = None  # if other engines read from it
+        if environment.num_content_slots:
+            self.prefix_cache = PrefixCache(seats[0].cache.num_blocks)
+        if self.is_prefill or environment.takes_hints or self.prefix_cache is not None:
             port = seats[0].port + DIRECTORY_PORT
             self._directory = DirectoryServer(
                 self.directory_control, HOST, port, clock=environment.clock
             )
-        blocks = BlockPool(seats[0].cache.num_blocks, self._freed.extend)
+        cache = self.prefix_cache
+        on_taken = (lambda _: None) if cache is None else cache.take
+        blocks = BlockPool(seats[0].cache.num_blocks, self._freed.extend, on_taken)
         self.scheduler = EngineScheduler(
-            seats, BlockManager(blocks, environment.window), environment
+            seats, BlockManager(blocks, environment.window, prefix_cache=cache), environment
         )
         self._pieces: list[Piece] = []
         self._ended = Aggregator(len(seats))
@@ -140,6 +146,12 @@ class Engine:
     def is_resting(self) -> bool:
         return self.is_paused or self.is_stalled or self.is_asleep
 
+    def reset(self) -> None:
+        """As for new weights, without a pause: requests go on."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset(forgets=False)
+        self.scheduler.reset()
+
     def pause(self, *, is_paused: bool) -> None:
         if self._directory is not None and is_paused != self.is_paused:
             self._directory.tell_ranks(is_paused=is_paused)
@@ -152,6 +164,8 @@ class Engine:
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
         at = self.hints_at
         self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts, at)]
+        if self.prefix_cache is not None:
+            self._first.append(self.prefix_cache.begin_life())
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation
@@ -167,6 +181,8 @@ class Engine:
             self._take_report(rank)
         self.ranks = []
         self.is_asleep, self.is_going_to_sleep = True, False
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset(forgets=True)
         self._overwrite(list(range(self._seats[0].cache.num_blocks)))
 
     def _describe(self) -> Description:
@@ -182,23 +198,35 @@ class Engine:
         if self._directory is not None:
             self.scheduler.decode.end_landed(self._directory.pop_hints())
         commands, forwards = self.scheduler.schedule()
+        gone = list(self._freed)
+        self._freed.clear()
+        if self.prefix_cache is not None:
+            taken, gone = self.prefix_cache.end_step()
+            commands.insert(0, taken)
         commands, self._first = [*self._first, *commands], []
         # A load writes its own blocks; they may hold a local prefix by now.
         blocks, loading = self.scheduler.blocks.block_pool.blocks, self.scheduler.decode.requests
-        freed = [block for block in self._freed if blocks[block].owner not in loading]
-        self._freed.clear()
+        junk = [block for block in gone if blocks[block].owner not in loading]
         pieces: list[Piece] = [(rank, partial(rank.submit, commands)) for rank in self.ranks]
-        pieces += [(rank, partial(self._work, rank, freed, forwards)) for rank in self.ranks]
+        work = (gone, junk, forwards)
+        pieces += [(rank, partial(self._work, rank, *work)) for rank in self.ranks]
         self._pieces = [*pieces, (None, self._end)]
 
-    def _work(self, rank: RankLife, freed: list[int], forwards: list[Forward]) -> None:
-        rank.compute(partial(self._write, rank, freed, forwards))
+    def _work(
+        self, rank: RankLife, gone: list[int], junk: list[int], forwards: list[Forward]
+    ) -> None:
+        rank.compute(partial(self._write, rank, gone, junk, forwards))
         self._take_report(rank)
 
-    def _write(self, rank: RankLife, freed: list[int], forwards: list[Forward]) -> None:
-        """Others may write all blocks that were freed before this step; then its requests do."""
-        self._environment.observer.on_overwritten(rank, freed)
-        rank.seat.cache.overwrite(freed)
+    def _write(
+        self, rank: RankLife, gone: list[int], junk: list[int], forwards: list[Forward]
+    ) -> None:
+        """Others may write all blocks that were freed before this step; then its requests do.
+
+        With a prefix cache freed blocks stay as they are, until others take them.
+        """
+        self._environment.observer.on_overwritten(rank, gone)
+        rank.seat.cache.overwrite(junk)
         for forward in forwards:
             rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
 

@@ -3,7 +3,8 @@
 a slot            is granted only while it is clear, and cleared once (see `planes.SimSlots`)
 a grant           is valid when it leaves, for blocks of the request that it was made for, and of
                   tokens that are written
-a valid slot      its blocks are still that request's, and it is not reported as sent
+a valid slot      its blocks are still that request's, and it is not reported as sent; if nothing
+                  pins them, they have the KV that was found, and no reset has come since
 a read            its blocks are those of the request that it is for, until it cannot write
 a good load       has its own prompt's bytes from every rank, when it is reported
 a report          is of a load that was started, says of how many tokens, and is the only one
@@ -67,6 +68,7 @@ class Invariants:
         self._world = world
         self._is_served = is_served
         self._grants: dict[tuple[RankLife, Nonce], Granted] = {}
+        self._tables: dict[Nonce, list[int]] = {}  # of the grants of cached blocks
         self._owners: dict[int, RequestId | None] = {}  # of reads' blocks, by the read's number
         self._reported: set[tuple[RankLife, RequestId]] = set()
         self._equal: set[tuple[RankLife, RequestId, Rank]] = set()
@@ -142,6 +144,9 @@ class Invariants:
     # --- prefill
 
     def _add_grant(self, engine: Engine, rank: RankLife, grant: Grant) -> None:
+        if grant.nonce in self._world.found:
+            self._add_cached(rank, grant)
+            return
         # The step in progress may write the blocks behind the granted tokens, for this request.
         end = None if grant.num_tokens is None else -(-grant.num_tokens // BLOCK_TOKENS)
         ids = [block for table in grant.tables for block in table.block_ids[:end].tolist()]
@@ -165,6 +170,26 @@ class Invariants:
         if granted.is_valid:
             self._check_written(engine, rank, grant, owner)
 
+    def _add_cached(self, rank: RankLife, grant: Grant) -> None:
+        """The step thread may have cleared its slot already."""
+        blocks = frozenset(grant.tables[0].block_ids.tolist())
+        owner = RequestId(f"found {grant.nonce}")
+        granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
+        self._grants[rank, grant.nonce] = granted
+        self._check_cached(granted, grant.tables[0].block_ids.tolist())
+        self._tables[granted.nonce] = grant.tables[0].block_ids.tolist()
+
+    def _check_cached(self, granted: Granted, table: list[int]) -> None:
+        found, rank = self._world.found[granted.nonce], granted.rank
+        if not granted.is_valid:
+            return
+        wrong = rank.seat.cache.wrong_tokens(found.prompt, table, range(found.num_tokens))
+        detail = f"{rank.seat.name}: slot {granted.slot}, {granted.owner}"
+        if wrong:
+            raise Violation("other KV while its slot is valid", f"{detail}, tokens {wrong}")
+        if found.epoch != rank.epoch:
+            raise Violation("valid after a reset", detail)
+
     def _check_written(
         self, engine: Engine, rank: RankLife, grant: Grant, owner: RequestId
     ) -> None:
@@ -179,6 +204,9 @@ class Invariants:
             raise Violation("granted before it is written", f"{rank.seat.name}: tokens {wrong}")
 
     def _check_grant(self, granted: Granted) -> None:
+        if granted.nonce in self._world.found:
+            self._check_cached(granted, self._tables[granted.nonce])
+            return
         engine = self._engine_of(granted.rank)
         # A pair's blocks are not pinned before its ticket leaves: see `on_overwritten`.
         is_early = granted.nonce in self._world.pairs

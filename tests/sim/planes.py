@@ -218,20 +218,27 @@ class SimTransport(MemoryTransport):
 class SimSlots(SlotPage):
     """A rank's page of slots, at the same address in all of its lives."""
 
-    def __init__(self, count: int, num_pairs: int = 0) -> None:
-        """The last `num_pairs` are those of `EarlySlots`: the step thread may clear them again."""
+    def __init__(self, count: int, num_of_steps: int = 0) -> None:
+        """The last `num_of_steps` are those of parts on the step thread, which may clear one twice.
+
+        In these, `before_write` is called once before a token is written, in its place.
+        """
         super().__init__(count)
         self.faults = Faults()
-        self._num_pairs = num_pairs
+        self.num_of_steps = num_of_steps
+        self.before_write: Callable[[], None] | None = None
 
     def start_life(self, faults: Faults) -> None:
-        self.faults = faults
+        self.faults, self.before_write = faults, None
         ctypes.memset(self.address, 0, self.span.length)
 
     def write(self, slot: int, fence_token: FenceToken) -> None:
         self.faults.touch()
-        is_early = slot >= self.count - self._num_pairs
-        if not is_early and (self.read(slot) == EMPTY) == (fence_token == EMPTY):
+        is_of_step = slot >= self.count - self.num_of_steps
+        if is_of_step and fence_token != EMPTY and self.before_write is not None:
+            before, self.before_write = self.before_write, None
+            before()
+        if not is_of_step and (self.read(slot) == EMPTY) == (fence_token == EMPTY):
             action = "cleared" if fence_token == EMPTY else "granted"
             raise Violation(f"slot {action} twice", f"slot {slot}")
         super().write(slot, fence_token)

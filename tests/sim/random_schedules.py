@@ -47,6 +47,7 @@ DEADLY: Final = (
 STALLED: Final = "stall 0.5, unstall 1.5, wait 2"
 EARLY: Final = "pair 6, arrive 8, prefill 2"
 RESTING: Final = "pause 0.7, resume 2, reset 0.7, sleep 0.4, wake 2, drain 0.05"
+CHATS: Final = "prefill 6, chat 20, overlap 6, turn 60, deliver 50, preempt 2"
 IN_STEP: Final = "prefill 5, decode once 8, beat 8"
 """No rank is slow: everything that can be done is done, and then time passes."""
 
@@ -73,6 +74,19 @@ SHAPES: Final = (
     Shape(2, 2, engines=2, prefills=2),
     Shape(1, 1, prefills=2, tcp=True),
     Shape(1, 1, prefills=3, both=True, engines=0, blocks=60, window=5),
+)
+SHAPES_WITH_CACHES: Final = tuple(
+    replace(shape, content=3, blocks=min(shape.blocks, 20))
+    for shape in (
+        Shape(),
+        Shape(1, 1, engines=2),
+        Shape(2, 1, engines=2),
+        Shape(1, 2, prefills=2),
+        Shape(1, 1, prefills=2, both=True, engines=0, blocks=20),
+        Shape(2, 2, prefills=2, both=True, engines=0, blocks=20),
+        Shape(1, 1, prefills=2, tcp=True),
+        Shape(1, 1, engines=2, rate=1000.0),
+    )
 )
 FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.3, "apart", (1,)),
@@ -189,6 +203,13 @@ PROFILES: Final[Mapping[str, Profile]] = {
             replace(shape, patience=PATIENCE_S, fast=True)
             for shape in (Shape(), Shape(2, 1), Shape(1, 2, blocks=20), Shape(1, 1, prefills=2))
         ],
+    ),
+    "chatting": Profile(
+        _weights(EVERY_DAY, BUSY, CHATS, "repeat 3, reset 0.7"), shapes=SHAPES_WITH_CACHES
+    ),
+    "chatting, faults": Profile(
+        _weights(EVERY_DAY, BUSY, CHATS, EARLY, NETWORK, DEADLY, RESTING, "freeze 0.2"),
+        shapes=SHAPES_WITH_CACHES,
     ),
     "told": Profile(
         _weights(

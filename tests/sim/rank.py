@@ -61,6 +61,7 @@ class Environment:
     config: Config
     window: int = 0
     num_pair_slots: int = 0
+    num_content_slots: int = 0  # of offers of cached blocks; 0: engines read none
     takes_hints: bool = False  # decode's schedulers hear of loads between their steps
     writes_late: bool = False  # prefill's steps may still write after their output, on a stream
     has_pack_failed: bool = False  # decode then reads directly what prefill would have packed
@@ -120,6 +121,7 @@ class RankLife:
         self.granted: set[RequestId] = set()  # offers that were reported as claimed
         self.released: set[RequestId] = set()  # pairs whose offers decode needs no longer
         self.stream = Stream()
+        self.epoch = 0  # of its prefix cache, as of the step that it has begun
         self._unwritten = UnwrittenOffers(self.stream.record_event)
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
@@ -138,13 +140,13 @@ class RankLife:
                 model=MODEL,
                 config=environment.config,
                 host=HOST,
-                is_prefill=seat.is_prefill,
+                is_prefill=seat.is_prefill or environment.num_content_slots > 0,
                 is_decode=seat.is_decode,
                 make_transport=partial(SimTransport, environment.fabric, seat.process, self.faults),
                 make_control=lambda: self.control,
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
-                num_slots=seat.slots.count - environment.num_pair_slots,
+                num_slots=seat.slots.count - seat.slots.num_of_steps,
                 hold_s=HOLD_S,
                 wait_for_prefill_s=WAIT_FOR_PREFILL_S,
                 features=features_with(
@@ -152,6 +154,7 @@ class RankLife:
                     make_memory=lambda _length: seat.staging,
                     num_slots=RING_SLOTS,
                     num_early_slots=environment.num_pair_slots,
+                    num_content_slots=environment.num_content_slots,
                 ),
                 make_clock=lambda: self.clock,
             )
@@ -241,7 +244,11 @@ class RankLife:
     def submit(self, commands: Iterable[events.Command]) -> None:
         self.engine.note_step()
         with self._on_step_thread():
+            self.engine.end_step(self.stream.record_event)
+            commands = list(commands)
+            epochs = [each.epoch for each in commands if isinstance(each, events.BlocksTaken)]
             commands = self.engine.before_step(commands)
+        self.epoch = max([self.epoch, *epochs])
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})
         self.engine.submit([*self._unwritten.pop(), *commands])
@@ -252,6 +259,7 @@ class RankLife:
         self.stream.add(write)
         if not self._environment.writes_late or self.seat.is_decode:
             self.stream.end()
+        self.engine.end_step(self.stream.record_event)
         self.engine.submit(self._unwritten.pop())
 
     def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:

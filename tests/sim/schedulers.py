@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
+from msgspec import structs
+
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import PrefillScheduler
@@ -143,6 +145,7 @@ class PrefillHalf(_Half):
                 overtaken = step.refused[0].request_id
                 raise Violation("overtaken", f"{overtaken}, by {request.request_id}")
         step.scheduled.append((request, count))
+        self.blocks.fill(request.request_id, request.prompt, computed + count)
         table = self.blocks.table(request.request_id)
         tokens = range(computed, min(computed + count, request.prompt.length))
         step.forwards.append(Forward(request.prompt, table, tokens))
@@ -161,10 +164,15 @@ class DecodeHalf(_Half):
     failed: set[RequestId] = field(default_factory=set)
     running: list[Request] = field(default_factory=list)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, found: bytes = b"") -> None:
+        """`found`: what another engine has of it; see `events.PrepareLoad`."""
         self.requests[request.request_id] = request
         with contextlib.suppress(RemoteProtocolError):
             self.connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
+        commands = self.connector._commands
+        for place, command in enumerate(commands if found else ()):
+            if isinstance(command, events.PrepareLoad) and command.request == request.request_id:
+                commands[place] = structs.replace(command, found=found)
 
     def schedule(self) -> list[Forward]:
         """Continue running requests, park loads, and start requests that have room."""
@@ -258,6 +266,7 @@ class DecodeHalf(_Half):
             request.local = 0
         else:
             self._check(request, request.num_computed_tokens)
+            self.blocks.fill(name, request.prompt, request.num_computed_tokens)
 
     def _admit(self, request: Request) -> None:
         name, load, parks = request.request_id, 0, False
@@ -288,6 +297,7 @@ class DecodeHalf(_Half):
         self.running.append(request)
         tokens = range(request.num_computed_tokens, request.prompt.length)
         request.num_computed_tokens = request.prompt.length
+        self.blocks.fill(request.request_id, request.prompt, request.prompt.length)
         return Forward(request.prompt, self.blocks.table(request.request_id), tokens)
 
     def _check(self, request: Request, num_tokens: int) -> None:

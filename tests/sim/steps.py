@@ -8,6 +8,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     arrive N                         the prompt of one of them comes to prefill
     decode D TICKET BLOCKS           its ticket comes to decode, which has that many BLOCKS of it
     foreign D TICKET                 another prompt, with a ticket for it that names this offer
+    chat D E N                       a prompt comes to decode, of which E has cached blocks
+    overlap R N                      R's next grant of cached blocks overlaps N pieces of a step
     step E, piece E                  vLLM's step, or a piece of it
     pause E, resume E                vLLM makes no steps; the transfer threads go on, and know that
     stall E, unstall E               the same, but the transfer threads do not know
@@ -269,6 +271,8 @@ def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int)
     if engine.name == ticket.engine:
         return  # no router sends a request back to where it comes from
     world.num_used += 1
+    # vLLM's own cache has none of it, where the simulator follows what that has.
+    num_blocks = 0 if world.shape.content else num_blocks
     local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     _add_to_decode(world, engine, ticket, local)
 
@@ -289,6 +293,37 @@ def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
     context, media = request.connector_prompt.hashes(named.nonce)
     forged = structs.replace(named, context=context, media=media).params(None)
     _add_to_decode(world, engine, replace(ticket, prompt=prompt, params=forged), 0)
+
+
+def _chat(world: World, engine: Engine, owner: Engine, number: int) -> None:
+    """The directory of the owner has just answered; nothing holds the blocks."""
+    cache, address = owner.prefix_cache, owner.scheduler.prefill.admission.address
+    if engine is owner or cache is None or address is None or owner.is_asleep:
+        return
+    prompt = _pick(list(cache.prompts.values()), str(number))
+    found = None if prompt is None else cache.find(prompt)
+    if prompt is None or found is None or not (engine.is_decode and engine.takes_requests):
+        return
+    world.found[found.offer] = found
+    request = Request(world.new_request_id(engine.name), prompt, steps_left=2)
+    hashed = request.connector_prompt.hashes(found.offer, num_tokens=found.num_tokens)
+    ticket = Ticket(
+        **asdict(address), nonce=found.offer, num_tokens=found.num_tokens, context=hashed[0]
+    )
+    request.kv_transfer_params = ticket.params(None)
+    engine.scheduler.decode.add(request, found.sealed)
+
+
+def _overlap(world: World, rank: RankLife, num_pieces: int) -> None:
+    """The step thread runs while the transfer thread writes a fence slot."""
+
+    def run() -> None:
+        engine = world.engines[rank.seat.process.name]
+        if engine is not None and rank in engine.ranks:
+            for _ in range(num_pieces):
+                engine.piece()
+
+    rank.seat.slots.before_write = run
 
 
 def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
@@ -391,13 +426,15 @@ STEPS: Final[Mapping[str, Step]] = {
     "arrive": (arrive, _nth(lambda world: world.arriving)),
     "decode": (_decode, DECODE_ENGINE, TICKET, one_of(0, 0, 0, 0, 1, 9)),
     "foreign": (_foreign, DECODE_ENGINE, TICKET),
+    "chat": (_chat, DECODE_ENGINE, Argument(_running, _any_engine), one_of(*range(8))),
+    "overlap": (_overlap, Argument(_rank, _any_rank), one_of(1, 2, 3, 5)),
     "lie": (_lie, TICKET),
     "forge": (lambda world, engine: forge(engine, list(world.told)), DECODE_ENGINE),
     "step": (lambda _, engine: engine.step(), Argument(_running, _any_engine)),
     "piece": (lambda _, engine: engine.piece(), Argument(_half_awake, _any_engine)),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
-    "reset": (lambda _, engine: engine.scheduler.reset(), Argument(_running, _any_engine)),
+    "reset": (lambda _, engine: engine.reset(), Argument(_running, _any_engine)),
     "pause": (lambda _, engine: engine.pause(is_paused=True), ENGINE),
     "stall": (_set("is_stalled", value=True), ENGINE),
     "unstall": (

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.ids import RequestId
 from sim.cache import BLOCK_TOKENS, NULL_BLOCK, KnownPrompt
+from sim.content import PrefixCache
 from sim.repeatable import Violation
 
 
@@ -31,7 +32,13 @@ class Block:
 class BlockPool:
     """vLLM's. `on_free` is called with the blocks that have no reference left."""
 
-    def __init__(self, count: int, on_free: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        on_free: Callable[[list[int]], None],
+        on_taken: Callable[[list[int]], None] = lambda _: None,
+    ) -> None:
+        self.on_taken = on_taken
         self.blocks = [Block(number) for number in range(count)]
         self.free = self.blocks[:NULL_BLOCK:-1]
         self._on_free = on_free
@@ -43,6 +50,7 @@ class BlockPool:
     def get_new_block(self, owner: RequestId) -> Block:
         block = self.free.pop()
         block.owner, block.ref_cnt = owner, 1
+        self.on_taken([block.block_id])
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -70,11 +78,12 @@ class Blocks(NamedTuple):
 
 @dataclass
 class BlockManager:
-    """vLLM's KVCacheManager, with one group and no prefix cache."""
+    """vLLM's KVCacheManager, with one group. Its requests find nothing in the prefix cache."""
 
     block_pool: BlockPool
     window: int = 0
     on_free: Callable[[RequestId], None] = lambda _request: None
+    prefix_cache: PrefixCache | None = None
     _tables: dict[RequestId, list[Block]] = field(default_factory=dict)
 
     def allocate(self, request: RequestId, computed: int, total: int) -> bool:
@@ -101,6 +110,12 @@ class BlockManager:
         """Free a request's blocks, the last ones first. `RequestBlocks.bind` adds `on_free`."""
         self.on_free(request)
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
+
+    def fill(self, request: RequestId, prompt: KnownPrompt, num_tokens: int) -> None:
+        """These tokens of a request are computed in the next step, or loaded."""
+        if self.prefix_cache is not None:
+            count = min(num_tokens, prompt.length)
+            self.prefix_cache.fill(request, prompt, self.table(request), count)
 
     def get_blocks(self, request: RequestId) -> Blocks:
         return Blocks((self._tables.get(request, []),))

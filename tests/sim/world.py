@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from harness.local.engine import HAS_STAGED
+from harness.local.engine import HAS_CONVERSATIONS, HAS_STAGED
 from harness.local.memory_control import MemoryNetwork
-from nixl_kv.config import ANYWHERE, Config
+from nixl_kv.config import ANYWHERE, OFF, ON, Config
 from nixl_kv.ids import Nonce, Rank, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.paths import allocate
 from sim.cache import KnownPrompt, RankCache
+from sim.content import FoundRun
 from sim.engine import Engine
 from sim.liars import MOST_NAMES, Liar
 from sim.planes import Process, SimFabric, SimSlots
@@ -43,6 +44,7 @@ class Shape:
     heads: int = 2
     slots: int = 3
     pairs: int = 2  # fence slots of offers that are still computed
+    content: int = 0  # fence slots of offers of cached blocks; 0: engines read none
     share: float = 0.5
     tcp: bool = False
     verify: float = 0.0  # share of the loads whose bytes are compared
@@ -94,6 +96,7 @@ class Shape:
             offer_share=self.share,
             verify=self.verify,
             path="staged" if self.staged and HAS_STAGED else "direct",
+            conversations=ON if self.content else OFF,
         )
 
 
@@ -107,6 +110,7 @@ class World(Environment):
             *(clock, network, fabric, config),
             window=shape.window,
             num_pair_slots=pairs,
+            num_content_slots=shape.content if HAS_CONVERSATIONS else 0,
             takes_hints=shape.fast,
             writes_late=shape.late,
         )
@@ -114,6 +118,7 @@ class World(Environment):
         self.tickets: list[IssuedTicket] = []
         self.arriving: list[tuple[str, Request, Ticket]] = []  # requests with pair tickets
         self.pairs: dict[Nonce, RequestId] = {}  # prefill's requests, by their pair tickets
+        self.found: dict[Nonce, FoundRun] = {}  # cached blocks, by the offers of them
         self.num_prompts = self.num_tokens = self.num_requests = 0  # tokens of all prompts
         self.num_used = 0  # how often a ticket was used
         self.is_damage_due = False  # for the next piece of a load that is verified
@@ -186,6 +191,10 @@ class World(Environment):
         self.num_requests += 1
         return RequestId(f"{engine}-{self.num_requests}")
 
+    def _make_slots(self) -> SimSlots:
+        of_steps = self.num_pair_slots + self.num_content_slots
+        return SimSlots(self.shape.slots + of_steps, of_steps)
+
     def _make_seats(self, name: str, port: int) -> list[Seat]:
         process, shape = Process(name), self.shape
         is_prefill = name in shape.prefill_names
@@ -198,7 +207,7 @@ class World(Environment):
                 cache=RankCache(
                     shape.blocks, range(first := number * each % shape.heads, first + each)
                 ),
-                slots=SimSlots(shape.slots + shape.pairs, shape.pairs),
+                slots=self._make_slots(),
                 staging=allocate(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,

@@ -31,9 +31,9 @@ from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
-HAS_STAGED, HAS_VERIFY = (
+HAS_STAGED, HAS_VERIFY, HAS_CONVERSATIONS = (
     any(build.__module__ == name for build in FEATURES)
-    for name in ("nixl_kv.reading.staged", "nixl_kv.verify")
+    for name in ("nixl_kv.reading.staged", "nixl_kv.verify", "nixl_kv.conversations.part")
 )
 """Whether this tree has the feature."""
 HOST_PATHS: Final = ("direct", "staged") if HAS_STAGED else ("direct",)

@@ -41,13 +41,21 @@ from nixl_kv.protocol.events import (
     Tick,
     WithdrawOffer,
 )
-from nixl_kv.protocol.messages import Deny, Grant, Pending
-from nixl_kv.protocol.prefill import OTHER_PROMPT, WITHDRAWN, PrefillMachine, State
+from nixl_kv.protocol.messages import Deny, Grant, Pending, Recall
+from nixl_kv.protocol.prefill import (
+    OTHER_PROMPT,
+    READING_S,
+    RECALL_S,
+    WITHDRAWN,
+    PrefillMachine,
+    State,
+)
 from nixl_kv.transport.base import SlotPage
 from nixl_kv.verify.part import DigestPart
 from support.offers import BOTH, NOT_THIS_READER, SECOND, prefill_machine
 from support.records import (
     CLAIM,
+    HOLD_S,
     LEASE_S,
     NONCE,
     NONCE2,
@@ -346,6 +354,33 @@ def test_a_reading_offer_is_not_recalled_or_revoked_for_blocks_that_nothing_hold
     assert rank.handle(asked(renew(2, CLAIM, reading=1))) == [replied(renewed())]
     assert rank.is_valid(grant)
     assert rank.step(1) == denied(WITHDRAWN)
+
+
+def test_a_reader_that_does_not_read_gives_its_slot_back(rank: Rank) -> None:
+    for nonce, block in ((NONCE, 1), (NONCE2, 2)):
+        rank.grant(asks(rank.found(block, offer=nonce), nonce=nonce))
+    beats = [NOW + number * LEASE_S / 2 for number in range(int(2 * HOLD_S / LEASE_S) + 1)]
+    told: list[Any] = []
+    for number, now in enumerate(beats, 2):
+        told += [a.message for a in rank.handle(Tick(), now) if isinstance(a, Reply)]
+        rank.handle(asked(renew(number, CLAIM)), now)
+    assert [type(each) for each in told] == [Recall, Recall]
+    assert {offer.state for offer in rank.machine.offers.values()} == {State.RECALLED}
+    assert rank.step(1) == denied(WITHDRAWN), "a step reuses a block all the same"
+    assert list(rank.machine.offers) == [NONCE2]
+    rank.handle(Tick(), beats[-1] + RECALL_S)
+    assert not rank.machine.offers
+
+
+def test_a_reader_that_reads_for_too_long_loses_its_slot(rank: Rank) -> None:
+    rank.grant(asks(rank.found(1)))
+    for number in range(2, 2 + int(2 * READING_S / LEASE_S)):
+        now = NOW + (number - 2) * LEASE_S / 2
+        rank.handle(asked(renew(number, CLAIM, reading=1)), now)
+    assert rank.handle(ReclaimBlocks(5), now) == []
+    _, ended = rank.handle(Tick(), now + LEASE_S / 2)
+    assert isinstance(ended, OfferEnded)
+    assert ended.end is OfferEnd.OVERDUE
 
 
 def test_others_cannot_take_part_in_the_offer(rank: Rank) -> None:

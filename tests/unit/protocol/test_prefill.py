@@ -61,6 +61,7 @@ from support.offers import (
     OTHER_LIFE_OF_READER,
     OTHERS,
     PAIR_SLOT,
+    PAIR_TOKEN,
     PREPARED,
     READ,
     RECALL,
@@ -452,7 +453,29 @@ def pair_ended(end: OfferEnd) -> list[Action]:
 
 
 PAIR_READ = pair_ended(OfferEnd.READ)
+CACHED = prepare_offer(is_cached=True, slot=PAIR_SLOT, fence_token=PAIR_TOKEN)
+CACHED_GRANT = replied(grant(slot=PAIR_SLOT, fence_token=PAIR_TOKEN))
+LONG_LEASE: Script = [
+    (100.0, CACHED),
+    (ASK, CACHED_GRANT),
+    *[(100.0 + n, asked(renew(2 + n, CLAIM)), replied(renewed(number=2 + n))) for n in range(60)],
+]
+"""Cached blocks, which nothing pins; their reader has no blocks yet."""
 PAIRS: dict[str, Script] = {
+    "cached blocks are not reclaimed, but a reader may not keep their slot": after(
+        LONG_LEASE,
+        (RECLAIM,),
+        (RevokeAll(),),
+        (100.0 + HOLD_S, Tick(), RECALL),
+        (RECLAIM,),
+        (WithdrawOffer(NONCE), *denied(WITHDRAWN)),
+    ),
+    "a reader of cached blocks may not read for ever": after(
+        [(100.0, CACHED), (ASK, CACHED_GRANT)],
+        *reads_on(100.0, READING_S),
+        (100.0 + READING_S, RECLAIM),
+        (101.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
+    ),
     "all of it is granted when all is written, and pinned later": after(
         IN_PARTS,
         (94.0, prepare_pair(None)),
