@@ -218,14 +218,16 @@ class SimTransport(MemoryTransport):
 class SimSlots(SlotPage):
     """A rank's page of slots, at the same address in all of its lives."""
 
-    def __init__(self, count: int, num_of_steps: int = 0) -> None:
-        """The last `num_of_steps` are those of parts on the step thread, which may clear one twice.
+    def __init__(self, count: int, num_pairs: int = 0, num_cached: int = 0) -> None:
+        """The last ones are those of `EarlySlots` and `ContentSlots`, in this order.
 
-        In these, `before_write` is called once before a token is written, in its place.
+        The step thread may clear one of them again. `before_write` is called once, before a token
+        of cached blocks is written.
         """
         super().__init__(count)
         self.faults = Faults()
-        self.num_of_steps = num_of_steps
+        self.num_of_steps = num_pairs + num_cached
+        self._num_cached = num_cached
         self.before_write: Callable[[], None] | None = None
 
     def start_life(self, faults: Faults) -> None:
@@ -235,7 +237,8 @@ class SimSlots(SlotPage):
     def write(self, slot: int, fence_token: FenceToken) -> None:
         self.faults.touch()
         is_of_step = slot >= self.count - self.num_of_steps
-        if is_of_step and fence_token != EMPTY and self.before_write is not None:
+        is_cached = slot >= self.count - self._num_cached
+        if is_cached and fence_token != EMPTY and self.before_write is not None:
             before, self.before_write = self.before_write, None
             before()
         if not is_of_step and (self.read(slot) == EMPTY) == (fence_token == EMPTY):

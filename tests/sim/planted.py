@@ -13,11 +13,12 @@ from typing import Any, Final
 import pytest
 from msgspec import structs
 
-from harness.local.engine import HAS_STAGED, HAS_VERIFY
+from harness.local.engine import HAS_CONVERSATIONS, HAS_STAGED, HAS_VERIFY
 from nixl_kv.connector.decode import DecodeScheduler, ScheduledState
 from nixl_kv.connector.prefill import PrefillScheduler
 from nixl_kv.early.asks import EarlyAsks, Steps, _Request
 from nixl_kv.early.slots import EarlySlots
+from nixl_kv.engine.loop import Outstanding
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import decode, events, messages
 from nixl_kv.protocol.decode import DecodeMachine
@@ -392,3 +393,102 @@ def chunk_read_before_it_is_packed(patch: pytest.MonkeyPatch) -> None:
         return found and (found[0], True)
 
     patch.setattr(f"{book}.find", find_packed)
+
+
+# --- cached blocks, which nothing pins
+
+
+def _slots() -> Any:
+    return pkgutil.resolve_name("nixl_kv.conversations.slots.ContentSlots")
+
+
+def _index() -> Any:
+    return pkgutil.resolve_name("nixl_kv.conversations.index.ContentIndex")
+
+
+OVERWRITTEN: Final = (
+    "overwritten while its slot is valid",
+    "other KV while its slot is valid",
+    "wrong bytes",
+)
+AFTER_A_RESET: Final = "valid after a reset"
+
+
+def in_caches(*checks: str, is_quick: bool = True) -> Callable[[Plant], Plant]:
+    return breaks(*checks, in_="chatting", is_quick=is_quick, is_possible=HAS_CONVERSATIONS)
+
+
+@in_caches(*OVERWRITTEN)
+def reuse_before_the_grant_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_slots(), "is_stale", lambda *_: False)
+
+
+@in_caches(*OVERWRITTEN, AFTER_A_RESET)
+def reuse_looked_at_before_the_blocks_are_registered(patch: pytest.MonkeyPatch) -> None:
+    kind = _slots()
+    opens, is_stale = kind.open, kind.is_stale
+
+    def open_after_a_look(slots: Any, run: Any, offer: Any) -> Any:
+        if is_stale(slots, run):
+            return None
+        with patch.context() as during:
+            during.setattr(kind, "is_stale", lambda *_: False)
+            return opens(slots, run, offer)
+
+    patch.setattr(kind, "open", open_after_a_look)
+
+
+@in_caches(*OVERWRITTEN)
+def slots_of_reused_blocks_stay_valid(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_slots(), "_holding", lambda *_: [])
+
+
+@in_caches(*OVERWRITTEN, is_quick=False)
+def cached_blocks_granted_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_slots(), "is_written", lambda *_: True)
+
+
+@in_caches(AFTER_A_RESET)
+def epoch_of_cached_blocks_not_compared(patch: pytest.MonkeyPatch) -> None:
+    kind = _slots()
+    take, opens, is_stale = kind._take, kind.open, kind.is_stale
+
+    def in_one_epoch(run: Any) -> Any:
+        return structs.replace(run, epoch=0)
+
+    patch.setattr(kind, "_take", lambda s, taken: take(s, structs.replace(taken, epoch=0)))
+    patch.setattr(kind, "open", lambda s, run, offer: opens(s, in_one_epoch(run), offer))
+    patch.setattr(kind, "is_stale", lambda s, run: is_stale(s, in_one_epoch(run)))
+
+
+@in_caches("unexpected report")
+def ends_of_cached_offers_reported(patch: pytest.MonkeyPatch) -> None:
+    settle = Outstanding.settle
+
+    def settle_all(outstanding: Outstanding, report: Any) -> bool:
+        is_owed = settle(outstanding, report)
+        if not is_owed and isinstance(report, events.OfferEnded):
+            outstanding._results.append(report)
+        return is_owed
+
+    patch.setattr(Outstanding, "settle", settle_all)
+
+
+@in_caches(*OVERWRITTEN)
+def reused_blocks_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_index(), "on_taken", lambda *_: None)
+    patch.setattr(_index(), "on_hashed", _hash_all)
+
+
+def _hash_all(index: Any, _request: object, blocks: Any, _parent: object) -> None:
+    for block in blocks:
+        index._epoch.born[block] = index._built + 1
+
+
+@in_caches(*OVERWRITTEN, is_quick=False)
+def blocks_found_before_they_are_filled(patch: pytest.MonkeyPatch) -> None:
+    def hash_at_once(index: Any, _request: object, blocks: Any, _parent: object) -> None:
+        for block in blocks:
+            index._epoch.born[block] = 0
+
+    patch.setattr(_index(), "on_hashed", hash_at_once)

@@ -192,8 +192,8 @@ class World(Environment):
         return RequestId(f"{engine}-{self.num_requests}")
 
     def _make_slots(self) -> SimSlots:
-        of_steps = self.num_pair_slots + self.num_content_slots
-        return SimSlots(self.shape.slots + of_steps, of_steps)
+        others = self.num_pair_slots, self.num_content_slots
+        return SimSlots(self.shape.slots + sum(others), *others)
 
     def _make_seats(self, name: str, port: int) -> list[Seat]:
         process, shape = Process(name), self.shape
