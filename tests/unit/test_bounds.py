@@ -220,6 +220,8 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
     "reading.kernel.MAX_FREE": (buffers_of_copies,),
 }
 ELSEWHERE: Final = {
+    "conversations.part.MAX_WAITING": "conversations/test_part.py",
+    "conversations.part.MAX_WAITING_OF_READER": "conversations/test_part.py",
     "early.asks.MAX_ASKS": "early/test_asks.py",
     "early.asks.MAX_ASKS_OF_READER": "early/test_asks.py",
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",

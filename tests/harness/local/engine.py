@@ -24,7 +24,7 @@ from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import RankDescription
+from nixl_kv.protocol.messages import Find, Found, RankDescription
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.paths import Buffer, allocate
 from nixl_kv.transport.base import ControlPlane, NoPorts, Ports, Transport
@@ -134,6 +134,7 @@ class LocalEngine:
         num_ring_slots: int | None = None,
         only: Container[int] | None = None,
         ports: Ports | None = None,
+        find: Callable[[Find], Found] | None = None,
     ) -> None:
         """Start all ranks, or `only` some, and describe them.
 
@@ -145,6 +146,7 @@ class LocalEngine:
             staging_bytes: of each rank, instead of those that are configured.
             num_ring_slots: of each staging ring, instead of those that its memory's kind has.
             ports: those of all transports.
+            find: how its directory answers; see `DirectoryServer`.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -181,7 +183,9 @@ class LocalEngine:
             shape or ParallelShape(len(layouts), 1),
             [rank.description for rank in self.ranks],
         )
-        self.directory = DirectoryServer(make_control(), self.config.host, 0, seal=trust.seal)
+        self.directory = DirectoryServer(
+            make_control(), self.config.host, 0, seal=trust.seal, find=find
+        )
         self.directory.publish(self.description)
         self.directory.start()
         self.set_layouts(layouts)
