@@ -218,7 +218,7 @@ class Worker:
 
     def _clear_slots(self, step: StepMetadata) -> None:
         if self._engine is not None and not step.is_cleared:
-            self._engine.end_step(_record_event)  # of the step before, if nothing else has
+            self._engine.end_step(_record_event)  # of the step before
             step.is_cleared = True  # a step may withdraw an offer and prepare it again
             step.commands = self._engine.before_step(step.commands)
 

@@ -60,6 +60,84 @@ ENDED: Final = {
 """Mutants whose subject is gone, and the removal that ended each."""
 
 MUTANTS: Final = (
+    # --- cached blocks: the answer that is sealed, their slots, and the asks that wait
+    Mutant(
+        "cached-seal",
+        "or not hmac.compare_digest(mac, _mac(payload, offer, key))",
+        "or False",
+        "unit/conversations/test_runs unit/conversations/test_part",
+        "A reader names any block of the cache, and reads another user's KV.",
+    ),
+    Mutant(
+        "cached-offer",
+        'message = offer.encode("ascii") + payload',
+        "message = payload",
+        "unit/conversations/test_runs",
+        "A reader uses one answer for many offers, for ever.",
+    ),
+    Mutant(
+        "cached-look",
+        "        if self.is_stale(run):\n            self._forget(slot)\n",
+        "        if False:\n            self._forget(slot)\n",
+        "unit/conversations",
+        "A reader gets the KV of another prompt.",
+    ),
+    Mutant(
+        "cached-gap",
+        "is_unknown = run.steps + 1 < self._since or run.epoch < self._epoch",
+        "is_unknown = run.epoch < self._epoch",
+        "unit/conversations/test_slots",
+        "After a wake-up, a rank grants blocks of which it does not know who has written them.",
+    ),
+    Mutant(
+        "cached-epoch",
+        "self._holding(ids) if is_next and is_same else range(self.num_slots)",
+        "self._holding(ids) if is_next else range(self.num_slots)",
+        "unit/conversations",
+        "A reader gets the KV of former weights.",
+    ),
+    Mutant(
+        "cached-written",
+        "any(step.number >= run.need and step.has_ended() for step in steps)",
+        "any(step.number >= run.need for step in steps)",
+        "unit/conversations",
+        "A reader reads blocks that the GPU has not written yet.",
+    ),
+    Mutant(
+        "cached-recycled",
+        "        self._closed.append(slot - self._first)\n",
+        "        self._free.append(slot - self._first)\n",
+        "unit/conversations",
+        "A grant is void at once, because the end of another one clears its slot.",
+    ),
+    Mutant(
+        "cached-reader",
+        "if ask.reader.rank not in ask.readers:  # the machine would bind no reader",
+        "if False:",
+        "unit/conversations/test_part",
+        "A peer takes fence slots for ever.",
+    ),
+    Mutant(
+        "cached-wait",
+        "elif each.until <= now:",
+        "elif False:",
+        "unit/conversations/test_part",
+        "An ask waits for ever for a step that never comes.",
+    ),
+    Mutant(
+        "cached-find",
+        "if question.engine == own.engine and is_meant:",
+        "if question.engine == own.engine:",
+        "unit/engine/test_directory",
+        "A reader hears of blocks that a former life of the engine had.",
+    ),
+    Mutant(
+        "cached-ended",
+        "            self._engine.end_step(_record_event)  # of the step before\n",
+        "",
+        "unit/connector/test_worker",
+        "A pipeline stage without the draft model never grants its latest blocks.",
+    ),
     # --- early tickets: the promise, asks that precede their offer
     Mutant(
         "pair-key",
@@ -170,8 +248,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "prefill-released",
-        "if offer.is_pinned or end is OfferEnd.READ:",
-        "if offer.is_pinned:",
+        "if offer.is_pinned or end is OfferEnd.READ or not offer.prepared.is_early:",
+        "if offer.is_pinned or not offer.prepared.is_early:",
         "unit/early/test_part",
         "The scheduler aborts a request whose offer decode has read.",
     ),
@@ -368,7 +446,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "loop-slot",
-        "if command.slot is None or self._read_slot(command.slot) == command.fence_token:",
+        "if self._read_slot(command.slot) == command.fence_token:",
         "if True:",
         "unit/early/test_rank unit/engine/test_engine",
         "After a restart of the thread, prefill grants an offer whose slot is cleared.",

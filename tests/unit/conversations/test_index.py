@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.conversations.index import ContentIndex
 from nixl_kv.conversations.runs import Run
+from nixl_kv.geometry.layout import Table
 from nixl_kv.protocol.events import BlocksTaken
 
 A, B, C = b"a", b"b", b"c"
@@ -44,7 +45,7 @@ class Map(dict[bytes, int]):
 
     def end_step(self, *preempted: str, is_doubtful: bool = False) -> tuple[int, list[int]]:
         taken = self.index.end_step(preempted, is_doubtful=is_doubtful)
-        return taken.step, taken.block_ids.tolist()
+        return taken.step, Table(0, taken.ids).block_ids.tolist()
 
 
 @pytest.fixture
@@ -292,7 +293,7 @@ class Model:
 
     def step(self, _chat: int = 0, _size: int = 0) -> None:
         command = self.index.end_step(self.preempted, is_doubtful=self.is_doubtful)
-        taken = set(command.block_ids.tolist())
+        taken = set(Table(0, command.ids).block_ids.tolist())
         assert command.step == len(self.reused)
         self.reused.append(taken)
         again = [each for each in self.discarded if self.running.get(each[1]) is each[0]]
