@@ -131,6 +131,12 @@ def check_settings(_config: Config, vllm_config: Any) -> None:
     check_supported(vllm_config)
 
 
+def check_conversations(config: Config, vllm_config: Any) -> None:
+    from nixl_kv.connector.conversations import check_start  # noqa: PLC0415 - imports vLLM
+
+    check_start(config, vllm_config)
+
+
 def check_vllm(config: Config, vllm_config: Any) -> None:
     is_prefill = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
     unpromised.check(unpromised.Engine(vllm_config, config, is_prefill=is_prefill))
@@ -202,6 +208,7 @@ def check_wire_values(config: Config, vllm_config: Any) -> None:
 
 CHECKS: Final[tuple[tuple[Where, Callable[[Config, Any], None]], ...]] = (
     (Where.CONFIG, check_settings),
+    (Where.CONFIG, check_conversations),
     (Where.CONFIG, check_wire_values),
     (Where.MACHINE, check_key),
     (Where.MACHINE, check_share_dir),

@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
+from nixl_kv.connector.conversations import CachedContent
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.legs import Leg, leg_of
 from nixl_kv.connector.paging import RequestBlocks
@@ -71,7 +72,7 @@ from nixl_kv.errors import (
 )
 from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import RankDescription, decode_rank
+from nixl_kv.protocol.messages import Find, Found, RankDescription, decode_rank
 from nixl_kv.protocol.ticket import MAX_WHY, Ticket
 
 logger = get_logger(__name__)
@@ -174,6 +175,7 @@ class Scheduler:
             verify=self._config.verify,
             media=media_rules(self._config.media),
         )
+        self._content = CachedContent.of(vllm_config, self._config, kv_cache_config)
         self._media = MediaReader.of(vllm_config)
         self._decode.weights = self._config.weights
         self._blocks = RequestBlocks(groups, kv_cache_config.num_blocks)
@@ -251,6 +253,8 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._blocks.bind(kv_cache_manager, self._prefill.on_free)
+        if self._content is not None:
+            self._content.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self._follow_label()
@@ -292,6 +296,8 @@ class Scheduler:
         self._follow_label()
         self._strip(scheduler_output)
         commands, self._next_step = self._next_step, []
+        if self._content is not None:
+            commands.append(self._content.build_connector_meta(scheduler_output))
         scheduled = progress(scheduler_output, self._prefill.awaited)
         preempted = scheduler_output.preempted_req_ids or ()
         commands += self._prefill.build_connector_meta(scheduled, map(RequestId, preempted))
@@ -449,6 +455,8 @@ class Scheduler:
         This holds at once, even while the engine is paused. The workers follow in the next step.
         """
         self._epoch += 1
+        if self._content is not None:
+            self._content.reset_cache(self._epoch, self._decode.weights)
         if self._prefill.address is not None:
             self._prefill.address = replace(
                 self._prefill.address, epoch=self._epoch, weights=self._decode.weights
@@ -463,6 +471,8 @@ class Scheduler:
         return True  # vLLM's own part of the reset fails while offers and loads hold blocks
 
     def get_kv_connector_stats(self) -> Stats | None:
+        if self._content is not None:
+            self._content.count(self.stats)
         self.stats.measure("open_offers", self._prefill.num_offers)
         self.stats.measure("open_loads", self._decode.num_open)
         self.stats.measure("offered_blocks", self._prefill.num_held_blocks)
@@ -487,8 +497,12 @@ class Scheduler:
         own = self._publish()
         if self._overlaps and self._is_decode and not self.takes_hints:
             logger.info(NO_HINTS)
-        at = endpoint_at(own.host, own.port) if self.takes_hints else None
-        self._next_step = [events.SetEngine(self._engine_id, layouts, at)]
+        here = endpoint_at(own.host, own.port)
+        hints_at = here if self.takes_hints else None
+        finds_at = None if self._content is None else here
+        self._next_step = [events.SetEngine(self._engine_id, layouts, hints_at, finds_at)]
+        if self._content is not None:
+            self._next_step.append(self._content.new_key())
 
     def _follow_ranks(self, metadata: WorkerMetadata) -> None:
         """Describe the engine anew if some ranks have a new incarnation: it has one too then."""
@@ -508,7 +522,10 @@ class Scheduler:
             parallel_shape(self._vllm_config),
             self._ranks,
             draft_facts(self._vllm_config),
+            None if self._content is None else self._content.facts,
         )
+        if self._content is not None:
+            self._content.begin_life(description.incarnation)
         if self._directory is None:
             self._directory = self._listen()
             self._directory.start()
@@ -536,6 +553,7 @@ class Scheduler:
             weights=self._decode.weights,
             has_key=self._trust.keys is not None,
             seal=self._trust.seal,
+            find=None if self._content is None else partial(self._find, self._content),
         )
         try:
             return listen(port)
@@ -550,6 +568,11 @@ class Scheduler:
             directory.port,
         )
         return directory
+
+    # On the directory's thread.
+    def _find(self, content: CachedContent, question: Find) -> Found:
+        label = self._decode.weights if self._directory is None else self._directory.weights
+        return content.find(question, label)
 
     def _follow_label(self) -> None:
         """Reset if a tool has set another label of the weights (`nixl-kv set-weights`).

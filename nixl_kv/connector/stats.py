@@ -116,6 +116,11 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "unusable_peers": _decode(
         "Prefill engines that could not be reached or read twice in a row, per rank."
     ),
+    "finds": _both(
+        "Questions of other engines for what this engine's prefix cache has of a prompt "
+        "(conversations), by outcome.",
+        outcome=("found", "none"),
+    ),
     "offers": _prefill("Requests whose finished prefill was offered to decode with a ticket."),
     "ended_offers": _prefill(
         "Offers that ended, by outcome. unclaimed: no decode engine asked for it in time.",

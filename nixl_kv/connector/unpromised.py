@@ -102,6 +102,7 @@ CHUNKS: Final = Absence(
 OVERLAP: Final = Absence("overlap has no effect on decode", rests_on_order=True)
 WHOLE_BLOCKS: Final = Absence("engines exchange whole blocks only")
 EARLY_CHECKS: Final = Absence("some settings are checked later in the start")
+CONVERSATIONS: Final = Absence("conversations has no effect", rests_on_order=True)
 USAGE: Final = Absence("decode tells its clients that all loaded tokens were cached")
 MODULE_PATH: Final = Absence(
     '"kv_connector": "NixlKVConnector" needs "kv_connector_module_path": "nixl_kv.connector"'
@@ -495,6 +496,47 @@ PARTS: Final = (
         OVERLAP,
     ),
     Part("vllm.v1.request:Request", ("arrival_time", "is_finished()"), "the same", OVERLAP),
+    # --- KV that this engine has cached
+    Part(
+        "vllm.v1.core.block_pool:BlockPool",
+        (
+            *("get_new_blocks(num_blocks)", "reset_prefix_cache()"),
+            (
+                "cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, "
+                "block_size, kv_cache_group_id)"
+            ),
+        ),
+        "wrapped: tells which blocks a step may write, and which ones it fills",
+        CONVERSATIONS,
+    ),
+    Part(
+        "vllm.v1.core.block_pool:BlockPool",
+        ("num_gpu_blocks", "cached_block_hash_to_block"),
+        "finds blocks by their content",
+        CONVERSATIONS,
+    ),
+    Part(
+        "vllm.v1.core.block_pool:BlockHashToBlockMap",
+        ("get_one_block(key)",),
+        "the same",
+        CONVERSATIONS,
+    ),
+    Part(
+        "vllm.v1.core.kv_cache_utils",
+        ("make_block_hash_with_group_id(block_hash, group_id)",),
+        "the same",
+        CONVERSATIONS,
+    ),
+    Part(f"{_SCHED}.output:SchedulerOutput", ("has_sync_kv_loads",), "the same", CONVERSATIONS),
+    Part(f"{_SPECS}:KVCacheConfig", ("needs_kv_cache_zeroing",), "the same", CONVERSATIONS),
+    Part(
+        "vllm.v1.core.kv_cache_utils",
+        ("resolve_none_hash_seed(hash_fn)",),
+        "tells other engines how this one hashes blocks",
+        CONVERSATIONS,
+    ),
+    Part("vllm.utils.hashing", ("get_hash_fn_by_name(hash_fn_name)",), "the same", CONVERSATIONS),
+    Part(f"{_CONFIG}:CacheConfig", ("prefix_caching_hash_algo",), "the same", CONVERSATIONS),
     # --- the early answer
     Part(
         "vllm.v1.engine.async_llm:AsyncLLM",
@@ -586,7 +628,7 @@ PARTS: Final = (
 )
 
 
-FEATURES: Final = (CHUNKS, OVERLAP, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
+FEATURES: Final = (CHUNKS, OVERLAP, CONVERSATIONS, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
 
 # --- at the start
 

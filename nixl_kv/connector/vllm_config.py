@@ -44,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import DYNAMO_VARIABLE, ON, Config
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import Prompt, Rows
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
 from nixl_kv.connector.paging import Paging, StatePaging
@@ -51,6 +52,7 @@ from nixl_kv.errors import ConfigError, TicketRefused
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Rank, RequestId
+from nixl_kv.protocol.messages import ContentFacts
 from nixl_kv.protocol.params import check_bounds, foreign_fields, why_unbounded
 from nixl_kv.transport.base import SEGMENT_FACT
 
@@ -377,6 +379,25 @@ def _digest(value: object) -> str:
 
     canonical = json.dumps(stable(value), sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=8).hexdigest()
+
+
+def content_facts(vllm_config: VllmConfig, config: Config) -> ContentFacts:
+    """How this engine hashes the blocks of its prefix cache; it has one group of full attention."""
+    # Imported for this feature alone.
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed  # noqa: PLC0415
+
+    # vLLM initialises its own seed later, and resolves it likewise.
+    cache = vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return ContentFacts(
+        algorithm=algorithm,
+        seed=resolve_none_hash_seed(get_hash_fn_by_name(algorithm)),
+        block_size=int(cache.block_size or 0) * dcp,
+        vllm=unpromised.version(),
+        has_stand_ins=media_rules(config.media).ids_may_mislead,
+    )
 
 
 # --- cache groups

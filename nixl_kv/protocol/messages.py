@@ -244,6 +244,8 @@ class ContentFacts(_Record, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, lt=1 << 31)]  # in tokens
     lookahead: _Token = 0  # tokens after a block that its hash covers too
     vllm: Annotated[str, NAME]  # its version: the hashed bytes may change with it
+    # The engine may have stand-ins for images, audio and video (`media`): it has no KV of them.
+    has_stand_ins: bool = False
 
 
 class Description(_Message, frozen=True, kw_only=True):

@@ -1,0 +1,238 @@
+"""What this engine's prefix cache has, for other engines: an index beside vLLM's block pool.
+
+The adapter wraps three methods of the pool, of this instance alone, and only with the setting
+`conversations`. `conversations/index.py` explains what it notes, and why. The engine's directory
+answers `Find` with it; the ranks hear of each step's blocks with the step's commands.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any, Final
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from nixl_kv.config import ON, Config
+from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.unpromised import CONVERSATIONS, is_off
+from nixl_kv.connector.vllm_config import (
+    content_facts,
+    has_draft_layers,
+    may_copy_blocks,
+    specs,
+    transfer_config,
+    zeroes_blocks,
+)
+from nixl_kv.conversations import runs
+from nixl_kv.conversations.index import ContentIndex
+from nixl_kv.errors import ConfigError
+from nixl_kv.ids import ANY_INCARNATION, Incarnation, new_nonce
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import ContentFacts, Find, Found
+
+# --- engines that cannot serve the setting
+
+# vLLM's other algorithms are not collision-resistant, so equal hashes prove nothing.
+HASHES: Final = ("sha256", "sha256_cbor")
+
+FULL_ATTENTION: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+
+# Each entry is the reason, and the condition. These are checked before the weights load.
+REFUSALS: Final[Mapping[str, Callable[[VllmConfig], bool]]] = {
+    "kv_role 'kv_producer': such an engine reads no KV; allowed: 'kv_both', and on an engine that "
+    "only decodes 'kv_consumer'": lambda vllm: not transfer_config(vllm).is_kv_consumer,
+    "prefill context parallelism (prefill_context_parallel_size > 1)": lambda vllm: (
+        vllm.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "no prefix caching: set --enable-prefix-caching": lambda vllm: (
+        not vllm.cache_config.enable_prefix_caching
+    ),
+    f"a --prefix-caching-hash-algo other than {' and '.join(HASHES)}": lambda vllm: (
+        vllm.cache_config.prefix_caching_hash_algo not in HASHES
+    ),
+    "recurrent state (Mamba)": lambda vllm: (
+        vllm.model_config.is_hybrid or vllm.model_config.is_attention_free
+    ),
+    # vLLM's V2 model runner copies and zeroes blocks before it calls the workers' hooks.
+    "prompts that reuse a part of a block, which vLLM copies: leave out --prefix-match-unit": (
+        lambda vllm: may_copy_blocks(vllm.cache_config)
+    ),
+}
+
+# The same for the cache, which vLLM describes after it has loaded the weights.
+CACHE_REFUSALS: Final[Mapping[str, Callable[[KVCacheConfig], bool]]] = {
+    "several cache groups": lambda kv: len(kv.kv_cache_groups) != 1,
+    "layers that do not keep all tokens": lambda kv: any(
+        type(spec).__name__ not in FULL_ATTENTION for spec in specs(kv)
+    ),
+    "new blocks that vLLM fills with zeros": zeroes_blocks,
+}
+
+
+def check_start(config: Config, vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError that names all that keeps an engine from serving `conversations`."""
+    if config.conversations == ON:
+        _refuse(text for text, applies in REFUSALS.items() if applies(vllm_config))
+
+
+def check_cache(kv_cache_config: KVCacheConfig) -> None:
+    """The same, of an engine that has the setting."""
+    _refuse(text for text, applies in CACHE_REFUSALS.items() if applies(kv_cache_config))
+
+
+def _refuse(reasons: Any) -> None:
+    if found := "; nor ".join(reasons):
+        raise ConfigError(
+            f"conversations is 'on', which does not work with {found}; allowed here: 'off'"
+        )
+
+
+# --- the owner's half
+
+
+class CachedContent:
+    """The blocks of one engine. vLLM's scheduler thread calls all methods but `find`."""
+
+    def __init__(self, vllm_config: VllmConfig, config: Config) -> None:
+        """It has nothing before `bind`, and is not asked before `begin_life`."""
+        self.facts: ContentFacts = content_facts(vllm_config, config)
+        # vLLM drops the last block of its own hits likewise. With a connector, vLLM 0.33 hashes no
+        # tokens after a block either.
+        self._drops_last = has_draft_layers(vllm_config)
+        self._weights = config.weights
+        self._index: ContentIndex
+        self._key = b""
+        self._incarnation: Incarnation = ANY_INCARNATION
+        self._ticket_epoch = 0
+        # The directory's thread counts, and the scheduler's reports.
+        self._answers = {"found": 0, "none": 0}
+        self._counted = dict.fromkeys(self._answers, 0)
+
+    @classmethod
+    def of(
+        cls, vllm_config: VllmConfig, config: Config, kv_cache_config: KVCacheConfig
+    ) -> "CachedContent | None":
+        """None: the setting is off, or this vLLM lacks a part; `unpromised.warn` tells which."""
+        if config.conversations != ON or is_off(CONVERSATIONS):
+            return None
+        check_start(config, vllm_config)
+        check_cache(kv_cache_config)
+        return cls(vllm_config, config)
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Follow vLLM's block pool from now on, before any request has blocks."""
+        pool: Any = kv_cache_manager.block_pool
+        index = self._index = ContentIndex(
+            pool.num_gpu_blocks,
+            lookup_in(pool),
+            weights=self._weights,
+            drops_last=self._drops_last,
+        )
+        take, cache, reset = pool.get_new_blocks, pool.cache_full_blocks, pool.reset_prefix_cache
+
+        @wraps(take)
+        def get_new_blocks(num_blocks: int) -> Any:
+            taken = take(num_blocks)
+            index.on_taken([block.block_id for block in taken])
+            return taken
+
+        @wraps(cache)
+        def cache_full_blocks(
+            request: Any,
+            blocks: Any,
+            num_cached_blocks: int,
+            num_full_blocks: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            if num_cached_blocks < num_full_blocks:
+                full = blocks[num_cached_blocks:num_full_blocks]
+                parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
+                ids = [block.block_id for block in full]
+                index.on_hashed(request.request_id, ids, parent)
+            cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+
+        @wraps(reset)
+        def reset_prefix_cache() -> bool:
+            is_reset: bool = reset()
+            if is_reset:
+                index.on_reset()
+            return is_reset
+
+        pool.get_new_blocks = get_new_blocks
+        pool.cache_full_blocks = cache_full_blocks
+        pool.reset_prefix_cache = reset_prefix_cache
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> events.BlocksTaken:
+        """Call it once for each step, also for an empty one."""
+        return self._index.end_step(
+            scheduler_output.preempted_req_ids or (),
+            is_doubtful=bool(scheduler_output.has_sync_kv_loads),
+        )
+
+    def begin_life(self, incarnation: Incarnation) -> None:
+        """The engine is described to others: it is new, or some of its ranks are."""
+        self._incarnation = incarnation
+
+    def new_key(self) -> events.SetContentKey:
+        """The cache's memory is new too: its ranks believe nothing that was found before."""
+        # In this order: `find` takes a key before it looks for blocks.
+        self._index.on_reset()
+        self._key = runs.new_key()
+        return events.SetContentKey(self._key)
+
+    def reset_cache(self, ticket_epoch: int, weights: str) -> None:
+        """Find nothing any longer that was computed before this call.
+
+        Also if vLLM keeps its own cache. `ticket_epoch` is the epoch of later tickets.
+        """
+        # In this order: `find` takes the epoch before it looks for blocks.
+        self._index.on_reset(weights)
+        self._ticket_epoch = ticket_epoch
+
+    def find(self, question: Find, label: str) -> Found:
+        """On the directory's thread, which has the latest label of the engine's weights.
+
+        The scheduler follows it later. Until then the cache has KV of the former weights.
+        """
+        key, epoch = self._key, self._ticket_epoch
+        run = None
+        if question.weights == label:
+            run = self._index.find(question.hashes, question.first_block, label)
+        offer = new_nonce()
+        self._answers["none" if run is None else "found"] += 1
+        return Found(
+            incarnation=self._incarnation,
+            nonce=question.nonce,
+            num_blocks=0 if run is None else run.end_block - run.first_block,
+            offer=offer,
+            run=b"" if run is None else runs.seal(run, offer, key),
+            epoch=epoch,
+            weights=label,
+        )
+
+    def count(self, stats: Stats) -> None:
+        for outcome, number in self._answers.items():
+            if number != self._counted[outcome]:
+                stats.count("finds", number - self._counted[outcome], outcome)
+                self._counted[outcome] = number
+
+
+def lookup_in(pool: Any) -> Callable[[bytes], int | None]:
+    """Find the block with a hash in vLLM's prefix-cache map, on any thread."""
+    # Imported for this feature alone.
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id  # noqa: PLC0415
+
+    key_of = partial(make_block_hash_with_group_id, group_id=0)
+
+    def lookup(block_hash: Any) -> int | None:
+        try:
+            # A reset of the pool replaces the map.
+            block = pool.cached_block_hash_to_block.get_one_block(key_of(block_hash))
+        except (RuntimeError, StopIteration):
+            return None  # of several blocks with this hash, the scheduler's thread took some away
+        return None if block is None else int(block.block_id)
+
+    return lookup
