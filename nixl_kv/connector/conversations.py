@@ -6,7 +6,7 @@ answers `Find` with it; the ranks hear of each step's blocks with the step's com
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Final
 
 from vllm.config import VllmConfig
@@ -225,14 +225,15 @@ def lookup_in(pool: Any) -> Callable[[bytes], int | None]:
     # Imported for this feature alone.
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id  # noqa: PLC0415
 
-    key_of = partial(make_block_hash_with_group_id, group_id=0)
+    empty: Any = b""
+    group = bytes(make_block_hash_with_group_id(empty, 0))  # follows the hash in a key of the map
 
-    def lookup(block_hash: Any) -> int | None:
+    def lookup(block_hash: bytes) -> int | None:
+        # A reset of the pool replaces the map.
         try:
-            # A reset of the pool replaces the map.
-            block = pool.cached_block_hash_to_block.get_one_block(key_of(block_hash))
+            block = pool.cached_block_hash_to_block.get_one_block(block_hash + group)
         except (RuntimeError, StopIteration):
             return None  # of several blocks with this hash, the scheduler's thread took some away
-        return None if block is None else int(block.block_id)
+        return None if block is None else block.block_id  # type: ignore[no-any-return]
 
     return lookup

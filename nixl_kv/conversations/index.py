@@ -137,7 +137,7 @@ class ContentIndex:
         if weights != epoch.weights:
             return None
         born, lookup = epoch.born, self._lookup
-        need, block_ids = 0, list[int]()
+        block_ids, filled_by = list[int](), list[int]()
         for each in hashes:
             block = lookup(each)
             if block is None:
@@ -145,11 +145,13 @@ class ContentIndex:
             step = born[block]
             if step > built:
                 break
-            need = max(need, step)
+            filled_by.append(step)
             block_ids.append(block)
         if self._drops_last:
             del block_ids[-1:]
         if not block_ids or epoch is not self._epoch:
             return None
         ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
-        return Run(first_block=first_block, ids=ids, steps=built, need=need, epoch=epoch.number)
+        return Run(
+            first_block=first_block, ids=ids, steps=built, need=max(filled_by), epoch=epoch.number
+        )
