@@ -234,6 +234,6 @@ def lookup_in(pool: Any) -> Callable[[bytes], int | None]:
             block = pool.cached_block_hash_to_block.get_one_block(block_hash + group)
         except (RuntimeError, StopIteration):
             return None  # of several blocks with this hash, the scheduler's thread took some away
-        return None if block is None else block.block_id  # type: ignore[no-any-return]
+        return None if block is None else block.block_id
 
     return lookup

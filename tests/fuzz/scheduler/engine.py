@@ -99,6 +99,9 @@ class Configuration:
     tier_loads: bool = False  # the other connector loads within steps, and may fail
     shortest: int = 2  # tokens of a prompt
     pair_share: float = 0.5  # of the tickets, how many are out before their prompt
+    conversations: bool = False
+    num_drafts: int = 0  # tokens that a draft model proposes for each step
+    long_prefill_token_threshold: int = 0
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Configuration":
@@ -122,6 +125,29 @@ class Configuration:
         if rng.random() < 0.15:
             return drawn._beside_tier(rng)
         return drawn._in_parts(rng) if rng.random() < 0.5 else drawn
+
+    @classmethod
+    def drawn_for_reads(cls, rng: random.Random) -> "Configuration":
+        """One whose cached blocks other engines may read. Few blocks are free."""
+        drawn = replace(
+            cls.drawn(rng),
+            role=rng.choice(["kv_both", "kv_consumer"]),
+            groups=(FULL,),
+            is_multi=False,
+            tier_loads=False,
+            policy=rng.choice(["fcfs", "priority"]),
+            caches_prefixes=True,
+            num_blocks=rng.choice([16, 24, 40, 80]),
+            num_batched_tokens=rng.choice([48, 64, 256]),
+            max_num_seqs=rng.choice([4, 8]),
+            shortest=2,
+            pair_share=0.5,
+            conversations=True,
+            long_prefill_token_threshold=rng.choice([0, 32]),
+        )
+        if rng.random() < 0.2:
+            return replace(drawn._beside_tier(rng), role="kv_both")
+        return replace(drawn, num_drafts=0 if drawn.is_async else rng.choice([0, 3]))
 
     def _beside_tier(self, rng: random.Random) -> "Configuration":
         """Another connector loads within steps. vLLM discards a step of one cache group alone."""
@@ -161,6 +187,7 @@ class Configuration:
             "overlap": "on" if self.is_fast else "off",
             "on_load_failure": self.on_load_failure,
             "offer_share": self.offer_share,
+            "conversations": "on" if self.conversations else "off",
         }
         child = {**OURS, "kv_role": self.role, "kv_connector_extra_config": extra}
         if not self.is_multi:
@@ -189,6 +216,7 @@ class Engine:
             max_num_seqs=configuration.max_num_seqs,
             max_num_batched_tokens=configuration.num_batched_tokens,
             policy=configuration.policy,
+            long_prefill_token_threshold=configuration.long_prefill_token_threshold,
         )
         (last,) = configuration.groups[-1:]
         if last.is_state:
@@ -197,6 +225,7 @@ class Engine:
         dtype = config.model_config.dtype
         specs = [KVCacheGroupSpec([group.kind], group.spec(dtype)) for group in self.groups]
         self.vllm = make_scheduler(config, specs, hooked(config))
+        self.vllm.num_spec_tokens = self.vllm.num_lookahead_tokens = configuration.num_drafts
         self.connector = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})

@@ -6,13 +6,18 @@ order, each behind those before. Loads land, and offers are read, when a step en
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from fuzz.scheduler.engine import Configuration, Engine
@@ -37,6 +42,9 @@ One may pass where vLLM 0.33 aligns chunks for Mamba: what does not fit into a s
 """
 
 
+Draw: TypeAlias = Callable[[random.Random], Configuration]
+
+
 class BrokenPromiseError(Exception):
     """What is wrong."""
 
@@ -57,21 +65,22 @@ class _Write:
     request: Request
     tables: tuple[list[int], ...]
     tokens: range
+    num_rejected: int  # of these tokens, the last ones: drafts
 
 
 @dataclass(frozen=True)
 class _Step:
     output: SchedulerOutput
-    sampled: list[bool]  # of each request, whether it gets a token
+    sampled: list[int]  # of each request, how many tokens it gets
     writes: list[_Write]
     landed: dict[str, bool]  # loads that had ended before it began, and whether they are good
     invalid: set[int]  # blocks that the other connector could not load within it
 
 
 class Life:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, draw: Draw = Configuration.drawn) -> None:
         self._rng = random.Random(seed)  # noqa: S311 - nobody guesses here
-        self.configuration = Configuration.drawn(self._rng)
+        self.configuration = draw(self._rng)
         self.counts: Counter[str] = Counter()
         self._engine = Engine(self.configuration)
         self._vllm = self._engine.vllm
@@ -259,10 +268,13 @@ class Life:
         sampled, writes = [], []
         for name, count in output.num_scheduled_tokens.items():
             request = self._vllm.requests[name]
-            sampled.append(not request.is_prefill_chunk)
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            num_rejected = self._rng.randint(0, num_drafts) if num_drafts else 0
+            is_whole = not request.is_prefill_chunk
+            sampled.append(is_whole * (1 + num_drafts - num_rejected))
             begin = request.num_computed_tokens - count
             tokens = range(begin, request.num_computed_tokens)
-            writes.append(_Write(request, self._engine.tables(name), tokens))
+            writes.append(_Write(request, self._engine.tables(name), tokens, num_rejected))
         self._note_begun(output)
         for command in self._engine.metadata(output).commands:
             self._do(command)
@@ -405,6 +417,7 @@ class Life:
         """Attention reads all tokens before those that are computed, or those of its window."""
         request, tokens = write.request, write.tokens
         kv = self._hashes(request)
+        kv[tokens.stop - write.num_rejected : tokens.stop] = [JUNK] * write.num_rejected
         if not set(write.tables[0][: -(-tokens.start // BLOCK)]).isdisjoint(invalid):
             kv = [JUNK] * len(kv)  # vLLM discards this
         written = self._written(write)
@@ -422,12 +435,16 @@ class Life:
             if tokens.start and kv[0] != JUNK:
                 before = range(first, tokens.start)
                 wrong = self._memory.wrong(number, entries, before, kv)
-                if wrong is not None and self.counts["steps discarded"]:
-                    # vLLM's own fault: docs/upstream/vllm-discarded-step.md.
+                if wrong is not None and self._is_vllm_at_fault:
                     self._on_stale_blocks.add(request.request_id)
                     kv, wrong = [JUNK] * len(kv), None
                 self._check(wrong is None, f"{request.request_id} computes on: {wrong}")
             self._memory.write(number, entries, tokens, kv)
+
+    @property
+    def _is_vllm_at_fault(self) -> bool:
+        """Whether its prefix cache may have a wrong block: docs/upstream/vllm-discarded-step.md."""
+        return self.counts["steps discarded"] > 0
 
     def _hashes(self, request: Request) -> list[int]:
         return hashes([*request.all_token_ids, *[ANSWER] * BLOCK], self._weights)
@@ -445,13 +462,17 @@ class Life:
             result = ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={name: index for index, name in enumerate(ids)},
-                sampled_token_ids=[[ANSWER] if is_sampled else [] for is_sampled in step.sampled],
+                sampled_token_ids=[[ANSWER] * count for count in step.sampled],
                 kv_connector_output=KVConnectorOutput(**reports) if reports else None,
             )
         for outputs in self._vllm.update_from_output(step.output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.counts[f"ended ({each.finish_reason})"] += 1
+        if self.configuration.num_drafts:
+            names = [each.request_id for each in self._vllm.running if not each.is_prefill_chunk]
+            drafts = [[ANSWER] * self.configuration.num_drafts for _ in names]
+            self._vllm.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _land_between_steps(self) -> None:
         for name in [name for name in self._loads if self._happens(0.4)]:

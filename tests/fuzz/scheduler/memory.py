@@ -69,6 +69,12 @@ class Memory:
                 page = self._pages[block] = _Page(number, [JUNK] * BLOCK)
             page.kv[first : first + len(part)] = kv[part.start : part.stop]
 
+    def half(self, block: int, number: int) -> list[int]:
+        """One of the two halves of a block, of a cache with one group."""
+        page = self._pages.get(block)
+        size = BLOCK // 2
+        return [JUNK] * size if page is None else page.kv[number * size :][:size]
+
     def wrong(
         self, number: int, entries: Mapping[int, int], tokens: range, kv: list[int]
     ) -> str | None:
