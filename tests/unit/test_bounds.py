@@ -222,6 +222,9 @@ TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
 ELSEWHERE: Final = {
     "conversations.part.MAX_WAITING": "conversations/test_part.py",
     "conversations.part.MAX_WAITING_OF_READER": "conversations/test_part.py",
+    "conversations.finding.MAX_FINDS": "conversations/test_finding.py",
+    "conversations.finding.MAX_HASHES": "conversations/test_finding.py",
+    "conversations.owners.MAX_OWNERS": "conversations/test_owners.py",
     "early.asks.MAX_ASKS": "early/test_asks.py",
     "early.asks.MAX_ASKS_OF_READER": "early/test_asks.py",
     "engine.admission.MAX_HOSTS": "engine/test_admission.py",

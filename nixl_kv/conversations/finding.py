@@ -1,0 +1,141 @@
+"""The reader's scheduler: which engine to ask for the KV of a prompt, and when to stop waiting.
+
+A decode engine that has read an offer has the prompt's KV, and soon that of its own answer. So the
+prefill engine remembers to which engine it gave a prompt, by hashes of some of its blocks. The next
+turn's prompt begins alike. The hashes only choose the engine: it finds the longest run of blocks
+itself (`index.py`), so a wrong choice costs one question.
+
+No vLLM and no IO here. The scheduler's thread calls everything.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from nixl_kv.conversations.owners import Answer, Question
+from nixl_kv.ids import Endpoint, Nonce, RequestId, new_nonce
+
+# A request waits so long for an answer. On one network it comes within 1 or 2 ms; the first one
+# from an engine also needs a connection and that engine's description.
+FIND_S: Final = 0.02
+
+# Below this number of tokens, computing costs less than a question and a load. A GPU reads the
+# whole model for one token or for 200, and both take 5 to 10 ms; a question and a load take 3 to 5
+# ms, and two more steps while other requests run.
+MIN_TOKENS: Final = 256
+
+# Hashes that are remembered, 160 bytes each. A prompt of 1,000 blocks has 11.
+MAX_HASHES: Final = 1 << 16
+
+# Questions whose answers are awaited. Further requests are computed: the owners are busy.
+MAX_FINDS: Final = 256
+
+
+def marks(hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The hashes of the 1st, 2nd, 4th, 8th ... and the last block of a prompt.
+
+    If a client changes the history of a conversation, one of them is in its unchanged part, and
+    covers at least half of that.
+    """
+    if not hashes:
+        return ()
+    powers = (1 << exponent for exponent in range(len(hashes).bit_length()))
+    return tuple(hashes[count - 1] for count in dict.fromkeys((*powers, len(hashes))))
+
+
+class Source(NamedTuple):
+    """The engine that may have KV of a prompt."""
+
+    owner: Endpoint  # of its directory
+    #: Tokens of the prompt that this engine gave to the owner. If it has more in its own cache, the
+    #: prompt continues another conversation than the owner's. Infinity if a router names the owner.
+    num_given: float
+
+
+class OwnerTable:
+    """Which engine has read a prompt that begins with some blocks; the least recent one goes."""
+
+    def __init__(self, most: int = MAX_HASHES) -> None:
+        self._most = most
+        self._owners: OrderedDict[bytes, Endpoint] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def learn(self, hashes: Iterable[bytes], owner: Endpoint) -> None:
+        for each in hashes:
+            self._owners[each] = owner
+            self._owners.move_to_end(each)
+        while len(self._owners) > self._most:
+            self._owners.popitem(last=False)
+
+    def find(self, hashes: Sequence[bytes], block_size: int) -> Source | None:
+        """The owner of the longest beginning of a prompt, by the hashes of all its blocks."""
+        for place in range(len(hashes) - 1, -1, -1):
+            owner = self._owners.get(hashes[place])
+            if owner is not None:
+                return Source(owner, (place + 1) * block_size)
+        return None
+
+
+@dataclass
+class Finds:
+    """The requests that another engine may help, until they have been asked for."""
+
+    ask: Callable[[Question], None]
+    clock: Callable[[], float] = time.monotonic
+    table: OwnerTable = field(default_factory=OwnerTable)
+    _sources: dict[RequestId, Source] = field(default_factory=dict)
+    _asked: dict[RequestId, Question] = field(default_factory=dict)  # the oldest first
+
+    def __len__(self) -> int:
+        """How many requests wait for an answer."""
+        return len(self._asked)
+
+    def add(self, request: RequestId, source: Source) -> None:
+        self._sources[request] = source
+
+    def begin(
+        self,
+        request: RequestId,
+        local: int,
+        num_tokens: int,
+        make_question: Callable[[Endpoint, Nonce, float], Question],
+    ) -> bool:
+        """Ask for the tokens [local, num_tokens) if that may pay; whether an answer will come.
+
+        A request is asked for only once, whatever comes of it.
+        """
+        source = self._sources.pop(request, None)
+        if source is None or source.num_given < local or num_tokens - local < MIN_TOKENS:
+            return False
+        if len(self._asked) >= MAX_FINDS:
+            return False
+        question = make_question(source.owner, new_nonce(), self.clock() + FIND_S)
+        self._asked[request] = question
+        self.ask(question)
+        return True
+
+    def end(self, answer: Answer) -> Question | None:
+        """The question of an answer; None if it came too late, or the request has ended."""
+        question = self._asked.get(answer.request)
+        if question is None or question.nonce != answer.nonce:
+            return None
+        return self._asked.pop(answer.request)
+
+    def pop_late(self) -> list[RequestId]:
+        """The requests that have waited for FIND_S."""
+        now, late = self.clock(), list[RequestId]()
+        for request, question in self._asked.items():
+            if now < question.ends_at:
+                break
+            late.append(request)
+        for request in late:
+            del self._asked[request]
+        return late
+
+    def forget(self, request: RequestId) -> None:
+        self._sources.pop(request, None)
+        self._asked.pop(request, None)

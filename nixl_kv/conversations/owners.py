@@ -1,0 +1,389 @@
+"""The reader's questions to other engines' directories, on its own directory's thread.
+
+An owner is an engine that may have cached KV. The reader has to know how it hashes its blocks, so
+it first asks for the owner's description, once per incarnation. If an owner does not answer in
+time, the reader pauses before it asks again, and the pause doubles as in `protocol/peers.py`. A late
+answer ends the pause.
+
+A state machine without IO. Each question gets one `Answer`, unless the thread itself fails.
+"""
+
+import enum
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from nixl_kv.errors import LimitedLog, LocalProtocolError, RemoteProtocolError
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, RequestId
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.machine import MachineState
+from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S, INCOMPATIBLE_S, MAX_PAUSE_S, PAUSE_S
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transport.base import FromEndpoint, Lost
+
+# Owners that are remembered. Without a key, a client may have invented them.
+MAX_OWNERS: Final = 1 << 10
+
+Outcome: TypeAlias = Literal["found", "none", "late", "refused"]
+"""`refused`: the owner's cache is of no use to this engine, or it could not be asked."""
+
+Sends: TypeAlias = list[tuple[Endpoint, messages.Message]]
+
+ANY_ENGINE: Final = EngineId("any")  # a description is asked for by address
+NO_CONTENT: Final = "its setting conversations is 'off'"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which blocks of a request's prompt an owner has."""
+
+    request: RequestId
+    owner: Endpoint
+    nonce: Nonce
+    begin: int  # the tokens before it are in this engine's cache
+    weights: str  # the label of this engine's weights
+    #: The hashes of the prompt's full blocks as the owner makes them; a text says why it cannot.
+    make_hashes: Callable[[messages.ContentFacts], Sequence[bytes] | str] = field(repr=False)
+    ends_at: float  # in monotonic seconds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a question.
+
+    The ticket is for the tokens up to the end of the run that the owner has found, which begins at
+    or before `Question.begin`.
+    """
+
+    request: RequestId
+    nonce: Nonce
+    outcome: Outcome
+    #: With `found`.
+    ticket: Ticket | None = None
+    run: bytes = b""  # `messages.Found.run`
+
+
+class OwnerState(MachineState):
+    ASKED = enum.auto()  # its description was asked for; one question waits for it
+    KNOWN = enum.auto()  # described, and the last question was answered in time
+    UNUSABLE = enum.auto()  # it did not answer, or its cache is of no use: a pause
+
+
+class OwnerEvent(MachineState):
+    WANTED = enum.auto()  # a request wants it, after its pause if it has one
+    DESCRIBED = enum.auto()
+    ANSWERED = enum.auto()  # a question, perhaps too late
+    OUTDATED = enum.auto()  # it has another incarnation than its description
+    FAILED = enum.auto()
+
+
+OWNER_TRANSITIONS: Final[Mapping[OwnerState, Mapping[OwnerEvent, OwnerState]]] = {
+    OwnerState.ASKED: {
+        OwnerEvent.WANTED: OwnerState.ASKED,
+        OwnerEvent.DESCRIBED: OwnerState.KNOWN,
+        OwnerEvent.ANSWERED: OwnerState.ASKED,  # a question of before
+        OwnerEvent.OUTDATED: OwnerState.ASKED,
+        OwnerEvent.FAILED: OwnerState.UNUSABLE,
+    },
+    OwnerState.KNOWN: {
+        OwnerEvent.WANTED: OwnerState.KNOWN,
+        OwnerEvent.DESCRIBED: OwnerState.KNOWN,
+        OwnerEvent.ANSWERED: OwnerState.KNOWN,
+        OwnerEvent.OUTDATED: OwnerState.ASKED,
+        OwnerEvent.FAILED: OwnerState.UNUSABLE,
+    },
+    OwnerState.UNUSABLE: {
+        OwnerEvent.WANTED: OwnerState.ASKED,
+        OwnerEvent.DESCRIBED: OwnerState.KNOWN,
+        OwnerEvent.ANSWERED: OwnerState.KNOWN,
+        OwnerEvent.OUTDATED: OwnerState.UNUSABLE,
+        OwnerEvent.FAILED: OwnerState.UNUSABLE,
+    },
+}
+
+
+@dataclass
+class Owner:
+    endpoint: Endpoint  # of its directory
+    state: OwnerState = OwnerState.ASKED
+    #: Always in KNOWN. In UNUSABLE, if it was described before.
+    description: messages.Description | None = None
+    failures: int = 0  # since its last answer
+    pause_ends_at: float = -math.inf  # of UNUSABLE
+    asked_at: float = -math.inf  # of ASKED
+    waiting: Question | None = None  # in ASKED, for the description
+
+    def move(self, event: OwnerEvent) -> None:
+        self.state = OWNER_TRANSITIONS[self.state][event]
+
+
+class Owners:
+    """All owners of one engine, by the address of their directory. `now` is monotonic, in seconds.
+
+    The scheduler's thread adds to `questions` and takes `answers`; the directory's thread does all
+    else. `why_unfit` says why the cache of a described engine is of no use here, or ''.
+    """
+
+    def __init__(self, why_unfit: Callable[[messages.Description], str], log: LimitedLog) -> None:
+        self.questions: deque[Question] = deque()
+        self.answers: deque[Answer] = deque()
+        self._sends: list[tuple[Endpoint, bytes]] = []
+        self._why_unfit = why_unfit
+        self._log = log
+        self._known: OrderedDict[Endpoint, Owner] = OrderedDict()  # the least recently asked first
+        # All have the same time, so the first one ends first.
+        self._open: OrderedDict[Nonce, Question] = OrderedDict()
+
+    @property
+    def next_due(self) -> float:
+        """When `on_tick` has something to do, in monotonic seconds; infinity for never."""
+        first = next(iter(self._open.values()), None)
+        asked = (o.asked_at for o in self._known.values() if o.state is OwnerState.ASKED)
+        described = min(asked, default=math.inf) + CONNECT_TIMEOUT_S
+        return min(described, math.inf if first is None else first.ends_at)
+
+    def state_of(self, endpoint: Endpoint) -> OwnerState | None:
+        owner = self._known.get(endpoint)
+        return None if owner is None else owner.state
+
+    def turn(self, now: float) -> list[tuple[Endpoint, bytes]]:
+        """The messages to send now."""
+        self.on_tick(now)
+        while self.questions:
+            self._send(self.ask(self.questions.popleft(), now))
+        sends, self._sends = self._sends, []
+        return sends
+
+    def receive(self, item: FromEndpoint | Lost, now: float) -> None:
+        """Take an answer, or the end of a connection."""
+        if isinstance(item, Lost):
+            self.on_lost(item.endpoint, item.reason, now)
+            return
+        try:
+            message = messages.decode_to_finder(item.payload)
+        except RemoteProtocolError as error:
+            self.on_lost(item.endpoint, str(error), now)
+        else:
+            self._send(self.on_message(item.endpoint, message, now))
+
+    def _send(self, sends: Sends) -> None:
+        self._sends += [(endpoint, messages.encode(message)) for endpoint, message in sends]
+
+    # --- the machine
+
+    def ask(self, question: Question, now: float) -> Sends:
+        owner = self._known.get(question.owner)
+        is_new = owner is None
+        if owner is None:
+            owner = self._known[question.owner] = Owner(question.owner)
+            self._forget_oldest()
+        self._known.move_to_end(owner.endpoint)
+        self._open[question.nonce] = question
+        match owner.state:
+            case OwnerState.KNOWN:
+                return self._find(owner, question)
+            case OwnerState.ASKED if not is_new:
+                return self._refuse(question)  # one request finds out whether it answers
+            case OwnerState.UNUSABLE if now < owner.pause_ends_at:
+                return self._refuse(question)
+        owner.move(OwnerEvent.WANTED)
+        return self._describe(owner, question, now)
+
+    def on_message(self, endpoint: Endpoint, message: messages.ToFinder, now: float) -> Sends:
+        owner = self._known.get(endpoint)
+        if owner is None:
+            return []
+        match message:
+            case messages.Description():
+                return self._on_description(owner, message, now)
+            case messages.Found():
+                self._on_found(owner, message)
+            case messages.Refusal() if message.incarnation != ANY_INCARNATION:
+                return self._on_outdated(owner, message, now)
+            case messages.Refusal() | messages.KeyRefusal():
+                self._fail(owner, message.reason, now)
+            case messages.VersionRefusal():
+                self._fail(owner, str(message), now)
+        return []
+
+    def _on_outdated(self, owner: Owner, refusal: messages.Refusal, now: float) -> Sends:
+        """It has restarted or slept since; one of the questions waits for its description."""
+        known = owner.description
+        if owner.state is not OwnerState.KNOWN or known is None:
+            return []
+        if known.incarnation != refusal.incarnation:  # an answer to a question of before
+            return []
+        questions = self._questions(owner.endpoint)
+        owner.move(OwnerEvent.OUTDATED)
+        for question in questions[1:]:
+            self._refuse(question)
+        return self._describe(owner, next(iter(questions), None), now)
+
+    def on_lost(self, endpoint: Endpoint, reason: str, now: float) -> None:
+        """The connection broke. An idle one may break without harm."""
+        owner = self._known.get(endpoint)
+        if owner is not None and (owner.state is OwnerState.ASKED or self._questions(endpoint)):
+            self._fail(owner, reason, now)
+
+    def on_tick(self, now: float) -> None:
+        late = [one for one in self._open.values() if one.ends_at <= now]
+        for question in late:
+            self._end(question, "late")
+            owner = self._known.get(question.owner)
+            if owner is None:
+                continue
+            if owner.waiting is question:
+                owner.waiting = None
+            # A new connection and a description may take longer than a request can wait.
+            if owner.state is OwnerState.KNOWN:
+                self._pause(owner, now)
+        for owner in list(self._known.values()):
+            is_due = owner.asked_at + CONNECT_TIMEOUT_S <= now
+            if owner.state is OwnerState.ASKED and is_due:
+                self._fail(owner, f"no description in {CONNECT_TIMEOUT_S:g} s", now)
+
+    # --- one owner
+
+    def _describe(self, owner: Owner, question: Question | None, now: float) -> Sends:
+        owner.waiting, owner.asked_at = question, now
+        describe = messages.Describe(incarnation=ANY_INCARNATION, engine=ANY_ENGINE)
+        return [(owner.endpoint, describe)]
+
+    def _on_description(self, owner: Owner, message: messages.Description, now: float) -> Sends:
+        if why := NO_CONTENT if message.content is None else self._why_unfit(message):
+            owner.description = None
+            self._fail(owner, why, now, at_least_s=INCOMPATIBLE_S)
+            return []
+        owner.description, owner.failures = message, 0
+        owner.move(OwnerEvent.DESCRIBED)
+        waiting, owner.waiting = owner.waiting, None
+        return [] if waiting is None else self._find(owner, waiting)
+
+    def _find(self, owner: Owner, question: Question) -> Sends:
+        description = owner.description
+        facts = None if description is None else description.content
+        if description is None or facts is None:
+            raise LocalProtocolError(f"owner {owner.endpoint} is {owner.state.name} without facts")
+        hashes = question.make_hashes(facts)
+        if isinstance(hashes, str):
+            self._log.warning("%s is not asked for cached KV: %s", owner.endpoint, hashes)
+            return self._refuse(question)
+        first = question.begin // facts.block_size
+        wanted = tuple(hashes[first : first + messages.MAX_HASHES])
+        if not wanted:
+            self._end(question, "none")
+            return []
+        find = messages.Find(
+            incarnation=description.incarnation,
+            engine=description.engine,
+            nonce=question.nonce,
+            weights=question.weights,
+            hashes=wanted,
+            first_block=first,
+        )
+        return [(owner.endpoint, find)]
+
+    def _on_found(self, owner: Owner, found: messages.Found) -> None:
+        owner.failures = 0
+        if owner.description is not None:
+            owner.move(OwnerEvent.ANSWERED)
+        question, description = self._open.get(Nonce(found.nonce)), owner.description
+        if question is None or question.owner != owner.endpoint:
+            return
+        facts = None if description is None else description.content
+        is_current = description is not None and found.incarnation == description.incarnation
+        if description is None or facts is None or not is_current or not found.num_blocks:
+            self._end(question, "none")
+            return
+        try:
+            ticket = _ticket(owner.endpoint, description, found, question, facts.block_size)
+        except ValueError as error:
+            self._log.warning("%s sent a useless answer: %s", owner.endpoint, error)
+            self._end(question, "refused")
+            return
+        self._end(question, "found", ticket, found.run)
+
+    def _fail(self, owner: Owner, reason: str, now: float, *, at_least_s: float = 0.0) -> None:
+        text = "%s is not asked for cached KV, for %g s: %s"
+        pause_s = self._pause(owner, now, at_least_s=at_least_s)
+        self._log.warning(text, owner.endpoint, pause_s, reason)
+        for question in self._questions(owner.endpoint):
+            self._refuse(question)
+
+    def _pause(self, owner: Owner, now: float, *, at_least_s: float = 0.0) -> float:
+        owner.move(OwnerEvent.FAILED)
+        owner.waiting = None
+        pause_s = min(PAUSE_S * (1 << owner.failures), MAX_PAUSE_S)
+        pause_s = max(pause_s, at_least_s)
+        owner.failures = min(owner.failures + 1, 16)
+        owner.pause_ends_at = now + pause_s
+        return pause_s
+
+    # --- questions
+
+    def _questions(self, endpoint: Endpoint) -> list[Question]:
+        return [one for one in self._open.values() if one.owner == endpoint]
+
+    def _refuse(self, question: Question) -> Sends:
+        self._end(question, "refused")
+        return []
+
+    def _end(
+        self,
+        question: Question,
+        outcome: Outcome,
+        ticket: Ticket | None = None,
+        run: bytes = b"",
+    ) -> None:
+        del self._open[question.nonce]
+        self.answers.append(Answer(question.request, question.nonce, outcome, ticket, run))
+
+    def _forget_oldest(self) -> None:
+        if len(self._known) > MAX_OWNERS:
+            endpoint = next(iter(self._known))
+            for question in self._questions(endpoint):
+                self._refuse(question)
+            del self._known[endpoint]
+
+    def check(self) -> None:
+        """Check what the states promise, between two events.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        for owner in self._known.values():
+            state = owner.state
+            rules = {
+                "no facts": state is OwnerState.KNOWN
+                and (owner.description is None or owner.description.content is None),
+                "a question waits": owner.waiting is not None and state is not OwnerState.ASKED,
+                "no pause": state is OwnerState.UNUSABLE and owner.pause_ends_at == -math.inf,
+            }
+            for rule, is_broken in rules.items():
+                if is_broken:
+                    raise LocalProtocolError(f"owner {owner.endpoint} is {state.name}: {rule}")
+
+
+def _ticket(
+    endpoint: Endpoint,
+    owner: messages.Description,
+    found: messages.Found,
+    question: Question,
+    block_size: int,
+) -> Ticket:
+    """The ticket of an answer; a ValueError if the owner's names cannot stand in one."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    num_blocks = question.begin // block_size + found.num_blocks
+    return Ticket(
+        host=host.strip("[]"),
+        port=int(port),
+        nonce=Nonce(found.offer),
+        engine=EngineId(owner.engine),
+        incarnation=Incarnation(owner.incarnation),
+        num_tokens=num_blocks * block_size,
+        context=found.offer,  # the owner compares no prompt: it has sealed the run
+        epoch=found.epoch,
+        weights=found.weights,
+    )

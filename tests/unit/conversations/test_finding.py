@@ -1,0 +1,255 @@
+"""Whom a reader asks, and how long a request waits for the answer."""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.conversations.finding import (
+    FIND_S,
+    MAX_FINDS,
+    MAX_HASHES,
+    MIN_TOKENS,
+    Finds,
+    OwnerTable,
+    Source,
+    marks,
+)
+from nixl_kv.conversations.owners import Answer, Question
+from nixl_kv.ids import Endpoint, Nonce, RequestId, new_nonce
+
+HERE: Final = Endpoint("tcp://10.0.0.1:5600")
+THERE: Final = Endpoint("tcp://10.0.0.2:5600")
+BLOCK: Final = 16
+A, B = RequestId("a"), RequestId("b")
+LONG: Final = 4 * MIN_TOKENS
+
+
+def hashes(*parts: tuple[int, str]) -> list[bytes]:
+    """A chain: each hash commits to all before it. Each part is a number of blocks and a text."""
+    chain: list[bytes] = []
+    before = ""
+    for count, text in parts:
+        for number in range(count):
+            before += f"{text}{number}."
+            chain.append(before.encode())
+    return chain
+
+
+# --- the table
+
+
+@pytest.mark.parametrize(
+    ("count", "places"),
+    [
+        (0, []),
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 9]),
+        (1000, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]),
+    ],
+)
+def test_few_blocks_stand_for_a_prompt(count: int, places: list[int]) -> None:
+    chain = hashes((count, "a"))
+    assert list(marks(chain)) == [chain[place - 1] for place in places]
+
+
+@given(given_blocks=st.integers(1, 200), kept=st.integers(1, 200), more=st.integers(0, 50))
+def test_a_changed_history_is_found_by_half_of_what_is_unchanged(
+    given_blocks: int, kept: int, more: int
+) -> None:
+    kept = min(kept, given_blocks)
+    table = OwnerTable()
+    table.learn(marks(hashes((kept, "same"), (given_blocks - kept, "old"))), HERE)
+    found = table.find(hashes((kept, "same"), (more, "new")), BLOCK)
+    assert found is not None
+    assert found.owner == HERE
+    assert kept * BLOCK / 2 <= found.num_given <= kept * BLOCK
+    if kept == given_blocks:
+        assert found.num_given == kept * BLOCK
+
+
+def test_another_conversation_is_not_found() -> None:
+    table = OwnerTable()
+    table.learn(marks(hashes((9, "a"))), HERE)
+    assert table.find(hashes((9, "b")), BLOCK) is None
+    assert table.find([], BLOCK) is None
+
+
+def test_of_two_owners_the_one_with_more_is_asked_and_of_two_alike_the_latest() -> None:
+    table = OwnerTable()
+    table.learn(marks(hashes((4, "a"), (6, "first"))), HERE)
+    table.learn(marks(hashes((4, "a"), (6, "other"))), THERE)
+    assert table.find(hashes((4, "a"), (7, "first")), BLOCK) == Source(HERE, 10 * BLOCK)
+    assert table.find(hashes((4, "a"), (7, "new")), BLOCK) == Source(THERE, 4 * BLOCK)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=20), st.integers(1, 8))
+def test_the_table_is_bounded_and_forgets_the_least_recent(
+    learnt: list[list[int]], most: int
+) -> None:
+    table = OwnerTable(most)
+    latest: list[bytes] = []
+    for each in learnt:
+        chain = [b"%d" % number for number in each]
+        table.learn(chain, HERE)
+        latest = [one for one in latest if one not in chain] + list(dict.fromkeys(reversed(chain)))[
+            ::-1
+        ]
+    assert len(table) <= most <= MAX_HASHES
+    known = [one for one in latest if table.find([one], 1) is not None]
+    assert known == latest[len(latest) - len(known) :]
+
+
+# --- questions
+
+
+class Reader:
+    """Finds with a clock, and what they ask."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.asked: list[Question] = []
+        self.finds = Finds(self.asked.append, lambda: self.now)
+
+    def begin(
+        self,
+        request: RequestId = A,
+        *,
+        source: Source | None = Source(HERE, math.inf),  # noqa: B008 - a constant
+        local: int = 0,
+        num_tokens: int = LONG,
+    ) -> bool:
+        if source is not None:
+            self.finds.add(request, source)
+
+        def make(owner: Endpoint, nonce: Nonce, ends_at: float) -> Question:
+            return Question(request, owner, nonce, local, "", lambda _: (), ends_at)
+
+        return self.finds.begin(request, local, num_tokens, make)
+
+    def answer(self, question: Question) -> Question | None:
+        return self.finds.end(Answer(question.request, question.nonce, "none"))
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.mark.parametrize(
+    ("local", "num_tokens", "given_tokens", "asks"),
+    [
+        (0, MIN_TOKENS, math.inf, True),
+        (0, MIN_TOKENS - 1, math.inf, False),
+        (LONG - MIN_TOKENS, LONG, math.inf, True),
+        (LONG - MIN_TOKENS + 1, LONG, math.inf, False),
+        (512, LONG, 512, True),  # this engine still has what it gave
+        (496, LONG, 512, True),
+        (0, LONG, 16, True),  # it has lost all
+        (528, LONG, 512, False),  # it has more: another conversation's beginning
+    ],
+)
+def test_it_asks_where_that_may_pay(
+    reader: Reader, local: int, num_tokens: int, given_tokens: float, *, asks: bool
+) -> None:
+    source = Source(HERE, given_tokens)
+    assert reader.begin(source=source, local=local, num_tokens=num_tokens) is asks
+    assert len(reader.asked) == len(reader.finds) == asks
+
+
+def test_a_request_without_a_source_is_not_asked_for(reader: Reader) -> None:
+    assert not reader.begin(source=None)
+
+
+def test_each_request_is_asked_for_once(reader: Reader) -> None:
+    assert reader.begin()
+    reader.now += FIND_S
+    assert reader.finds.pop_late() == [A]
+    assert not reader.begin(source=None), "vLLM asks again, after a preemption for example"
+
+
+def test_an_answer_ends_its_question_once(reader: Reader) -> None:
+    reader.begin()
+    (question,) = reader.asked
+    assert (question.owner, question.ends_at) == (HERE, reader.now + FIND_S)
+    assert reader.answer(question) == question
+    assert reader.answer(question) is None
+    assert not len(reader.finds)
+
+
+def test_an_answer_of_another_question_changes_nothing(reader: Reader) -> None:
+    reader.begin()
+    assert reader.finds.end(Answer(A, new_nonce(), "none")) is None
+    assert len(reader.finds) == 1
+
+
+def test_no_request_waits_longer_than_the_limit(reader: Reader) -> None:
+    reader.begin(A)
+    reader.now += FIND_S / 2
+    reader.begin(B)
+    assert reader.finds.pop_late() == []
+    reader.now += FIND_S / 2
+    assert reader.finds.pop_late() == [A]
+    assert reader.answer(reader.asked[0]) is None, "too late"
+    assert reader.answer(reader.asked[1]) is not None
+
+
+def test_a_request_that_has_ended_waits_no_longer(reader: Reader) -> None:
+    reader.begin(A)
+    reader.finds.add(B, Source(HERE, math.inf))
+    for request in (A, B):
+        reader.finds.forget(request)
+    assert reader.answer(reader.asked[0]) is None
+    assert not reader.begin(B, source=None)
+
+
+def test_only_so_many_questions_are_open(reader: Reader) -> None:
+    begun = [reader.begin(RequestId(str(number))) for number in range(MAX_FINDS + 1)]
+    assert begun == [True] * MAX_FINDS + [False]
+
+
+Act = tuple[str, int]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("begin"), st.integers(0, 5)),
+            st.tuples(st.just("wait"), st.integers(1, 25)),  # milliseconds
+            st.tuples(st.just("answer"), st.integers(0, 30)),
+            st.tuples(st.just("forget"), st.integers(0, 5)),
+        ),
+        max_size=40,
+    )
+)
+def test_each_question_ends_once_and_in_time(acts: Sequence[Act]) -> None:
+    reader = Reader()
+    waiting: dict[RequestId, Question] = {}
+    for kind, number in acts:
+        name = RequestId(str(number))
+        match kind:
+            case "begin" if name not in waiting:
+                assert reader.begin(name)
+                waiting[name] = reader.asked[-1]
+            case "wait":
+                reader.now += number / 1000
+            case "forget":
+                reader.finds.forget(name)
+                waiting.pop(name, None)
+            case "answer" if number < len(reader.asked):
+                question = reader.asked[number]
+                is_open = waiting.get(question.request) is question
+                assert (reader.answer(question) is not None) == is_open
+                if is_open:
+                    del waiting[question.request]
+        late = reader.finds.pop_late()
+        assert late == [one for one in waiting if waiting[one].ends_at <= reader.now]
+        for one in late:
+            del waiting[one]
+        assert len(reader.finds) == len(waiting)

@@ -1,0 +1,407 @@
+"""What becomes of each question to another engine's directory, and of an engine without answers."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from nixl_kv.conversations.finding import FIND_S
+from nixl_kv.conversations.owners import (
+    MAX_OWNERS,
+    NO_CONTENT,
+    OWNER_TRANSITIONS,
+    Answer,
+    OwnerEvent,
+    Owners,
+    OwnerState,
+    Question,
+)
+from nixl_kv.errors import LimitedLog
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Nonce, RequestId, new_nonce
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.messages import (
+    ContentFacts,
+    Describe,
+    Description,
+    Find,
+    Found,
+    KeyRefusal,
+    Refusal,
+    VersionRefusal,
+)
+from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S, INCOMPATIBLE_S, MAX_PAUSE_S, PAUSE_S
+from nixl_kv.transport.base import FromEndpoint, Lost
+from support.records import ENGINE_LIFE, OTHER_LIFE, description, hex32
+
+HERE: Final = Endpoint("tcp://10.0.0.2:5600")
+THERE: Final = Endpoint("tcp://[fd00::3]:5601")
+FACTS: Final = ContentFacts(algorithm="sha256", seed="seed", block_size=16, vllm="0.32.0")
+NUM_BLOCKS: Final = 100
+HASHES: Final = tuple(b"%032d" % number for number in range(NUM_BLOCKS))
+OFFER: Final = Nonce(hex32(0x0FFE))
+RUN: Final = b"sealed"
+
+
+def described(**changes: object) -> Description:
+    return replace(description(), **{"content": FACTS, **changes})
+
+
+@dataclass
+class Asker:
+    """Owners with a clock; their thread is the test."""
+
+    now: float = 100.0
+    unfit: str = ""
+    hashes: Sequence[bytes] | str = HASHES
+    sent: list[tuple[Endpoint, messages.Message]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        log = LimitedLog(logging.getLogger(__name__), lambda: self.now)
+        self.owners = Owners(lambda _: self.unfit, log)
+        self._numbers = itertools.count()
+
+    def ask(self, owner: Endpoint = HERE, begin: int = 0) -> Question:
+        question = Question(
+            RequestId(f"request {next(self._numbers)}"),
+            owner,
+            new_nonce(),
+            begin,
+            "label",
+            lambda _: self.hashes,
+            self.now + FIND_S,
+        )
+        self.owners.questions.append(question)
+        self.turn()
+        return question
+
+    def turn(self) -> None:
+        decoders = messages.decode_to_engine
+        self.sent += [(at, decoders(payload)) for at, payload in self.owners.turn(self.now)]
+        self.owners.check()
+
+    def receive(self, message: messages.Message, owner: Endpoint = HERE) -> None:
+        self.owners.receive(FromEndpoint(owner, messages.encode(message)), self.now)
+        self.turn()
+
+    def lose(self, owner: Endpoint = HERE) -> None:
+        self.owners.receive(Lost(owner, "connection closed"), self.now)
+        self.turn()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.turn()
+
+    def take(self) -> list[messages.Message]:
+        sent, self.sent = self.sent, []
+        return [message for _, message in sent]
+
+    def outcomes(self) -> list[Answer]:
+        answers = list(self.owners.answers)
+        self.owners.answers.clear()
+        return answers
+
+    def meet(self, owner: Endpoint = HERE) -> None:
+        """Ask it once, so that it is KNOWN."""
+        question = self.ask(owner)
+        self.receive(described(), owner)
+        self.receive(found(question, 0), owner)
+        assert self.owners.state_of(owner) is OwnerState.KNOWN
+        self.take()
+        self.outcomes()
+
+
+def found(question: Question, num_blocks: int, **changes: object) -> Found:
+    message = Found(
+        incarnation=ENGINE_LIFE,
+        nonce=question.nonce,
+        num_blocks=num_blocks,
+        offer=OFFER,
+        run=RUN if num_blocks else b"",
+        epoch=3,
+        weights="label",
+    )
+    return replace(message, **changes)
+
+
+@pytest.fixture
+def asker() -> Asker:
+    return Asker()
+
+
+def test_the_table_is_complete() -> None:
+    assert OWNER_TRANSITIONS.keys() == set(OwnerState)
+    assert all(each.keys() == set(OwnerEvent) for each in OWNER_TRANSITIONS.values())
+
+
+def test_the_first_question_asks_for_the_description_then_for_the_blocks(asker: Asker) -> None:
+    question = asker.ask()
+    (describe,) = asker.take()
+    assert isinstance(describe, Describe)
+    assert describe.incarnation == ANY_INCARNATION
+    asker.receive(described())
+    (find,) = asker.take()
+    assert find == Find(
+        incarnation=ENGINE_LIFE,
+        engine=description().engine,
+        nonce=question.nonce,
+        weights="label",
+        first_block=0,
+        hashes=HASHES,
+    )
+    asker.receive(found(question, 7))
+    (answer,) = asker.outcomes()
+    ticket = answer.ticket
+    assert (answer.request, answer.nonce, answer.outcome) == (
+        question.request,
+        question.nonce,
+        "found",
+    )
+    assert answer.run == RUN
+    assert ticket is not None
+    assert ticket.endpoint == HERE
+    assert (ticket.engine, ticket.incarnation) == (description().engine, ENGINE_LIFE)
+    assert (ticket.nonce, ticket.num_tokens) == (OFFER, 7 * 16)
+    assert (ticket.epoch, ticket.weights, ticket.is_early) == (3, "label", False)
+
+
+def test_the_next_question_needs_one_message(asker: Asker) -> None:
+    asker.meet()
+    asker.ask()
+    assert [type(each) for each in asker.take()] == [Find]
+
+
+@pytest.mark.parametrize(
+    ("begin", "first", "num_tokens"), [(0, 0, 32), (15, 0, 32), (16, 1, 48), (175, 10, 192)]
+)
+def test_only_blocks_beyond_the_own_hit_are_asked_for(
+    asker: Asker, begin: int, first: int, num_tokens: int
+) -> None:
+    asker.meet()
+    question = asker.ask(begin=begin)
+    (find,) = asker.take()
+    assert isinstance(find, Find)
+    assert (find.first_block, find.hashes) == (first, HASHES[first:])
+    asker.receive(found(question, 2))
+    (answer,) = asker.outcomes()
+    assert answer.ticket is not None
+    assert answer.ticket.num_tokens == num_tokens
+
+
+def test_a_question_without_hashes_is_not_sent(asker: Asker) -> None:
+    asker.meet()
+    asker.ask(begin=NUM_BLOCKS * 16)
+    asker.hashes = ()
+    asker.ask()
+    asker.hashes = "another algorithm"
+    asker.ask()
+    assert asker.take() == []
+    assert [answer.outcome for answer in asker.outcomes()] == ["none", "none", "refused"]
+
+
+def test_a_long_prompt_is_asked_for_in_part(asker: Asker) -> None:
+    asker.meet()
+    asker.hashes = HASHES * 100
+    asker.ask()
+    (find,) = asker.take()
+    assert isinstance(find, Find)
+    assert len(find.hashes) == messages.MAX_HASHES
+
+
+def test_an_owner_without_such_blocks_answers_none(asker: Asker) -> None:
+    asker.meet()
+    question = asker.ask()
+    asker.receive(found(question, 0))
+    assert [answer.outcome for answer in asker.outcomes()] == ["none"]
+
+
+@pytest.mark.parametrize("engine", ["line\nend", "x"])
+def test_a_peer_may_have_any_name(asker: Asker, engine: str) -> None:
+    question = asker.ask()
+    asker.receive(described(engine=EngineId(engine)))
+    asker.receive(found(question, 1))
+    expected = "found" if engine.isprintable() else "refused"
+    assert [answer.outcome for answer in asker.outcomes()] == [expected]
+
+
+def test_answers_of_another_life_or_engine_are_not_used(asker: Asker) -> None:
+    asker.meet()
+    asker.meet(THERE)
+    first, second = asker.ask(), asker.ask()
+    asker.receive(found(first, 1, incarnation=OTHER_LIFE))
+    asker.receive(found(second, 1), THERE)
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(first.request, "none")]
+    asker.receive(found(second, 1))
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(second.request, "found")]
+
+
+def test_a_restarted_owner_is_described_anew(asker: Asker) -> None:
+    asker.meet()
+    questions = [asker.ask() for _ in range(3)]
+    assert [type(each) for each in asker.take()] == [Find] * 3
+    refusal = Refusal(incarnation=ENGINE_LIFE, engine=EngineId("x"), reason="another life")
+    for _ in questions:
+        asker.receive(refusal)
+    assert [type(each) for each in asker.take()] == [Describe]
+    waiting = [question.request for question in questions[1:]]
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(n, "refused") for n in waiting]
+    asker.receive(described(incarnation=OTHER_LIFE))
+    (find,) = asker.take()
+    assert isinstance(find, Find)
+    assert (find.incarnation, find.nonce) == (OTHER_LIFE, questions[0].nonce)
+
+
+def test_a_late_answer_is_not_used_and_makes_a_pause_that_it_ends(asker: Asker) -> None:
+    asker.meet()
+    question = asker.ask()
+    asker.wait(FIND_S)
+    assert [answer.outcome for answer in asker.outcomes()] == ["late"]
+    assert asker.owners.state_of(HERE) is OwnerState.UNUSABLE
+    asker.ask()
+    assert [answer.outcome for answer in asker.outcomes()] == ["refused"]
+    asker.receive(found(question, 5))
+    assert asker.outcomes() == []
+    assert asker.owners.state_of(HERE) is OwnerState.KNOWN
+    asker.take()
+    asker.ask()
+    assert [type(each) for each in asker.take()] == [Find]
+
+
+def test_while_an_owner_is_described_other_requests_do_not_wait(asker: Asker) -> None:
+    first = asker.ask()
+    second = asker.ask()
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(second.request, "refused")]
+    asker.wait(FIND_S)
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(first.request, "late")]
+    asker.take()
+    asker.receive(described())
+    assert asker.take() == [], "nobody waits any longer"
+    assert asker.owners.state_of(HERE) is OwnerState.KNOWN
+
+
+def test_an_owner_that_never_answers_is_asked_after_a_pause_that_doubles(asker: Asker) -> None:
+    pauses = []
+    asker.ask()
+    for _ in range(9):
+        assert [type(each) for each in asker.take()] == [Describe]
+        asker.wait(CONNECT_TIMEOUT_S)
+        since = asker.now
+        while not asker.sent:
+            asker.wait(0.25)
+            asker.ask()
+        pauses.append(asker.now - since)
+    assert pauses == [min(PAUSE_S * 2**number, MAX_PAUSE_S) for number in range(9)]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Refusal(incarnation=ANY_INCARNATION, engine=EngineId("any"), reason="still starting"),
+        KeyRefusal(incarnation=ENGINE_LIFE, reason="the engines' key"),
+        VersionRefusal(speaks=99),
+    ],
+)
+def test_an_owner_that_refuses_is_not_asked_for_a_pause(
+    asker: Asker, refusal: messages.Message
+) -> None:
+    question = asker.ask()
+    asker.receive(refusal)
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(question.request, "refused")]
+    asker.take()
+    asker.wait(PAUSE_S / 2)
+    asker.ask()
+    assert asker.take() == []
+    asker.wait(PAUSE_S / 2)
+    asker.ask()
+    assert [type(each) for each in asker.take()] == [Describe]
+
+
+def test_bytes_that_are_no_answer_count_as_a_lost_connection(asker: Asker) -> None:
+    asker.meet()
+    question = asker.ask()
+    asker.owners.receive(FromEndpoint(HERE, b"\xff garbage"), asker.now)
+    asker.turn()
+    assert [(a.request, a.outcome) for a in asker.outcomes()] == [(question.request, "refused")]
+
+
+@pytest.mark.parametrize(
+    ("unfit", "changes", "reason"),
+    [("its model differs", {}, "its model differs"), ("", {"content": None}, NO_CONTENT)],
+)
+def test_an_owner_whose_cache_is_of_no_use_is_asked_seldom(
+    asker: Asker,
+    caplog: pytest.LogCaptureFixture,
+    unfit: str,
+    changes: dict[str, object],
+    reason: str,
+) -> None:
+    asker.unfit = unfit
+    asker.ask()
+    asker.receive(described(**changes))
+    assert [answer.outcome for answer in asker.outcomes()] == ["refused"]
+    assert reason in caplog.text
+    asker.take()
+    asker.wait(INCOMPATIBLE_S - 0.1)
+    asker.ask()
+    assert asker.take() == []
+
+
+def test_an_idle_connection_may_break(asker: Asker) -> None:
+    asker.meet()
+    asker.lose()
+    asker.ask()
+    assert [type(each) for each in asker.take()] == [Find]
+
+
+def test_owners_are_bounded(asker: Asker) -> None:
+    for number in range(MAX_OWNERS + 1):
+        asker.ask(Endpoint(f"tcp://10.0.0.1:{number + 1}"))
+    assert asker.owners.state_of(Endpoint("tcp://10.0.0.1:1")) is None
+    assert [answer.outcome for answer in asker.outcomes()] == ["refused"]
+
+
+ACTS: Final = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from([HERE, THERE]), st.just(0)),
+    st.tuples(st.just("describe"), st.sampled_from([HERE, THERE]), st.integers(0, 1)),
+    st.tuples(st.just("found"), st.sampled_from([HERE, THERE]), st.integers(0, 9)),
+    st.tuples(st.just("refuse"), st.sampled_from([HERE, THERE]), st.integers(0, 2)),
+    st.tuples(st.just("lose"), st.sampled_from([HERE, THERE]), st.just(0)),
+    st.tuples(st.just("wait"), st.just(HERE), st.sampled_from([1, 10, 25, 1000, 6000])),
+)
+
+
+@given(st.lists(ACTS, max_size=30))
+def test_whatever_happens_each_question_is_answered_once_and_in_time(
+    acts: list[tuple[str, Endpoint, int]],
+) -> None:
+    asker = Asker()
+    asked: list[Question] = []
+    ended: dict[Nonce, str] = {}
+    for kind, at, number in acts:
+        match kind:
+            case "ask":
+                asked.append(asker.ask(at))
+            case "describe":
+                asker.unfit = "unfit" if number else ""
+                asker.receive(described(), at)
+            case "found" if number < len(asked):
+                asker.receive(found(asked[number], 1), at)
+            case "refuse":
+                life = (ENGINE_LIFE, OTHER_LIFE, ANY_INCARNATION)[number]
+                asker.receive(Refusal(incarnation=life, engine=EngineId("x"), reason="no"), at)
+            case "lose":
+                asker.lose(at)
+            case "wait":
+                asker.wait(number / 1000)
+        for answer in asker.outcomes():
+            assert answer.nonce not in ended
+            ended[answer.nonce] = answer.outcome
+            assert (answer.ticket is not None) == (answer.outcome == "found")
+        is_open = [question for question in asked if question.nonce not in ended]
+        assert all(asker.now < question.ends_at for question in is_open)
+        assert asker.owners.next_due > asker.now
