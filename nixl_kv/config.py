@@ -63,7 +63,7 @@ OWN_NAME: Final = "NixlKVConnector"
 EXTRA: Final = "kv_connector_extra_config"
 LEASE_KEY: Final = "kv_lease_duration"
 PUSH_KEY: Final = "bidirectional_kv_xfer"
-NO_PUSH: Final = "has no effect: prefill does not read decode's blocks"
+NO_PUSH: Final = "has no effect: 'conversations' reads decode's blocks, and pins none"
 FOREIGN_KEYS: Final = {
     PUSH_KEY: NO_PUSH,
     "decoder_kv_blocks_ttl": NO_PUSH,
@@ -82,9 +82,9 @@ FOREIGN_KEYS: Final = {
 FOREIGN_VARIABLES: Final = {
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "has no effect, as in vLLM 0.32: set 'offer_ttl_s' instead"
 }
-LOST: Final = (
-    "is true, but this feature is lost: prefill does not read decode's blocks, and computes the "
-    "answers of earlier turns again"
+NOT_ON: Final = (
+    "is true, but has no effect: to let prefill read decode's blocks, set 'conversations' to 'on' "
+    "on both engines, and kv_role to 'kv_both' on prefill"
 )
 POLICY: Final = "kv_load_failure_policy"
 PERMUTE: Final = "enable_permute_local_kv"
@@ -520,8 +520,9 @@ def foreign_lines(transfer: Mapping[str, Any], environ: Mapping[str, str]) -> li
     """One line for each setting of vLLM's own NixlConnector, or of a fork, that is lost here."""
     extra = transfer.get(EXTRA) or {}
     known = {*Config.parsers(), *FOREIGN_KEYS, LEASE_KEY}
+    is_missed = bool(extra.get(PUSH_KEY)) and extra.get("conversations") not in (ON, True)
     lines = [
-        f"{EXTRA}[{key!r}] {LOST if key == PUSH_KEY and extra[key] else FOREIGN_KEYS[key]}"
+        f"{EXTRA}[{key!r}] {NOT_ON if key == PUSH_KEY and is_missed else FOREIGN_KEYS[key]}"
         for key in FOREIGN_KEYS
         if key in extra
     ]

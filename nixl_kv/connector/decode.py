@@ -14,6 +14,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +46,7 @@ REMEMBER_S: Final = 600.0
 MAX_ENGINES: Final = 1 << 14
 
 AUTO: Final = MediaRules()
+POLICY: Final = "on_load_failure is 'fail'"
 OTHER_PROMPT: Final = (
     "check that prefill and decode have the same model, chat template, tokenizer and LoRA "
     "adapters, and that the router sends both the same text, cache_salt and media"
@@ -97,6 +99,7 @@ class ScheduledState(MachineState):
     ASIDE = enum.auto()  # likewise, and vLLM's own cache lacks a part: it waits outside the queue
     READY = enum.auto()  # vLLM may give it blocks
     REFUSED = enum.auto()  # its ticket was refused, and the request must fail
+    SOUGHT = enum.auto()  # it has no ticket; another engine is asked for its KV, outside the queue
     STARTED = enum.auto()  # the workers read into its blocks
     RETRACTED = enum.auto()  # it has blocks, and must not end well
 
@@ -104,6 +107,7 @@ class ScheduledState(MachineState):
 class ScheduledEvent(MachineState):
     COMPUTING = enum.auto()  # prefill computes the request, or has computed it
     MISSED = enum.auto()  # vLLM asks, and its own cache lacks a part of the prompt
+    FOUND = enum.auto()  # another engine has KV of the prompt
     ALLOCATED = enum.auto()  # vLLM has given it blocks
     RESET = enum.auto()  # this engine's cache was reset
 
@@ -135,6 +139,12 @@ SCHEDULED_TRANSITIONS: Final[
         ScheduledEvent.ALLOCATED: ScheduledState.RETRACTED,
         ScheduledEvent.RESET: None,
     },
+    ScheduledState.SOUGHT: {
+        ScheduledEvent.MISSED: ScheduledState.SOUGHT,
+        ScheduledEvent.FOUND: ScheduledState.READY,
+        ScheduledEvent.ALLOCATED: None,  # in a MultiConnector, whose other connector loads it
+        ScheduledEvent.RESET: None,
+    },
     ScheduledState.STARTED: {
         ScheduledEvent.COMPUTING: ScheduledState.STARTED,
         ScheduledEvent.RESET: ScheduledState.RETRACTED,
@@ -148,12 +158,12 @@ SCHEDULED_TRANSITIONS: Final[
 
 @dataclass
 class _Load:
-    """A request with a ticket, until its load has ended or vLLM has finished it."""
+    """A request that loads KV, until its load has ended or vLLM has finished it."""
 
     request: RequestId
     num_tokens: int  # the upper bound of tokens to load
     state: ScheduledState
-    hint_key: HintKey | None = None  # None in REFUSED, and in RETRACTED after it
+    hint_key: HintKey | None = None  # None in REFUSED, in RETRACTED after it, and in SOUGHT
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     #: In STARTED, by a rank that has landed; see `Grant`.
     num_cached: int | None = None
@@ -163,6 +173,11 @@ class _Load:
     @property
     def has_blocks(self) -> bool:
         return self.state in (ScheduledState.STARTED, ScheduledState.RETRACTED)
+
+    @property
+    def waits_aside(self) -> bool:
+        """Whether it waits for another engine, outside vLLM's queue, once vLLM has asked."""
+        return self.state in (ScheduledState.ASIDE, ScheduledState.SOUGHT)
 
     def move(self, event: ScheduledEvent) -> None:
         """Change the state. In the state before None, the load ends instead of moving."""
@@ -180,6 +195,7 @@ class DecodeScheduler:
         computed: int = 1,  # how many of a prompt's last tokens this engine computes, at least
         verify: float = 0.0,  # the share of loads to verify, 0 to 1
         media: MediaRules = AUTO,
+        ends_failed: bool = False,  # a request ends if its ticket is refused or its load fails
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,  # for that share
     ) -> None:
@@ -190,11 +206,12 @@ class DecodeScheduler:
         self._computed = computed
         self._verify = verify
         self.media = media
+        self._ends_failed = ends_failed
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
         self._by_hint_key: dict[HintKey, _Load] = {}
-        self.aside: set[RequestId] = set()  # the loads in ASIDE
+        self.aside: set[RequestId] = set()  # the loads in ASIDE and SOUGHT
         self._told: set[RequestId] = set()  # ended loads that workers report again
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
@@ -245,10 +262,7 @@ class DecodeScheduler:
             if reason != "prompt":  # a request with another prompt must not end this one's offer
                 self._give_back(prepare)
             raise TicketRefused(f"kv_transfer_params: {words}", reason)
-        latest = self._epochs.pop(ticket.incarnation, 0)
-        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
-        if len(self._epochs) > MAX_ENGINES:
-            del self._epochs[next(iter(self._epochs))]
+        self._note_epoch(ticket)
         self._used[ticket.nonce] = self._clock()
         state = ScheduledState.EARLY if ticket.is_early else ScheduledState.READY
         load = _Load(prompt.request, num_tokens, state, hint_key)
@@ -256,14 +270,16 @@ class DecodeScheduler:
         self._commands.append(prepare)
         if why := self.media.why_not_computed(prompt.media, ticket):
             self.must_load.add(prompt.request, why)
+        elif self._ends_failed:
+            self.must_load.add(prompt.request, POLICY, is_policy=True)
 
     def why_not_computed(self, prompt: Prompt, params: object) -> str:
         """Why this engine may not compute a request whose ticket it refuses; '' if it may."""
-        try:
+        ticket: Ticket | None = None
+        with suppress(TicketRefused):
             ticket = self._check_trust(params).open()
-        except TicketRefused:
-            return self.media.why_not_computed(prompt.media, None)
-        return self.media.why_not_computed(prompt.media, ticket)
+        why = self.media.why_not_computed(prompt.media, ticket)
+        return why or (POLICY if self._ends_failed else "")
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
@@ -289,7 +305,7 @@ class DecodeScheduler:
         if num_tokens == 0:
             return 0, False
         load.move(ScheduledEvent.MISSED)
-        if load.state is ScheduledState.ASIDE:
+        if load.waits_aside:
             self.aside.add(request)
             return None, False
         return num_tokens, True
@@ -301,6 +317,9 @@ class DecodeScheduler:
         load = self._loads.get(request)
         if load is None or load.has_blocks:
             return  # only the first allocation of a request counts
+        if load.state is ScheduledState.SOUGHT:
+            self.on_not_found(request)
+            return
         if num_tokens == 0:
             if load.local >= load.num_tokens:
                 self.must_load.on_loaded(request)
@@ -323,6 +342,37 @@ class DecodeScheduler:
                 verify=self._draw() < self._verify,  # drawn here: all ranks must decide alike
             )
         )
+
+    def seek(self, request: RequestId, num_tokens: int) -> None:
+        """Let a request of `num_tokens` without a ticket wait: another engine may have its KV."""
+        num_tokens -= self._computed
+        self._loads[request] = _Load(request, num_tokens, ScheduledState.SOUGHT)
+
+    def on_found(self, request: RequestId, ticket: Ticket, run: bytes, *, least: int = 1) -> bool:
+        """Load a sought request by a ticket that this engine has made of another one's answer.
+
+        Otherwise vLLM computes it: if the KV may come from other weights, or the load would have
+        fewer than `least` tokens. The request is never failed for its load.
+        """
+        load = self._loads.get(request)
+        if load is None or load.state is not ScheduledState.SOUGHT:
+            return False
+        num_tokens = min(ticket.num_tokens, load.num_tokens)
+        if num_tokens - load.local < least or self._why_outdated(ticket):
+            self._forget(request)
+            return False
+        load.num_tokens, load.hint_key = num_tokens, new_hint_key()
+        self._by_hint_key[load.hint_key] = load
+        self._note_epoch(ticket)
+        prepare = events.PrepareLoad(request, ticket, new_claim(), load.hint_key, run)
+        self._commands.append(prepare)
+        self._move(load, ScheduledEvent.FOUND)
+        return True
+
+    def on_not_found(self, request: RequestId) -> None:
+        load = self._loads.get(request)
+        if load is not None and load.state is ScheduledState.SOUGHT:
+            self._forget(request)
 
     def on_ready(self, requests: Iterable[RequestId]) -> None:
         for request in self._loads.keys() & requests:
@@ -441,7 +491,7 @@ class DecodeScheduler:
 
     def _move(self, load: _Load, event: ScheduledEvent) -> None:
         load.move(event)
-        if load.state is not ScheduledState.ASIDE:
+        if not load.waits_aside:
             self.aside.discard(load.request)
 
     def _forget(self, request: RequestId) -> None:
@@ -451,8 +501,10 @@ class DecodeScheduler:
             self._by_hint_key.pop(load.hint_key, None)
 
     def _release(self, request: RequestId) -> None:
+        is_known = self._loads[request].state is not ScheduledState.SOUGHT  # to the workers
         self._forget(request)
-        self._commands.append(events.CancelLoad(request))
+        if is_known:
+            self._commands.append(events.CancelLoad(request))
 
     def _refusal(self, ticket: Ticket, prompt: Prompt, num_tokens: int) -> tuple[str, str] | None:
         """Why the first `num_tokens` of a prompt cannot be loaded by a ticket, and the reason."""
@@ -486,6 +538,12 @@ class DecodeScheduler:
                 f"cache of prefill engine {ticket.engine!r} as well"
             )
         return ""
+
+    def _note_epoch(self, ticket: Ticket) -> None:
+        latest = self._epochs.pop(ticket.incarnation, 0)
+        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
+        if len(self._epochs) > MAX_ENGINES:
+            del self._epochs[next(iter(self._epochs))]
 
     def _forget_used(self) -> None:
         now = self._clock()

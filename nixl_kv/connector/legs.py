@@ -7,8 +7,11 @@ from typing import Any, Final
 from nixl_kv.protocol.params import OUR_PREFIXES
 from nixl_kv.protocol.ticket import FIELD
 
+SOURCE: Final = "remote_kv_source"
+"""In it, llm-d's router names an engine that may have cached KV of the prompt."""
+
 # Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
-FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
+FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", SOURCE})
 
 
 class Leg(enum.Enum):

@@ -140,12 +140,14 @@ class MediaRules:
 
 class State(enum.Enum):
     LOADING = enum.auto()  # from its arrival until vLLM may run it
+    LOADING_ONCE = enum.auto()  # likewise; once it is loaded, vLLM may also compute it
     LOADED = enum.auto()  # runs on the KV that it loaded, or that vLLM had cached
     FAILED = enum.auto()  # vLLM must end it before it schedules it again
 
 
 TRANSITIONS: Final = {
     State.LOADING: {State.LOADED, State.FAILED},
+    State.LOADING_ONCE: {State.FAILED},
     State.LOADED: {State.FAILED},
     State.FAILED: set[State](),
 }
@@ -158,7 +160,7 @@ class _MustLoad:
 
 
 class MustLoads:
-    """The requests that decode may not compute, until vLLM has finished them."""
+    """The requests that decode may not compute, until vLLM has finished them, or loaded them."""
 
     def __init__(self) -> None:
         self._records: dict[RequestId, _MustLoad] = {}
@@ -171,14 +173,23 @@ class MustLoads:
     def loaded(self) -> list[RequestId]:
         return [name for name, one in self._records.items() if one.state is State.LOADED]
 
+    def outlasts_load(self, request: RequestId) -> bool:
+        """Whether decode may not compute a request even after it has loaded it once."""
+        record = self._records.get(request)
+        return record is not None and record.state is not State.LOADING_ONCE
+
     def has_failed(self, request: RequestId) -> bool:
         record = self._records.get(request)
         return record is not None and record.state is State.FAILED
 
-    def add(self, request: RequestId, why: str) -> None:
-        self._records[request] = _MustLoad(why)
+    def add(self, request: RequestId, why: str, *, is_policy: bool = False) -> None:
+        """`is_policy`: decode has all that it needs, but its operator wants no computation."""
+        self._records[request] = _MustLoad(why, State.LOADING_ONCE if is_policy else State.LOADING)
 
     def on_loaded(self, request: RequestId) -> None:
+        record = self._records.get(request)
+        if record is not None and record.state is State.LOADING_ONCE:
+            self.forget(request)
         self._move(request, State.LOADED)
 
     def fail(self, request: RequestId, reason: str, words: str) -> None:

@@ -117,7 +117,7 @@ class _Offer:
     promised: Nonce = _NO_NONCE  # of an early ticket; it outlives a preemption
     num_hashed: int = 0  # tokens that its hashes cover; an early ticket's cover the whole prompt
     attempt: int = 0  # how often it was preempted
-    local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
+    local: int = 0  # tokens in vLLM's own prefix cache, as of its last question, and loaded ones
     in_parts: bool = True  # unless another connector loads a part, which vLLM may compute again
     #: Empty in AWAITED.
     nonce: Nonce = _NO_NONCE
@@ -269,6 +269,12 @@ class PrefillScheduler:
         offer = self._awaited.get(request)
         if offer is not None:
             self._expect(offer, self._blocks.count(offer.num_tokens))
+
+    def on_load(self, request: RequestId, num_tokens: int) -> None:
+        """This connector loads tokens of the prompt, behind those in vLLM's own cache."""
+        offer = self._awaited.get(request)
+        if offer is not None:
+            offer.local += num_tokens
 
     def build_connector_meta(
         self,

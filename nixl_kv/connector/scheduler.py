@@ -23,6 +23,7 @@ from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.conversations import CachedContent
 from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.finding import OWNER, Finder, why_unfit
 from nixl_kv.connector.legs import Leg, leg_of
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
@@ -36,6 +37,7 @@ from nixl_kv.connector.vllm_config import (
     check_params,
     computed_on_decode,
     draft_facts,
+    ended_well,
     engine_id,
     for_workers,
     has_draft_layers,
@@ -57,6 +59,7 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.early.answers import PROMISE, open_promise, seal_promise
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.engine.probe import probe_ticket
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
     MAX_ID,
@@ -72,8 +75,14 @@ from nixl_kv.errors import (
 )
 from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import Find, Found, RankDescription, decode_rank
-from nixl_kv.protocol.ticket import MAX_WHY, Ticket
+from nixl_kv.protocol.messages import (
+    ContentFacts,
+    Find,
+    Found,
+    RankDescription,
+    decode_rank,
+)
+from nixl_kv.protocol.ticket import FIELD, MAX_WHY, Ticket
 
 logger = get_logger(__name__)
 
@@ -88,6 +97,12 @@ OUTER_POLICY: Final = (
 LOOPBACK: Final = (
     "%s is %s, which tickets name: decode engines on other machines cannot connect to it; set it "
     "to 'auto', or to an address that they reach"
+)
+STILL_LOADING: Final = "it ended before its load"
+NOT_SOUGHT: Final = (
+    "conversations: this engine asks no other engine for cached KV, because vLLM would fail a "
+    "request whose load fails; with a MultiConnector, set kv_load_failure_policy of "
+    "--kv-transfer-config to 'recompute'"
 )
 IN_TREE_PREFILL: Final = (
     "request %s %s: %s; load the same connector on both engines: add "
@@ -139,6 +154,11 @@ NO_HINTS: Final = (
 FOREIGN_SETTINGS: Final = (
     "some settings of vLLM's NixlConnector do less here (docs/migrate.md, What changes):"
 )
+# The requests whose prompt this engine computes, as far as it does not find its KV.
+COMPUTED_HERE: Final = (Leg.NONE, Leg.FOREIGN, Leg.PREFILL)
+
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
@@ -168,14 +188,18 @@ class Scheduler:
         if self._trust.warning():
             logger.warning(self._trust.warning())
         groups = pagings(vllm_config, kv_cache_config)
+        self._content = CachedContent.of(vllm_config, self._config, kv_cache_config)
+        reads = self._content is not None and self._is_prefill
+        recomputes = self._config.on_load_failure == "recompute"
         self._decode = DecodeScheduler(
             groups,
             self._trust.check,
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
             media=media_rules(self._config.media),
+            # vLLM has one policy: it computes a request whose load of cached blocks fails.
+            ends_failed=reads and not recomputes and not is_child,
         )
-        self._content = CachedContent.of(vllm_config, self._config, kv_cache_config)
         self._media = MediaReader.of(vllm_config)
         self._decode.weights = self._config.weights
         self._blocks = RequestBlocks(groups, kv_cache_config.num_blocks)
@@ -208,11 +232,14 @@ class Scheduler:
         self.stats = Stats()
         # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
         # no effect, because a child sees only its own part of the configuration.
-        self._recomputes = self._config.on_load_failure == "recompute"
-        transfer.kv_load_failure_policy = "recompute" if self._recomputes else "fail"
+        self._recomputes = recomputes
+        transfer.kv_load_failure_policy = "recompute" if recomputes or reads else "fail"
         self._counts = RequestCounts(self.stats, self._config.entry_of, recomputes=self._recomputes)
         self._traces = Traces(vllm_config)
         self._cached = CachedTokens()
+        self._finder: Finder | None = None
+        if self._content is not None and self._is_prefill:
+            self._finder = self._make_finder(self._content.facts, is_child=is_child)
 
     def _log_settings(self, transfer: KVTransferConfig) -> None:
         """Tell, once per engine, which settings of the operator's count for something else here."""
@@ -274,6 +301,8 @@ class Scheduler:
         request_id = RequestId(request.request_id)
         if not self._prefill.may_begin(request_id, request.num_tokens, num_computed_tokens):
             return None, False  # this request waits, while later ones may run
+        if self._finder is not None:
+            self._finder.begin(request, num_computed_tokens)
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
     # When a running request finds no blocks, before vLLM preempts another one for it.
@@ -289,7 +318,10 @@ class Scheduler:
         tables = self._transferred(blocks.get_block_ids())
         self._decode.update_state_after_alloc(request_id, tables, num_external_tokens)
         if num_external_tokens and self._decode.has_begun(request_id):
-            self._cached.on_start(request)
+            self._prefill.on_load(request_id, num_external_tokens)
+            # vLLM's number is right for cached blocks: this engine computes the rest.
+            if self._finder is None or not self._finder.on_start(request_id):
+                self._cached.on_start(request)
 
     # Once per step, even an empty one.
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
@@ -331,7 +363,8 @@ class Scheduler:
         self._follow_label()
         request_id = RequestId(request.request_id)
         has_failed = request.status is RequestStatus.FINISHED_ERROR
-        if not self._decode.has_begun(request_id):
+        is_loading = self._decode.has_begun(request_id)
+        if not is_loading:
             if not self._decode.is_told(request_id):
                 self._traces.drop_load(request_id)
         elif self._recomputes and has_failed:
@@ -339,9 +372,13 @@ class Scheduler:
         self._decode.request_finished(request_id)
         self._cached.forget(request_id)
         self._counts.forget(request_id)
+        # vLLM frees the blocks at the load's end, whatever it hears of an offer then.
+        reason = STILL_LOADING if is_loading else why_not_offered(request)
         keeps_blocks, params = self._prefill.request_finished(
-            request_id, self._transferred(block_ids), reason=why_not_offered(request)
+            request_id, self._transferred(block_ids), reason=reason
         )
+        if self._finder is not None:
+            self._finder.on_finished(request_id, is_offered=keeps_blocks)
         if params is not None:
             self.stats.count("offers")
             self._traces.begin_offer(request)
@@ -352,6 +389,8 @@ class Scheduler:
                 shown = shown_id(request_id)
                 self._log.warning("request %s gets no ticket: %s", shown, repr(error))
         self._not_offered.pop(request_id, None)
+        if params is None and self._content is not None:
+            params = self._owner_params(request)
         return keeps_blocks, params
 
     # Called by `SchedulerHooks` before each step.
@@ -397,6 +436,20 @@ class Scheduler:
         return {**asdict(self._prefill.address), PROMISE: proof}
 
     # Called by `SchedulerHooks`.
+    def may_seek(self, may: bool) -> None:  # noqa: FBT001 - one fact
+        """Whether requests can wait outside vLLM's queue, and are computed if a load fails."""
+        if self._finder is None:
+            return
+        self._finder.may_ask = may
+        if not may:
+            logger.warning(NOT_SOUGHT)
+
+    # Called by `SchedulerHooks` before each step.
+    def take_answers(self) -> None:
+        if self._finder is not None:
+            self._finder.take_answers()
+
+    # Called by `SchedulerHooks`.
     def on_pause(self, *, is_paused: bool) -> None:
         """VLLM begins no request, or goes on: a paused engine does not look hung."""
         self._decode.ignore_hints()
@@ -437,13 +490,21 @@ class Scheduler:
         self._follow_label()
         sent, received = _own(output.finished_sending), _own(output.finished_recving)
         self._prefill.update_connector_output(sent)
-        self._traces.end_offers(self._counts.count_offers(sent))
+        ended_offers = self._counts.count_offers(sent)
+        self._traces.end_offers(ended_offers)
+        if self._finder is not None:
+            for request_id in sent:
+                offer = ended_offers.get(request_id)
+                self._finder.on_offer_ended(request_id, None if offer is None else offer.read_by)
         told, failed = self._decode.pop_told(received), _own(output.failed_recving)
         held_back = self._decode.update_connector_output(received - told, failed)
-        ended = self._counts.count_loads(received, held_back, self._decode.must_load)
+        found = () if self._finder is None else self._finder.loading
+        ended = self._counts.count_loads(received, held_back, self._decode.must_load, found)
         self._traces.end_loads(ended)
         for request_id, load in ended.items():
             self._cached.on_loaded(request_id, load.num_cached if not load.reason else None)
+            if self._finder is not None:
+                self._finder.on_load_ended(request_id, load.num_tokens, load.reason)
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if output.finished_recving:
             output.finished_recving -= held_back | told
@@ -534,6 +595,8 @@ class Scheduler:
         self._prefill.address = Address(
             engine, description.incarnation, host, port, self._epoch, self._decode.weights
         )
+        if self._finder is not None:
+            self._finder.own = endpoint_at(host, port)
         log = "serving the description of engine %s on %s:%d; it has %s"
         logger.info(log, engine, host, port, self._trust)
         if self._is_prefill and self._config.has_key and self._config.is_this_machine_only:
@@ -554,6 +617,7 @@ class Scheduler:
             has_key=self._trust.keys is not None,
             seal=self._trust.seal,
             find=None if self._content is None else partial(self._find, self._content),
+            asks=None if self._finder is None else self._finder.owners,
         )
         try:
             return listen(port)
@@ -593,6 +657,8 @@ class Scheduler:
             self._counts.count_recomputed(NO_TICKET)
             message = "request %s is computed here: %s"
             self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
+        if self._finder is not None and leg in COMPUTED_HERE:
+            self._finder.on_new_request(request, leg)
         if leg in (Leg.NONE, Leg.FOREIGN):
             return
         has_role = self._is_prefill if leg is Leg.PREFILL else self._is_decode
@@ -612,7 +678,7 @@ class Scheduler:
         params, is_rejected = request.kv_transfer_params, request.abort_immediately
         prompt = prompt_of(request, self._media)
         self._decode.on_new_request(prompt, params, is_rejected=is_rejected)
-        is_restricted = prompt.request in self._decode.must_load
+        is_restricted = self._decode.must_load.outlasts_load(prompt.request)
         if is_restricted and self._decode.media.ids_may_mislead:
             keep_private(request)
         self._traces.begin_load(request)
@@ -702,6 +768,34 @@ class Scheduler:
             ),
         )
         return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
+
+    def _make_finder(self, facts: ContentFacts, *, is_child: bool) -> Finder:
+        model, extras = model_facts(self._vllm_config), draft_facts(self._vllm_config)
+        return Finder(
+            self._decode,
+            facts,
+            self._config,
+            self._trust,
+            self.stats,
+            partial(why_unfit, model, extras),
+            self._wake_directory,
+            owns_source=not is_child,
+        )
+
+    def _wake_directory(self) -> None:
+        if self._directory is not None:
+            self._directory.wake()
+
+    def _owner_params(self, request: Request) -> dict[str, Any] | None:
+        """The fields that a router may send with the next prompt: they name this engine."""
+        directory, address = self._directory, self._prefill.address
+        if directory is None or address is None or not ended_well(request):
+            return None
+        if leg_of(request.kv_transfer_params) is not Leg.DECODE:
+            return None
+        ticket = probe_ticket(address.engine, address.incarnation, directory.host, directory.port)
+        # The flags are those of a prompt that another engine decodes, as the next one will be.
+        return {**WANT_TICKET, OWNER: self._trust.seal(ticket)[FIELD]}
 
     def _promised(self, request: Request) -> Nonce | None:
         """The nonce of the early ticket that this engine's API server may have given away."""

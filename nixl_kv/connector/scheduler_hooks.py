@@ -5,7 +5,8 @@ releases the offer, the hooks end that request too. vLLM's API server hears of i
 
 On decode, such a request waits until prefill computes it. In each step vLLM would look up its whole
 prompt in the prefix cache, which takes 1 ms for 16,384 cached tokens. So the hooks take it out of
-vLLM's queue until then. vLLM still counts it as a waiting request.
+vLLM's queue until then, as they do with a request while another engine is asked for its KV. vLLM
+still counts it as a waiting request.
 
 vLLM hears of a load's end with the output of a step that begins after it, and with asynchronous
 scheduling one step later still. With `overlap`, each rank also tells the scheduler's process
@@ -50,6 +51,11 @@ class SchedulerHooks:
         self._ended: list[Request] = []
         self._sets_aside = not unpromised.is_off(unpromised.OVERLAP)
         self._aside: dict[str, Request] = {}  # out of vLLM's queue
+        # A request whose load another engine's answer began must not fail for that load.
+        for connector in self._connectors:
+            connector.may_seek(
+                self._sets_aside and getattr(scheduler, "recompute_kv_load_failures", False)
+            )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self
@@ -57,6 +63,7 @@ class SchedulerHooks:
         for connector in self._connectors:
             if connector.takes_hints:
                 connector.end_landed(scheduler._update_from_kv_xfer_finished)  # noqa: SLF001 - no other way
+            connector.take_answers()
         self._return_from_aside()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._set_aside()

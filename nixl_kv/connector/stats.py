@@ -28,7 +28,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector.media import FAIL_REASONS
 from nixl_kv.connector.own import own_config
 from nixl_kv.errors import TICKET_REASONS, get_logger
-from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.ids import Endpoint, Nonce, RequestId
 from nixl_kv.protocol import events, peers
 from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transport import ports
@@ -120,6 +120,15 @@ COUNTERS: Final[Mapping[str, Metric]] = {
         "Questions of other engines for what this engine's prefix cache has of a prompt "
         "(conversations), by outcome.",
         outcome=("found", "none"),
+    ),
+    "sought_requests": _both(
+        "Requests for whose prompt an engine asked another one for cached KV (conversations), by "
+        "outcome. none: the other one had nothing of use; late: it did not answer in time; lost: "
+        "it reused the blocks, or the load failed.",
+        outcome=("read", "none", "late", "refused", "lost"),
+    ),
+    "found_tokens": _both(
+        "Prompt tokens that an engine read from another one's prefix cache (conversations)."
     ),
     "offers": _prefill("Requests whose finished prefill was offered to decode with a ticket."),
     "ended_offers": _prefill(
@@ -377,18 +386,21 @@ class OfferReport:
     end: events.OfferEnd
     reader: str = ""  # the decode engine that asked; empty if none did
     asked_at: float = 0.0  # when it did, in Unix seconds
+    read_by: Endpoint | None = None  # the directory of that engine, if it has read all
 
     @classmethod
     def of(cls, ended: events.OfferEnded) -> "OfferReport":
         if ended.reader is None:
             return cls(ended.end)
-        return cls(ended.end, ended.reader, _unix(ended.asked_at))
+        read_by = ended.directory if ended.end is events.OfferEnd.READ else None
+        return cls(ended.end, ended.reader, _unix(ended.asked_at), read_by)
 
     def join(self, other: "OfferReport") -> "OfferReport":
         """A rank that no reader needs does not hide what happened to the others."""
         asked = min(filter(None, (self.asked_at, other.asked_at)), default=0.0)
         end = max(self.end, other.end, key=_ORDER.index)
-        return OfferReport(end, self.reader or other.reader, asked)
+        read_by = self.read_by or other.read_by
+        return OfferReport(end, self.reader or other.reader, asked, read_by)
 
 
 def _unix(monotonic_s: float) -> float:
@@ -456,17 +468,20 @@ class RequestCounts:
         ended: Iterable[RequestId],
         held_back: Iterable[RequestId],
         must_load: Container[RequestId] = (),
+        found: Container[RequestId] = (),
     ) -> dict[RequestId, LoadReport]:
         """Returns the loads that have ended. `held_back` will be reported once more, as failed.
 
-        A request in `must_load` is not recomputed if its load fails.
+        A request in `must_load` is not recomputed if its load fails. Those in `found` load what
+        another engine has cached; `sought_requests` counts them.
         """
         counted = {}
         for request in ended:
             load = self._reports.loads.pop(request, None)
             is_load = request not in self._refused and request not in held_back
             if load is not None and is_load:
-                self._count_load(load, is_recomputed=request not in must_load)
+                if request not in found:
+                    self._count_load(load, is_recomputed=request not in must_load)
                 counted[request] = load
         return counted
 

@@ -535,8 +535,27 @@ PARTS: Final = (
         "tells other engines how this one hashes blocks",
         CONVERSATIONS,
     ),
+    # --- KV that other engines have cached
+    Part(
+        "vllm.v1.request:Request",
+        ("block_hashes", "get_skip_reading_prefix_cache()"),
+        "which blocks of a prompt another engine may have",
+        CONVERSATIONS,
+    ),
+    Part(
+        "vllm.v1.core.kv_cache_utils",
+        ("generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",),
+        "hashes of blocks as another engine makes them",
+        CONVERSATIONS,
+    ),
     Part("vllm.utils.hashing", ("get_hash_fn_by_name(hash_fn_name)",), "the same", CONVERSATIONS),
     Part(f"{_CONFIG}:CacheConfig", ("prefix_caching_hash_algo",), "the same", CONVERSATIONS),
+    Part(
+        f"{_SCHED}.scheduler:Scheduler",
+        ("recompute_kv_load_failures",),
+        "tells that vLLM computes a request whose load fails",
+        CONVERSATIONS,
+    ),
     # --- the early answer
     Part(
         "vllm.v1.engine.async_llm:AsyncLLM",

@@ -729,10 +729,16 @@ def shorten(request: Request, *, has_drafts: bool) -> None:
     request.max_tokens = 1  # its output is meaningless now
 
 
+def ended_well(request: Request) -> bool:
+    return request.status in (
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_STOPPED,
+    )
+
+
 def why_not_offered(request: Request) -> str:
     """Why the KV of a finished request is incomplete; empty if it is complete."""
-    ended_well = RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
-    if request.status not in ended_well:
+    if not ended_well(request):
         return f"it ended as {request.status}"
     if request.num_computed_tokens < request.num_prompt_tokens:
         return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"

@@ -11,13 +11,14 @@ No error ends the thread: without its directory, no decode engine could meet thi
 """
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import nixl_kv
 from nixl_kv.addresses import is_local
@@ -32,7 +33,14 @@ from nixl_kv.errors import (
     run_guarded,
 )
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    Endpoint,
+    EngineId,
+    Incarnation,
+    engine_incarnation,
+    short,
+)
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import FIELD, Ticket
 from nixl_kv.transport.base import (
@@ -40,7 +48,9 @@ from nixl_kv.transport.base import (
     NEEDS_ENGINE_KEY,
     Bounds,
     ControlPlane,
+    FromEndpoint,
     FromPeer,
+    Lost,
     Proved,
 )
 
@@ -92,6 +102,20 @@ def describe_engine(
     )
 
 
+class Correspondent(Protocol):
+    """A feature that asks other engines' directories, on this one's thread."""
+
+    @property
+    def next_due(self) -> float:
+        """When `turn` has something to do, in monotonic seconds; infinity for never."""
+
+    def receive(self, item: FromEndpoint | Lost, now: float) -> None:
+        """Take an answer, or the end of a connection."""
+
+    def turn(self, now: float) -> Sequence[tuple[Endpoint, bytes]]:
+        """The messages to send now."""
+
+
 class DirectoryServer:
     """Listens on an IP literal and a port; 0 takes any free one. It closes `control`.
 
@@ -100,6 +124,7 @@ class DirectoryServer:
     `has_key`: then only holders of the key reach this server. `seal` makes the tickets with which
     tools ask decode engines to read some bytes from this engine (`engine/probe.py`). `find` looks a
     prompt's blocks up in the engine's prefix cache, on the server's thread; None: it has no answer.
+    `asks` asks other engines.
     """
 
     def __init__(  # noqa: PLR0913 - what the engine is
@@ -113,6 +138,7 @@ class DirectoryServer:
         has_key: bool = False,
         seal: Callable[[Ticket], Mapping[str, Any]] | None = None,
         find: Callable[[messages.Find], messages.Found] | None = None,
+        asks: Correspondent | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
@@ -131,6 +157,7 @@ class DirectoryServer:
         self._has_key = has_key
         self._seal = seal
         self._look_up = find
+        self._asks = asks
         self._started_at = self._drained_at = time.monotonic()
         self._is_stopping = False
         self._is_closed = False
@@ -148,6 +175,10 @@ class DirectoryServer:
     def tell_ranks(self, *, is_paused: bool) -> None:
         """Tell this engine's ranks whether it begins requests. Any thread may call this."""
         self._to_tell.append(is_paused)
+        self._control.wake()
+
+    def wake(self) -> None:
+        """Let the thread look for new questions. Any thread may call this."""
         self._control.wake()
 
     def pop_hints(self) -> list[messages.Hint]:
@@ -169,6 +200,10 @@ class DirectoryServer:
         for item in self._control.poll(timeout_s):
             if isinstance(item, FromPeer):
                 run_guarded(partial(self._serve, item), FAILED)
+            elif self._asks is not None:
+                run_guarded(partial(self._asks.receive, item, self._clock()), FAILED)
+        if self._asks is not None:
+            run_guarded(partial(self._ask, self._asks), FAILED)
         while self._to_tell:
             self._tell(is_paused=self._to_tell.popleft())
         if self._tell_again_at is not None and self._clock() >= self._tell_again_at:
@@ -176,6 +211,13 @@ class DirectoryServer:
         for link in self._control.links():
             if link.idle_s >= LINK_KEPT_S:
                 self._control.disconnect(link.endpoint)
+
+    def _ask(self, asks: Correspondent) -> None:
+        for endpoint, payload in asks.turn(self._clock()):
+            try:
+                self._control.send(endpoint, payload)
+            except TransportError as error:  # noqa: PERF203 - the others may be sent
+                asks.receive(Lost(endpoint, str(error)), self._clock())
 
     def _tell(self, *, is_paused: bool) -> None:
         number = next(self._numbers)
@@ -191,8 +233,10 @@ class DirectoryServer:
     def _main(self) -> None:
         while not self._is_stopping:
             is_busy = self._control.links() or self._tell_again_at is not None
-            timeout_s = messages.PAUSED_S / 4 if is_busy else None
-            run_guarded(partial(self.turn, timeout_s), FAILED)
+            wait_s = messages.PAUSED_S / 4 if is_busy else math.inf
+            if self._asks is not None:
+                wait_s = min(wait_s, max(0.0, self._asks.next_due - self._clock()))
+            run_guarded(partial(self.turn, None if wait_s == math.inf else wait_s), FAILED)
 
     def _serve(self, item: FromPeer) -> None:
         try:

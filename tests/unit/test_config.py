@@ -422,7 +422,7 @@ def test_a_published_recipe_starts_under_the_names_of_vllms_connectors(
     assert len(lines) == len(others)
     for key in others:
         (line,) = [line for line in lines if f"[{key!r}]" in line]
-        assert ("lost" in line) == (key == "bidirectional_kv_xfer")
+        assert ("set 'conversations' to 'on'" in line) == (key == "bidirectional_kv_xfer")
         assert "effect" in line or "lost" in line
 
 

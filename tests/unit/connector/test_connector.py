@@ -64,7 +64,7 @@ HOOKS = sorted(
         if not name.startswith("_") and callable(getattr(owner, name))
     }
     - {"early_address", "end_landed", "on_pause"}  # our own hooks call them
-    - {"may_compute", "pop_failed", "pop_released"}
+    - {"may_compute", "may_seek", "pop_failed", "pop_released", "take_answers"}
 )
 
 

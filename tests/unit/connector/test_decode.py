@@ -279,6 +279,9 @@ def load_in(decode: DecodeScheduler, state: ScheduledState) -> None:
     if state is ScheduledState.REFUSED:
         decode.refuse(D1, len(TOKEN_IDS))
         return
+    if state is ScheduledState.SOUGHT:
+        decode.seek(D1, len(TOKEN_IDS))
+        return
     is_early = state in (ScheduledState.EARLY, ScheduledState.ASIDE)
     decode.on_new_request(prompt_of(), offered(is_early=is_early).params(None))
     if state is ScheduledState.ASIDE:
@@ -307,13 +310,112 @@ def test_each_transition_of_a_load(
             decode.on_ready([D1])
         case ScheduledEvent.MISSED:
             decode.get_num_new_matched_tokens(D1, 0)
+        case ScheduledEvent.FOUND:
+            assert decode.on_found(D1, offered(), b"run")
         case ScheduledEvent.ALLOCATED:
             decode.update_state_after_alloc(D1, [TABLE], 19)
         case ScheduledEvent.RESET:
             decode.reset_cache()
     load = decode._loads.get(D1)
     assert (None if load is None else load.state) is after
-    assert decode.aside == ({D1} if after is ScheduledState.ASIDE else set())
+    waits = after in (ScheduledState.ASIDE, ScheduledState.SOUGHT)
+    assert decode.aside == ({D1} if waits else set())
+
+
+# --- KV that another engine has cached
+
+
+def test_a_sought_request_waits_then_loads_what_was_found(decode: DecodeScheduler) -> None:
+    decode.seek(D1, len(TOKEN_IDS))
+    assert decode.get_num_new_matched_tokens(D1, 4) == (None, False)
+    assert decode.aside == {D1}
+    assert decode.on_found(D1, offered(num_tokens=12), b"run", least=8)
+    assert decode.aside == set()
+    (prepare,) = decode.build_connector_meta()
+    assert isinstance(prepare, PrepareLoad)
+    assert (prepare.ticket, prepare.found) == (offered(num_tokens=12), b"run")
+    assert decode.get_num_new_matched_tokens(D1, 4) == (8, True)
+    decode.update_state_after_alloc(D1, [TABLE], 8)
+    (start,) = started(decode)
+    assert (start.begin, start.end) == (4, 12)
+
+
+def test_the_last_token_of_a_prompt_is_computed_also_if_all_was_found(
+    decode: DecodeScheduler,
+) -> None:
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.on_found(D1, offered(num_tokens=len(TOKEN_IDS)), b"run")
+    assert decode.get_num_new_matched_tokens(D1, 0) == (len(TOKEN_IDS) - 1, True)
+
+
+@pytest.mark.parametrize("local", [5, 12, 16])
+def test_a_find_that_is_too_short_is_not_loaded(decode: DecodeScheduler, local: int) -> None:
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.get_num_new_matched_tokens(D1, local)
+    assert not decode.on_found(D1, offered(num_tokens=12), b"run", least=8)
+    assert decode.get_num_new_matched_tokens(D1, local) == (0, False)
+    assert (decode.aside, decode.build_connector_meta()) == (set(), [])
+
+
+@pytest.mark.parametrize("changed", [{"weights": "other"}, {"epoch": 0}], ids=["label", "epoch"])
+def test_a_find_of_other_weights_is_not_loaded(
+    decode: DecodeScheduler, changed: dict[str, Any]
+) -> None:
+    decode.on_new_request(prompt_of(D2), offered(2).params(None))
+    decode.reset_cache()
+    decode.build_connector_meta()
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.get_num_new_matched_tokens(D1, 0)
+    assert not decode.on_found(D1, offered(**changed), b"run")
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    assert (decode.aside, decode.build_connector_meta()) == (set(), [])
+
+
+@pytest.mark.parametrize("end", ["not found", "finished", "reset", "allocated"])
+def test_a_sought_request_that_is_not_found_leaves_nothing(
+    decode: DecodeScheduler, end: str
+) -> None:
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.get_num_new_matched_tokens(D1, 0)
+    match end:
+        case "not found":
+            decode.on_not_found(D1)
+        case "finished":
+            decode.request_finished(D1)
+        case "reset":
+            decode.reset_cache()
+        case "allocated":
+            decode.update_state_after_alloc(D1, [TABLE], 0)
+    assert not decode.on_found(D1, offered(), b"run"), "the answer comes later"
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    assert (decode.aside, decode.num_open, decode.build_connector_meta()) == (set(), 0, [])
+
+
+def test_a_failed_load_fails_a_request_with_a_ticket_alone(clock: Clock) -> None:
+    """With on_load_failure 'fail' and vLLM's policy 'recompute'."""
+    decode = DecodeScheduler([PAGING], accept, clock=clock, ends_failed=True)
+    decode.on_new_request(prompt_of(D1), offered().params(None))
+    decode.seek(D2, len(TOKEN_IDS))
+    decode.on_found(D2, offered(2), b"run")
+    for request in (D1, D2):
+        decode.update_state_after_alloc(request, [TABLE], 19)
+    decode.update_connector_output([D1, D2], [D1, D2])
+    failed = decode.must_load.pop_failed()
+    assert list(failed) == [D1]
+    assert failed[D1] == (
+        "load",
+        "its KV load failed; decode may not compute it: on_load_failure is 'fail'",
+    )
+
+
+def test_a_request_that_was_loaded_once_may_be_computed_later(clock: Clock) -> None:
+    decode = DecodeScheduler([PAGING], accept, clock=clock, ends_failed=True)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    assert D1 in decode.must_load
+    decode.update_state_after_alloc(D1, [TABLE], 19)
+    decode.update_connector_output([D1])
+    assert D1 not in decode.must_load
+    assert decode.must_load.loaded == []
 
 
 # --- which loads are verified

@@ -660,7 +660,7 @@ def test_one_warning_names_all_that_a_recipe_for_vllms_connector_loses(
     (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     for name in (*keys, "VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "enable_permute_local_kv"):
         assert name in warning
-    assert "'bidirectional_kv_xfer'] is true, but this feature is lost" in warning
+    assert "'bidirectional_kv_xfer'] is true, but has no effect: to let prefill read" in warning
     assert "on_load_failure replaces kv_load_failure_policy 'fail'" in warning
     assert any("counts as 'offer_ttl_s', unless that is set: 3600 s" in m for m in caplog.messages)
 

@@ -1,0 +1,651 @@
+"""A prefill engine loads what another engine has cached. The test is its workers and the owner."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import pytest
+from msgspec.structs import replace
+from vllm.config import KVTransferConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from nixl_kv.connector.conversations import check_start
+from nixl_kv.connector.finding import OWNER, hashes_by
+from nixl_kv.connector.legs import SOURCE
+from nixl_kv.connector.stats import RankReports
+from nixl_kv.connector.vllm_config import (
+    content_facts,
+    draft_facts,
+    model_facts,
+    parse_config,
+)
+from nixl_kv.connector.worker import WorkerMetadata
+from nixl_kv.conversations.finding import FIND_S, MIN_TOKENS
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.engine.probe import probe_ticket
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.match import ParallelShape
+from nixl_kv.ids import Endpoint, EngineId, Nonce, RequestId, endpoint_at, new_nonce
+from nixl_kv.protocol.events import (
+    Failure,
+    FailureKind,
+    LoadEnded,
+    OfferEnd,
+    OfferEnded,
+    PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
+    StartLoad,
+)
+from nixl_kv.protocol.messages import ContentFacts, Find, Found
+from nixl_kv.protocol.ticket import FIELD
+from nixl_kv.transport.zmq import ZmqControl
+from support.polling import wait_until
+from support.records import rank_description, ticket_for
+from support.vllm_scheduler import (
+    BLOCK,
+    OURS,
+    WANT_TICKET,
+    SteppedScheduler,
+    hooked,
+    make_config,
+    make_request,
+)
+
+FIRST: Final = list(range(4 * BLOCK))
+"""The prompt of a conversation's first turn."""
+NEXT: Final = [*FIRST, *range(1000, 1000 + MIN_TOKENS + 40)]
+"""The second turn's: the answer, and more."""
+HELD: Final = 21
+"""Blocks of it that the owner has."""
+RUN: Final = b"sealed"
+
+
+class Owner:
+    """The directory of an engine that has cached the first `num_blocks` blocks of any prompt."""
+
+    def __init__(self, facts: ContentFacts, model: dict[str, str]) -> None:
+        self.num_blocks = 0
+        self.asked: list[Find] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.server = DirectoryServer(ZmqControl(), "127.0.0.1", 0, find=self._find)
+        self.description = describe_engine(
+            EngineId("owner"), model, ParallelShape(1, 1), [rank_description()], content=facts
+        )
+        self.server.publish(self.description)
+        self.server.start()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return endpoint_at(self.server.host, self.server.port)
+
+    def _find(self, find: Find) -> Found:
+        self.may_answer.wait(30.0)
+        self.asked.append(find)
+        num_blocks = min(max(0, self.num_blocks - find.first_block), len(find.hashes))
+        return Found(
+            incarnation=self.description.incarnation,
+            nonce=find.nonce,
+            num_blocks=num_blocks,
+            offer=new_nonce(),
+            run=RUN if num_blocks else b"",
+            epoch=0,
+            weights=find.weights,
+        )
+
+
+class Engine(SteppedScheduler):
+    """A prefill engine that reads conversations."""
+
+    def __init__(self, *, is_async: bool = False, **extra: Any) -> None:
+        transfer = KVTransferConfig(
+            **OURS,
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "port": 0,
+                "insecure": True,
+                "conversations": "on",
+                **extra,
+            },
+        )
+        config = make_config(transfer, 128, is_async=is_async, max_num_batched_tokens=512)
+        super().__init__(config, hooked(config))
+        self.describe()
+        self.end(self.vllm.schedule())
+        self.end(self.vllm.schedule())
+        settings = parse_config(config)
+        self.model, self.facts = model_facts(config), content_facts(config, settings)
+        assert draft_facts(config) == {}
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.connector.stats.count = self._count
+
+    def _count(self, name: str, amount: float = 1, *labels: str) -> None:
+        self.counts[(name, *labels)] += int(amount)
+
+    @property
+    def sought(self) -> dict[str, int]:
+        return {key[1]: count for key, count in self.counts.items() if key[0] == "sought_requests"}
+
+    def step(self, **reported: Any) -> tuple[list[Any], list[Any], SchedulerOutput]:
+        """The commands for the workers, the outputs, and what vLLM has scheduled."""
+        output = self.vllm.schedule()
+        return output.kv_connector_metadata.commands, self.end(output, **reported), output
+
+    def turn(self, name: str, tokens: Sequence[int], reader: Endpoint) -> None:
+        """Compute and offer a prompt, which an engine with this directory reads."""
+        self.add(name, tokens, WANT_TICKET)
+        while name in self.vllm.requests and not self.vllm.requests[name].is_finished():
+            self.step()
+        commands, _, _ = self.step()
+        (publish,) = [one for one in commands if isinstance(one, PublishOffer)]
+        self.step(**read_by(name, publish.nonce, reader))
+        assert name not in self.vllm.requests
+
+    def seek(self, name: str = "next", tokens: Sequence[int] = NEXT, **params: Any) -> Request:
+        request = self.add(name, tokens, {**WANT_TICKET, **params})
+        commands, _, output = self.step()
+        assert not output.num_scheduled_tokens
+        assert not any(isinstance(one, StartLoad) for one in commands)
+        assert self.connector.aside == {name}
+        return request
+
+    def await_load(self) -> tuple[PrepareLoad, StartLoad]:
+        """Step until the load of what was found begins."""
+        begun: list[Any] = []
+
+        def has_begun() -> bool:
+            commands, _, output = self.step()
+            assert not output.num_scheduled_tokens, "the owner did not answer in time"
+            begun.extend(one for one in commands if isinstance(one, PrepareLoad | StartLoad))
+            return bool(begun)
+
+        wait_until(has_begun)
+        prepare, start = begun
+        return prepare, start
+
+    def await_computed(self) -> SchedulerOutput:
+        found: list[SchedulerOutput] = []
+
+        def computes() -> bool:
+            _, _, output = self.step()
+            found.append(output)
+            return bool(output.num_scheduled_tokens)
+
+        wait_until(computes)
+        return found[-1]
+
+
+def read_by(name: str, nonce: Nonce, reader: Endpoint | None) -> dict[str, Any]:
+    """What the workers report when decode has read an offer."""
+    reports = RankReports()
+    about = (EngineId("owner"), 0.0, reader)
+    reports.add([OfferEnded(nonce, RequestId(name), OfferEnd.READ, *about)])
+    return {"finished_sending": {name}, "kv_connector_worker_meta": WorkerMetadata({}, reports)}
+
+
+def loaded(name: str, num_tokens: int, *, failed: bool = False) -> dict[str, Any]:
+    reports = RankReports()
+    failure = Failure(FailureKind.FENCED, "the owner has reused the blocks") if failed else None
+    reports.add([LoadEnded(RequestId(name), num_tokens, failure)])
+    return {
+        "finished_recving": {name},
+        "failed_recving": {name} if failed else set(),
+        "kv_connector_worker_meta": WorkerMetadata({}, reports),
+    }
+
+
+Make = Callable[..., Engine]
+Own = Callable[..., Owner]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", 30.0)  # a busy machine is slow
+    engines: list[Engine] = []
+
+    def new(**settings: Any) -> Engine:
+        engines.append(Engine(**settings))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.connector.shutdown()
+
+
+@pytest.fixture
+def own() -> Iterator[Own]:
+    owners: list[Owner] = []
+
+    def new(engine: Engine, num_blocks: int = 0, **changes: Any) -> Owner:
+        facts, model = replace(engine.facts, **changes), engine.model
+        owners.append(Owner(facts, model))
+        owners[-1].num_blocks = num_blocks
+        return owners[-1]
+
+    yield new
+    for owner in owners:
+        owner.may_answer.set()
+        owner.server.stop()
+
+
+def cold(engine: Engine) -> None:
+    assert engine.vllm.kv_cache_manager.reset_prefix_cache()
+
+
+# --- a request from the question to its offer
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_cold", [False, True], ids=["warm", "cold"])
+def test_the_next_turn_loads_what_the_reader_of_the_last_one_has(
+    make: Make, own: Own, *, is_async: bool, is_cold: bool
+) -> None:
+    engine = make(is_async=is_async)
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    if is_cold:
+        cold(engine)
+    local = 0 if is_cold else len(FIRST)
+    request = engine.seek()
+    prepare, start = engine.await_load()
+    assert (prepare.ticket.endpoint, prepare.found) == (owner.endpoint, RUN)
+    assert (start.begin, start.end) == (local, HELD * BLOCK)
+    (find,) = owner.asked
+    hashes = make_request("hash", NEXT).block_hashes
+    assert (find.first_block, list(find.hashes)) == (local // BLOCK, hashes[local // BLOCK :])
+
+    engine.step(**loaded("next", start.num_tokens))
+    commands: list[Any] = []
+    outputs: list[Any] = []
+    while not request.is_finished():
+        more, ended, output = engine.step()
+        commands, outputs = commands + more, outputs + ended
+        if output.num_scheduled_tokens:
+            assert output.num_scheduled_tokens == {"next": len(NEXT) - HELD * BLOCK}
+    (offer,) = [one for one in commands if isinstance(one, PrepareOffer)]
+    assert (offer.num_tokens, offer.num_cached) == (len(NEXT), HELD * BLOCK)
+    (output,) = [one for one in outputs if one.finish_reason]
+    assert FIELD in output.kv_transfer_params
+    assert output.prefill_stats.num_cached_tokens == HELD * BLOCK
+    assert engine.sought == {"read": 1}
+    assert engine.counts["found_tokens",] == HELD * BLOCK - local
+    assert ("loads", "loaded", "") not in engine.counts
+    assert ("loaded_tokens",) not in engine.counts
+
+    (publish,) = [one for one in engine.step()[0] if isinstance(one, PublishOffer)]
+    engine.step(**read_by("next", publish.nonce, owner.endpoint))
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+
+
+def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own: Own) -> None:
+    """As those of any other: the load does not count as another connector's."""
+    engine = make()
+    engine.vllm.scheduler_config.max_num_batched_tokens = engine.vllm.max_num_scheduled_tokens = 32
+    owner = own(engine, num_blocks=17)
+    nonce = new_nonce()
+    prefill = engine.connector._prefill
+    engine.connector._finder._finds.table.learn(
+        make_request("h", FIRST).block_hashes, owner.endpoint
+    )
+    engine.add("next", NEXT, WANT_TICKET)
+    prefill._awaited["next"].promised = nonce
+    _, start = engine.await_load()
+    engine.step(**loaded("next", start.num_tokens))
+    offers: list[PrepareOffer] = []
+    while not offers or offers[-1].computed is not None:
+        commands, _, _ = engine.step()
+        offers += [one for one in commands if isinstance(one, PrepareOffer)]
+    left = len(NEXT) - 17 * BLOCK
+    steps = range(17 * BLOCK + 32, len(NEXT), 32)
+    assert [offer.computed for offer in offers] == [*steps, None], left
+    assert all(offer.in_parts for offer in offers)
+
+
+def test_an_owner_that_has_nothing_costs_one_question(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.seek()
+    output = engine.await_computed()
+    assert output.num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
+    assert engine.sought == {"none": 1}
+    assert len(owner.asked) == 1
+
+
+def test_a_lost_load_is_computed(make: Make, own: Own) -> None:
+    engine = make(on_load_failure="fail")
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    request = engine.seek()
+    _, start = engine.await_load()
+    engine.step(**loaded("next", start.num_tokens, failed=True))
+    output = engine.await_computed()
+    assert output.num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
+    assert engine.sought == {"lost": 1}
+    assert not [key for key in engine.counts if key[0] in ("load_failures", "recomputed_requests")]
+    assert len(owner.asked) == 1, "it is not asked for again"
+    while not request.is_finished():
+        engine.step()
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_a_failed_ticket_fails_its_request_nevertheless(make: Make) -> None:
+    engine = make(on_load_failure="fail")
+    engine.add("bad", FIRST, ticket_for(NEXT, new_nonce()).params(None))
+    _, outputs, _ = engine.step()
+    (output,) = outputs
+    assert (output.request_id, str(output.finish_reason)) == ("bad", "error")
+
+    params = ticket_for(FIRST, new_nonce(), host="127.0.0.1").params(None)
+    request = engine.add("late", FIRST, params)
+    engine.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(**loaded("late", len(FIRST) - 1, failed=True))
+    _, outputs, _ = engine.step()
+    (output,) = outputs
+    assert (output.request_id, str(output.finish_reason)) == ("late", "error")
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+    assert engine.counts["failed_requests", "load"] == 1
+
+
+def test_without_an_answer_a_request_is_computed_in_time(
+    make: Make, own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", FIND_S)
+    owner.may_answer.clear()
+    engine.seek()
+    engine.await_computed()
+    assert engine.sought == {"late": 1}
+
+
+@pytest.mark.parametrize("end", ["abort", "reset"])
+def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
+    make: Make, own: Own, end: str
+) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    owner.may_answer.clear()
+    request = engine.seek()
+    if end == "abort":
+        engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    else:
+        assert engine.vllm.reset_prefix_cache(reset_connector=True)
+        engine.await_computed()
+    owner.may_answer.set()
+    wait_until(lambda: bool(engine.connector._finder.owners.answers))
+    while not request.is_finished():
+        engine.step()
+    engine.step()
+    assert not engine.connector.aside
+    assert not len(engine.connector._finder._finds)
+    if end == "abort":
+        assert not engine.vllm.requests
+        assert engine.free_blocks == engine.idle
+
+
+# --- vLLM frees blocks at the end of a load, and again at that of an offer (vllm#56089)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("failed", [False, True], ids=["loaded", "failed"])
+def test_a_request_that_is_aborted_during_its_load_is_freed_once(
+    make: Make, own: Own, *, is_async: bool, failed: bool
+) -> None:
+    engine = make(is_async=is_async)
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.seek()
+    _, start = engine.await_load()
+    engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    commands, _, _ = engine.step()
+    assert not [one for one in commands if isinstance(one, PublishOffer)]
+    engine.step(**loaded("next", start.num_tokens, failed=failed))
+    engine.step()
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+    assert engine.connector._prefill.num_offers == 0
+    assert not engine.connector._finder.loading
+
+
+def test_a_request_that_is_aborted_after_its_load_is_freed_once(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.seek()
+    _, start = engine.await_load()
+    engine.step(**loaded("next", start.num_tokens))
+    output = engine.vllm.schedule()
+    assert "next" in output.num_scheduled_tokens
+    engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    engine.end(output)
+    engine.step()
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
+
+
+# --- whom to ask
+
+
+def test_a_router_may_name_the_owner_by_its_own_words(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    host, port = owner.server.host, owner.server.port
+    ticket = probe_ticket(EngineId("owner"), owner.description.incarnation, host, port)
+    engine.seek(**{OWNER: engine.connector._trust.seal(ticket)[FIELD]})
+    prepare, _ = engine.await_load()
+    assert prepare.ticket.endpoint == owner.endpoint
+
+
+def test_an_engine_does_not_ask_itself(make: Make) -> None:
+    """A router may send both legs of a request to one engine."""
+    engine = make()
+    directory = engine.connector._directory
+    engine.turn("first", FIRST, endpoint_at(directory.host, directory.port))
+    engine.add("next", NEXT, WANT_TICKET)
+    assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
+
+
+@pytest.mark.parametrize("value", ["forged", 7, None, "12..AAAA"])
+def test_other_words_are_ignored(make: Make, value: object) -> None:
+    engine = make()
+    engine.add("next", NEXT, {**WANT_TICKET, OWNER: value})
+    assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT)}
+    assert engine.sought == {"refused": 1}
+
+
+@pytest.mark.parametrize(
+    ("peers", "changes", "asks"),
+    [
+        (["127.0.0.0/8"], {}, True),
+        (["127.0.0.0/8"], {"remote_port": "PORT"}, True),
+        (["10.0.0.0/8"], {}, False),
+        (None, {}, False),
+        (["127.0.0.0/8"], {"remote_host": "localhost"}, False),
+        (["127.0.0.0/8"], {"remote_port": 0}, False),
+        (["127.0.0.0/8"], {"remote_port": None}, False),
+        (["127.0.0.0/8"], {"remote_host": ["127.0.0.1"]}, False),
+    ],
+)
+def test_a_host_that_a_client_names_counts_if_peers_contains_it(
+    make: Make, own: Own, peers: list[str] | None, changes: dict[str, Any], *, asks: bool
+) -> None:
+    engine = make(**({} if peers is None else {"peers": peers}))
+    owner = own(engine, num_blocks=HELD)
+    named = {"remote_host": owner.server.host, "remote_port": owner.server.port} | changes
+    if named["remote_port"] == "PORT":
+        named["remote_port"] = str(owner.server.port)
+    source: dict[str, Any] = {SOURCE: {"kv_request_id": "r", **named}}
+    if asks:
+        engine.seek(**source)
+        engine.await_load()
+    else:
+        engine.add("next", NEXT, {**WANT_TICKET, **source})
+        assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT)}
+
+
+def test_a_prompt_that_is_computed_for_itself_may_be_read_too(make: Make, own: Own) -> None:
+    """A conversation that has moved: llm-d's router names the engine that had it before."""
+    engine = make(peers=["127.0.0.0/8"])
+    owner = own(engine, num_blocks=HELD)
+    source = {"remote_host": owner.server.host, "remote_port": owner.server.port}
+    engine.add("next", NEXT, {SOURCE: source})
+    prepare, _ = engine.await_load()
+    assert prepare.ticket.endpoint == owner.endpoint
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"cache_salt": "tenant"}, id="another salt"),
+        pytest.param({"resumable": True}, id="more input may follow"),
+    ],
+)
+def test_other_requests_are_not_sought(make: Make, own: Own, more: dict[str, Any]) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.add("next", NEXT, WANT_TICKET, **more)
+    _, _, output = engine.step()
+    assert "next" in output.num_scheduled_tokens
+    assert not owner.asked
+
+
+def test_decode_tells_the_router_where_the_kv_is(make: Make) -> None:
+    """Only if its own request has come with a ticket."""
+    engine = make()
+    params = ticket_for(FIRST, new_nonce(), host="127.0.0.1").params(None)
+    engine.add("d", FIRST, params)
+    engine.step()
+    engine.step(**loaded("d", len(FIRST) - 1))
+    _, outputs, _ = engine.step()
+    (output,) = outputs
+    assert output.kv_transfer_params["do_remote_decode"] is True
+    named = output.kv_transfer_params[OWNER]
+    head = engine.connector._trust.check({FIELD: named}).head()
+    directory = engine.connector._directory
+    assert (head.host, head.port) == (directory.host, directory.port)
+    engine.add("plain", [1, 2, 3])
+    _, outputs, _ = engine.step()
+    assert [output.kv_transfer_params for output in outputs] == [None]
+
+
+def test_nothing_of_this_is_there_without_the_setting(make: Make, own: Own) -> None:
+    engine = make(conversations="off")
+    owner = own(engine, num_blocks=HELD)
+    assert engine.connector._finder is None
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.add("next", NEXT, {**WANT_TICKET, SOURCE: {"remote_host": "127.0.0.1"}})
+    assert "next" in engine.step()[2].num_scheduled_tokens
+    assert not owner.asked
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_in_a_multi_connector_it_asks_only_if_vllm_computes_what_fails(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"port": 0, "insecure": True, "conversations": "on"}
+    child = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": [child]},
+    )
+    config = make_config(transfer, 64)
+    engine = SteppedScheduler(config, hooked(config))
+    (connector,) = engine.vllm._connectors  # type: ignore[attr-defined]
+    assert connector._finder.may_ask == (policy == "recompute")
+    assert not connector._finder.owns_source
+    assert ("set kv_load_failure_policy" in caplog.text) == (policy == "fail")
+
+
+def test_a_kv_producer_cannot_read() -> None:
+    config = make_config(KVTransferConfig(**OURS, kv_role="kv_producer"), 64)
+    config.kv_transfer_config.kv_connector_extra_config = {"conversations": "on"}
+    with pytest.raises(ConfigError, match="allowed: 'kv_both'"):
+        check_start(parse_config(config), config)
+    config.kv_transfer_config.kv_role = "kv_both"
+    check_start(parse_config(config), config)
+
+
+# --- hashes of another engine
+
+
+@pytest.fixture
+def hash_with() -> Iterator[Callable[..., list[bytes]]]:
+    """The hashes that an engine with these settings makes of a prompt."""
+    before = dict(os.environ)
+
+    def make_hashes(request: Request, facts: ContentFacts) -> list[bytes]:
+        os.environ["PYTHONHASHSEED"] = facts.seed
+        function = get_hash_fn_by_name(facts.algorithm)
+        kv_cache_utils.init_none_hash(function)
+        hasher = kv_cache_utils.get_request_block_hasher(facts.block_size, function)
+        other = make_request("other", list(request.prompt_token_ids or ()))
+        other.cache_salt = request.cache_salt
+        other._block_hasher = None
+        other.block_hashes = []
+        return list(hasher(other))
+
+    yield make_hashes
+    os.environ.clear()
+    os.environ.update(before)
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
+
+
+OWN: Final = ContentFacts(
+    algorithm="sha256", seed="vllm-none-hash", block_size=BLOCK, vllm="0.32.0"
+)
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"block_size": 64}, {"seed": "7"}, {"algorithm": "sha256_cbor"}, {"vllm": "0.33.0"}],
+    ids=str,
+)
+def test_hashes_are_those_of_the_other_engine(
+    hash_with: Callable[..., list[bytes]], changes: dict[str, Any], salt: str | None
+) -> None:
+    request = make_request("r", NEXT, cache_salt=salt)
+    theirs = replace(OWN, **changes)
+    made = hashes_by(theirs, request, OWN)
+    assert len(made) == len(NEXT) // theirs.block_size
+    assert list(made) == hash_with(request, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm": "xxhash"}, "'xxhash'; allowed: sha256 or sha256_cbor"),
+        ({"algorithm": "sha256_new"}, "'sha256_new'"),
+        ({"lookahead": 1}, "tokens after the block"),
+    ],
+)
+def test_hashes_that_cannot_be_made_are_refused_in_words(
+    changes: dict[str, Any], words: str
+) -> None:
+    refusal = hashes_by(replace(OWN, **changes), make_request("r", NEXT), OWN)
+    assert isinstance(refusal, str)
+    assert words in refusal
+
+
+def test_media_are_not_asked_of_an_engine_with_stand_ins() -> None:
+    request = make_request("r", NEXT)
+    stand_ins = replace(OWN, has_stand_ins=True)
+    assert hashes_by(stand_ins, request, OWN)
+    request.mm_features = [object()]  # type: ignore[list-item]
+    assert hashes_by(stand_ins, request, OWN) == ()
+    assert hashes_by(OWN, request, OWN)
