@@ -2,8 +2,8 @@
 
 An owner is an engine that may have cached KV. The reader has to know how it hashes its blocks, so
 it first asks for the owner's description, once per incarnation. If an owner does not answer in
-time, the reader pauses before it asks again, and the pause doubles as in `protocol/peers.py`. A late
-answer ends the pause.
+time, the reader pauses before it asks again, and the pause doubles as in `protocol/peers.py`. A
+late answer ends the pause.
 
 A state machine without IO. Each question gets one `Answer`, unless the thread itself fails.
 """
