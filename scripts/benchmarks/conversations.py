@@ -103,9 +103,11 @@ class Arm:
         computed = since.wait_for(PROMPT_TOKENS, prompted)[COMPUTED_TOKENS]
         since = CountersSince(self.to_decode)
         answer = pool.submit(self._answer, chat, length, ticket)
-        changed = since.wait(lambda changed: answer.done() or changed[FIRST_COUNT] > 0, PATIENCE_S)
+        changed = since.wait(
+            lambda changed: changed[FIRST_COUNT] > 0 or has_failed(answer), PATIENCE_S
+        )
         if not changed[FIRST_COUNT]:
-            answer.result()
+            answer.result(timeout=0)
             raise TimeoutError(f"{self.name}: no first token; see {self.decode.log_path}")
         return Turn(prompted, computed, seconds + changed[FIRST_SUM]), answer
 
@@ -120,6 +122,10 @@ class Arm:
         (choice,) = reply.json()["choices"]
         chat.tokens = [*chat.tokens, *choice["token_ids"]]
         chat.carried = reply.json().get("kv_transfer_params") or {}
+
+
+def has_failed(answer: Future[None]) -> bool:
+    return answer.done() and answer.exception() is not None
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
