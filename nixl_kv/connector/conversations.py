@@ -147,7 +147,10 @@ class CachedContent:
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            if num_cached_blocks < num_full_blocks:
+            # vLLM may hash blocks of a session of which it has computed other tokens: it counts a
+            # part's dropped last tokens as computed. Other blocks that follow those are not found
+            # either.
+            if num_cached_blocks < num_full_blocks and not request.resumable:
                 full = blocks[num_cached_blocks:num_full_blocks]
                 parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
                 ids = [block.block_id for block in full]
@@ -167,8 +170,11 @@ class CachedContent:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> events.BlocksTaken:
         """Call it once for each step, also for an empty one."""
+        preempted = scheduler_output.preempted_req_ids or ()
+        # After a reset that preempts all requests, they may run in the next step.
+        scheduled = scheduler_output.num_scheduled_tokens
         return self._index.end_step(
-            scheduler_output.preempted_req_ids or (),
+            [each for each in preempted if each not in scheduled],
             is_doubtful=bool(scheduler_output.has_sync_kv_loads),
         )
 

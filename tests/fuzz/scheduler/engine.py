@@ -35,6 +35,7 @@ from support.vllm_scheduler import (
     make_scheduler,
 )
 
+LONGEST: Final = 160  # tokens of a prompt
 SAVER: Final = {"kv_connector": "Saver", "kv_connector_module_path": "fuzz.scheduler.saver"}
 
 
@@ -98,6 +99,8 @@ class Configuration:
     is_fast: bool  # hears of loads between steps
     tier_loads: bool = False  # the other connector loads within steps, and may fail
     shortest: int = 2  # tokens of a prompt
+    longest: int = LONGEST
+    longest_answer: int = 40
     pair_share: float = 0.5  # of the tickets, how many are out before their prompt
     conversations: bool = False
     num_drafts: int = 0  # tokens that a draft model proposes for each step
@@ -141,13 +144,30 @@ class Configuration:
             num_batched_tokens=rng.choice([48, 64, 256]),
             max_num_seqs=rng.choice([4, 8]),
             shortest=2,
+            longest=rng.choice([70, LONGEST]),
+            longest_answer=100,
             pair_share=0.5,
             conversations=True,
             long_prefill_token_threshold=rng.choice([0, 32]),
         )
         if rng.random() < 0.2:
-            return replace(drawn._beside_tier(rng), role="kv_both")
+            fields = {"policy": "fcfs", "long_prefill_token_threshold": 0}
+            return replace(drawn._beside_tier(rng), role="kv_both", **fields)
+        if rng.random() < 0.3:
+            return drawn._in_a_crowd()
         return replace(drawn, num_drafts=0 if drawn.is_async else rng.choice([0, 3]))
+
+    def _in_a_crowd(self) -> "Configuration":
+        """One prompt fills almost all blocks, and an urgent one preempts it while it runs."""
+        return replace(
+            self,
+            is_async=False,
+            policy="priority",
+            num_blocks=14,
+            num_batched_tokens=48,
+            max_num_seqs=4,
+            long_prefill_token_threshold=32,
+        )
 
     def _beside_tier(self, rng: random.Random) -> "Configuration":
         """Another connector loads within steps. vLLM discards a step of one cache group alone."""
@@ -163,6 +183,7 @@ class Configuration:
             num_batched_tokens=rng.choice([128, 256]),
             max_num_seqs=8,
             shortest=90,
+            longest=LONGEST,
         )
 
     def _in_parts(self, rng: random.Random) -> "Configuration":

@@ -20,7 +20,7 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from fuzz.scheduler.engine import Configuration, Engine
+from fuzz.scheduler.engine import LONGEST, Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
 from nixl_kv.ids import HintKey, RequestId
 from nixl_kv.protocol import events
@@ -31,7 +31,6 @@ STEP_S: Final = 0.1  # how much time passes for the connector in a step
 NUM_STEPS: Final = 120  # after which no request arrives
 MAX_MORE_STEPS: Final = 600  # after which all requests and offers must have ended
 MAX_REQUESTS: Final = 10
-LONGEST: Final = 160  # tokens of a prompt
 SHARED: Final = 64  # tokens of two prompts, of which another connector loads the first ones
 ROOM: Final = 172  # tokens of a request with its answer; the smallest cache has room for one
 ANSWER: Final = 7  # every token of every answer, so that those of steps under way are known
@@ -149,7 +148,7 @@ class Life:
             self._end_step()
 
     def _prompt(self) -> list[int]:
-        length = self._rng.randint(self.configuration.shortest, LONGEST)
+        length = self._rng.randint(self.configuration.shortest, self.configuration.longest)
         shared = min(length, self._rng.choice([0, 16, 32, 64, 96]))
         first, other = self._rng.choice([0, 1000]), self._rng.randint(0, 3) * 7000 + 300_000
         return [first + n for n in range(shared)] + [other + n for n in range(length - shared)]
@@ -180,7 +179,7 @@ class Life:
             params = self._engine.ticket(tokens, is_early=is_early)
             self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
-        longest = self._rng.choice([4, 12, 40])
+        longest = self._rng.choice([4, 12, self.configuration.longest_answer])
         request = make_request(
             name,
             tokens,

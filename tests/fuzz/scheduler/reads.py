@@ -32,6 +32,7 @@ NUM_RANKS: Final = 2
 NUM_SLOTS: Final = 8
 MAX_READS: Final = 12
 ACTS: Final = 14  # of the ranks and of readers, between two acts of vLLM
+CROWDED: Final = 14  # blocks; see `Configuration`
 LATEST: Final = 8  # requests whose tokens are asked for
 
 _Write: TypeAlias = tuple[int, Mapping[int, int], range, list[int]]  # as of `Memory.write`
@@ -196,6 +197,23 @@ class ReadLife(Life):
         super()._disturb()
         if self._happens(0.01) and not self._steps and not self._loads and not self._landed:
             self._relabel()
+        if self.configuration.num_blocks == CROWDED and not self._vllm.requests:
+            self._crowd()
+
+    def _crowd(self) -> None:
+        """An urgent request needs a block while a long prompt is computed beside it.
+
+        vLLM then preempts the prompt's request in the step for which it has scheduled it.
+        """
+        for number, (length, priority) in enumerate(((166, 5), (31, -1))):
+            self.counts["arrived"] += 1
+            name, first = f"r{self.counts['arrived']}", 600_000 * (1 + self.counts["arrived"])
+            tokens = range(first, first + length)
+            fields = {"arrival_time": self._engine.now, "priority": priority}
+            request = make_request(name, tokens, max_tokens=1 + 3 * number, **fields)
+            self._requests[name] = request
+            self._vllm.add_request(request)
+            self._turn()
 
     def _relabel(self) -> None:
         """A trainer replaces the weights of an idle engine, and a tool tells their label."""
@@ -219,7 +237,8 @@ class ReadLife(Life):
     def _note_begun(self, output: SchedulerOutput) -> None:
         super()._note_begun(output)
         self.output = output
-        lost = self._hashed.intersection(output.preempted_req_ids or ())
+        preempted = set(output.preempted_req_ids or ()).difference(output.num_scheduled_tokens)
+        lost = self._hashed & preempted
         self.counts["preempted in the step that scheduled them"] += len(lost)
 
     def _do(self, command: events.Command) -> None:
@@ -252,9 +271,14 @@ class ReadLife(Life):
 
     @property
     def _is_vllm_at_fault(self) -> bool:
-        """Also docs/upstream/vllm-preempted-blocks.md."""
+        """Also docs/upstream/vllm-preempted-blocks.md.
+
+        And a session goes on as if vLLM had computed the first tokens of its next part, if it
+        has dropped accepted drafts beyond the end of the part before.
+        """
         lost = self.counts["preempted in the step that scheduled them"]
-        return lost > 0 or super()._is_vllm_at_fault
+        is_late = self.configuration.num_drafts and self.counts["sessions went on"]
+        return bool(lost or is_late) or super()._is_vllm_at_fault
 
     # --- the ranks, and an engine that asks
 
@@ -274,7 +298,9 @@ class ReadLife(Life):
     def _ask(self) -> None:
         if not self._requests or len(self._reads) > MAX_READS:
             return
-        name = self._rng.choice(list(self._requests)[-LATEST:])
+        # Those that wait may have lost their blocks.
+        known = [*list(self._requests)[-LATEST:], *self._vllm.requests]
+        name = self._rng.choice(known)
         tokens = list(self._requests[name].all_token_ids)
         keys = make_request("asked", tokens).block_hashes
         first = self._rng.choice([0, 0, 0, 1, 3])
