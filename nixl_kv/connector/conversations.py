@@ -1,8 +1,8 @@
-"""What this engine's prefix cache has, for other engines: an index beside vLLM's block pool.
+"""An index beside vLLM's block pool, with which an engine answers what it has cached.
 
 The adapter wraps three methods of the pool, of this instance alone, and only with the setting
-`conversations`. `conversations/index.py` explains what it notes, and why. The engine's directory
-answers `Find` with it; the ranks hear of each step's blocks with the step's commands.
+`conversations`. `conversations/index.py` explains the index. The engine's directory answers `Find`
+with it, and the ranks hear of each step's blocks with the step's commands.
 """
 
 from collections.abc import Callable, Mapping
@@ -147,9 +147,8 @@ class CachedContent:
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            # vLLM may hash blocks of a session of which it has computed other tokens: it counts a
-            # part's dropped last tokens as computed. Other blocks that follow those are not found
-            # either.
+            # A session is left out, with all that follows its blocks. If its part ends within
+            # accepted drafts, vLLM takes tokens of the next part for computed.
             if num_cached_blocks < num_full_blocks and not request.resumable:
                 full = blocks[num_cached_blocks:num_full_blocks]
                 parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None

@@ -117,8 +117,7 @@ COUNTERS: Final[Mapping[str, Metric]] = {
         "Prefill engines that could not be reached or read twice in a row, per rank."
     ),
     "finds": _both(
-        "Questions of other engines for what this engine's prefix cache has of a prompt "
-        "(conversations), by outcome.",
+        "Questions of other engines for cached blocks of a prompt (conversations), by outcome.",
         outcome=("found", "none"),
     ),
     "sought_requests": _both(

@@ -21,7 +21,7 @@ from nixl_kv.conversations.runs import Run
 from nixl_kv.protocol.events import BlocksTaken
 
 NEVER: Final = 1 << 62
-"""The step of a block whose KV nobody vouches for, until vLLM hands the block out again."""
+"""The step of a block whose KV may be wrong, until vLLM hands the block out again."""
 
 TAKEN: Final = NEVER - 1
 """The step of a block that a request got in this epoch, before vLLM inserts the block's hash."""

@@ -151,8 +151,8 @@ class Configuration:
             long_prefill_token_threshold=rng.choice([0, 32]),
         )
         if rng.random() < 0.2:
-            fields = {"policy": "fcfs", "long_prefill_token_threshold": 0}
-            return replace(drawn._beside_tier(rng), role="kv_both", **fields)
+            beside = replace(drawn, policy="fcfs", long_prefill_token_threshold=0)
+            return replace(beside._beside_tier(rng), role="kv_both")
         if rng.random() < 0.3:
             return drawn._in_a_crowd()
         return replace(drawn, num_drafts=0 if drawn.is_async else rng.choice([0, 3]))

@@ -187,7 +187,8 @@ class Life:
             arrival_time=self._engine.now,
             max_tokens=1 if is_short else self._rng.randint(1, min(longest, ROOM - len(tokens))),
             priority=self._rng.randint(0, 2),
-            resumable=self._happens(0.1),
+            # With drafts, vLLM may count tokens of a session's next part as computed.
+            resumable=not self.configuration.num_drafts and self._happens(0.1),
         )
         self._requests[name] = request
         self._vllm.add_request(request)

@@ -39,8 +39,9 @@ def live(make: Callable[[int], Life], seeds: Iterable[int]) -> tuple[Counter[str
         if len(failures) == MAX_FAILURES:
             break
     seconds = time.monotonic() - began
-    print(
-        f"\n{num_lives} lives in {seconds:.0f} s: {dict(sorted(counts.items()))}, "
-        f"overtaken up to {most_overtaken} times"
-    )
+    if num_lives > 1:
+        print(
+            f"\n{num_lives} lives in {seconds:.0f} s: {dict(sorted(counts.items()))}, "
+            f"overtaken up to {most_overtaken} times"
+        )
     return counts, failures

@@ -9,7 +9,6 @@ The scheduler's half and the ranks' slots are the connector's own. The model is 
 writes of a step a rank has done.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -132,8 +131,8 @@ class ReadLife(Life):
     def __init__(self, seed: int, plant: Callable[["ReadLife"], None] = lambda _: None) -> None:
         super().__init__(seed, Configuration.drawn_for_reads)
         self._memory: _Recorded = _Recorded(self._groups)
-        self.content = self._engine.role._content
-        self.index = self.content._index
+        role: Any = self._engine.role
+        self.content, self.index = role._content, role._content._index
         blocks = self.configuration.num_blocks
         self.ranks = [_Rank(self._groups, blocks) for _ in range(NUM_RANKS)]
         self.output: SchedulerOutput  # of the latest schedule()
@@ -220,7 +219,8 @@ class ReadLife(Life):
         if self._vllm.reset_prefix_cache():
             self._weights += 1
             self._labels.append(f"weights {self._weights}")
-            self._engine.role._directory.weights = self._labels[-1]
+            directory: Any = self._engine.role._directory
+            directory.weights = self._labels[-1]
             self.counts["labels"] += 1
 
     def _schedule(self) -> None:
@@ -271,14 +271,9 @@ class ReadLife(Life):
 
     @property
     def _is_vllm_at_fault(self) -> bool:
-        """Also docs/upstream/vllm-preempted-blocks.md.
-
-        And a session goes on as if vLLM had computed the first tokens of its next part, if it
-        has dropped accepted drafts beyond the end of the part before.
-        """
+        """Also docs/upstream/vllm-preempted-blocks.md."""
         lost = self.counts["preempted in the step that scheduled them"]
-        is_late = self.configuration.num_drafts and self.counts["sessions went on"]
-        return bool(lost or is_late) or super()._is_vllm_at_fault
+        return lost > 0 or super()._is_vllm_at_fault
 
     # --- the ranks, and an engine that asks
 
@@ -398,7 +393,8 @@ def _born(life: ReadLife) -> None:
 def _check(life: ReadLife) -> None:
     """A rank does not look whether a block was reused before its grant."""
     for rank in life.ranks:
-        rank.slots.is_stale = lambda _: False  # type: ignore[method-assign]
+        slots: Any = rank.slots
+        slots.is_stale = lambda _: False
 
 
 def _preempt(life: ReadLife) -> None:
