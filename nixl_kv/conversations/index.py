@@ -14,6 +14,7 @@ it looks up any hash, so a step after S names each block that is reused meanwhil
 """
 
 import struct
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -32,15 +33,7 @@ class Epoch(NamedTuple):
 
     number: int
     weights: str  # the label of the weights that computed the KV
-    born: list[int]  # the step that fills each block; NEVER and TAKEN are later than any step
-
-
-class Hashed(NamedTuple):
-    """Consecutive blocks of a request whose hashes vLLM inserts at once."""
-
-    request: str
-    block_ids: Sequence[int]
-    parent: int | None  # the block before them; None: they begin the prompt
+    born: "array[int]"  # the step that fills each block; NEVER and TAKEN are later than any step
 
 
 class ContentIndex:
@@ -62,10 +55,17 @@ class ContentIndex:
         self._num_blocks = num_blocks
         self._lookup = lookup
         self._drops_last = drops_last
-        self._epoch = Epoch(0, weights, [NEVER] * num_blocks)
+        self._epoch = Epoch(0, weights, self._nothing())
         self._built = 0  # steps; also the number of the latest one
-        self._taken: list[int] = []  # since then
-        self._hashed: list[Hashed] = []  # since then
+        # Since then. These are lists of the same length, because Python's garbage collector would
+        # follow a record for each block, and run more often.
+        self._taken: list[int] = []
+        self._hashed: list[int] = []
+        self._parents: list[int | None] = []  # the block before each hashed one
+        self._requests: list[str] = []  # to which each hashed one belongs
+
+    def _nothing(self) -> "array[int]":
+        return array("q", [NEVER]) * self._num_blocks
 
     # --- the scheduler's thread
 
@@ -77,8 +77,10 @@ class ContentIndex:
         self._taken += block_ids
 
     def on_hashed(self, request: str, block_ids: Sequence[int], parent: int | None) -> None:
-        """VLLM is about to insert the hashes of blocks that the next step fills."""
-        self._hashed.append(Hashed(request, block_ids, parent))
+        """VLLM is about to insert the hashes of consecutive blocks, which the next step fills.
+
+        `parent` is the block before them; None: they begin the prompt.
+        """
         born, step = self._epoch.born, self._built + 1
         # KV that is computed on a block is as doubtful as that block.
         is_good = parent is None or born[parent] <= step
@@ -86,6 +88,10 @@ class ContentIndex:
             # A block from before a reset may hold some KV from before it.
             is_good = is_good and born[block] == TAKEN
             born[block] = step if is_good else NEVER
+            self._hashed.append(block)
+            self._parents.append(parent)
+            self._requests.append(request)
+            parent = block
 
     def end_step(
         self, preempted: Collection[str] = (), *, is_doubtful: bool = False
@@ -101,9 +107,10 @@ class ContentIndex:
         """
         if preempted or is_doubtful:
             self._disown(preempted, are_all=is_doubtful)
-        taken, self._taken, self._hashed = self._taken, [], []
         self._built += 1
-        ids = struct.pack(f"<{len(taken)}i", *taken)
+        ids = struct.pack(f"<{len(self._taken)}i", *self._taken)
+        for since in (self._taken, self._hashed, self._parents, self._requests):
+            since.clear()
         return BlocksTaken(self._built, ids, self._epoch.number)
 
     def _disown(self, requests: Collection[str], *, are_all: bool) -> None:
@@ -111,11 +118,11 @@ class ContentIndex:
         if are_all:
             for block in self._taken:  # some are full, and have a hash, after a later step only
                 born[block] = NEVER
-        for request, block_ids, parent in self._hashed:
+        hashed = zip(self._requests, self._hashed, self._parents, strict=True)
+        for request, block, parent in hashed:
             is_computed_on_bad = parent is not None and born[parent] == NEVER
             if are_all or request in requests or is_computed_on_bad:
-                for block in block_ids:
-                    born[block] = NEVER
+                born[block] = NEVER
 
     def on_reset(self, weights: str | None = None) -> None:
         """Find no block any longer that was taken before this call.
@@ -124,7 +131,7 @@ class ContentIndex:
         """
         number, label, _ = self._epoch
         label = label if weights is None else weights
-        self._epoch = Epoch(number + 1, label, [NEVER] * self._num_blocks)
+        self._epoch = Epoch(number + 1, label, self._nothing())
 
     # --- any thread
 

@@ -1,9 +1,10 @@
 """Measure what `conversations` costs the engine whose cached KV others read.
 
 vLLM's own scheduler decodes for many requests; no model computes. All other blocks are cached, as
-of conversations before. The engines "off" and "on" differ in the setting, and take turns of 16
-steps with the same requests. "more" is the median of the differences between the same steps of
-both. Times are CPU times of the scheduler's thread in microseconds, for a step and its output.
+of conversations before. The engine takes turns of 16 steps with the hooks of the setting ("on") and
+without ("off"). In 16 steps each request fills one block. "more" is the median difference between
+two turns in succession. Times are CPU times of the scheduler's thread in microseconds, for a step
+and its output.
 
 An ask is a `Find` from its bytes to the bytes of its answer, as on the directory's thread, while no
 step runs. Its hashes are of one cached prompt.
@@ -11,6 +12,7 @@ step runs. Its hashes are of one cached prompt.
 
 import argparse
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from nixl_kv.transport.base import FromPeer
 from support.vllm_scheduler import BLOCK, OURS, SteppedScheduler, make_config
 
 TURN: Final = 16  # steps; in so many, each request fills a block
+HOOKS: Final = ("get_new_blocks", "cache_full_blocks", "reset_prefix_cache")
 ANSWER: Final = 1 << 12  # tokens; more than there are steps
 PROMPT: Final = 16_000  # tokens of a cached conversation
 ENGINE: Final = EngineId("owner")
@@ -35,14 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, default=256, help="requests; default 256")
     parser.add_argument("--blocks", type=int, default=100_000, help="of 16 tokens; default 100000")
     parser.add_argument("--ask", type=int, default=1_000, help="blocks of an ask; default 1000")
-    parser.add_argument("--repeat", type=int, default=40, help="turns of 16 steps; default 40")
+    parser.add_argument("--repeat", type=int, default=80, help="turns of each kind; default 80")
 
 
 class Owner(SteppedScheduler):
     """An engine's scheduler, with a full prefix cache."""
 
-    def __init__(self, options: argparse.Namespace, setting: str) -> None:
-        extra = {"port": 0, "insecure": True, "conversations": setting}
+    def __init__(self, options: argparse.Namespace) -> None:
+        extra = {"port": 0, "insecure": True, "conversations": "on"}
         transfer = KVTransferConfig(
             **OURS, engine_id=ENGINE, kv_role="kv_consumer", kv_connector_extra_config=extra
         )
@@ -70,6 +73,20 @@ class Owner(SteppedScheduler):
             # In each step, the same share of requests fills a block.
             self.add(f"running{number}", [number] * (64 + number % BLOCK), max_tokens=ANSWER)
         self.step()
+
+    def turn(self, *, is_on: bool) -> float:
+        """The mean time of a step, in seconds, with the hooks or without."""
+        pool: Any = self.vllm.kv_cache_manager.block_pool
+        content, hooks = self.connector._content, {name: vars(pool)[name] for name in HOOKS}  # noqa: SLF001
+        if not is_on:
+            self.connector._content = None  # noqa: SLF001
+            for name in HOOKS:
+                delattr(pool, name)
+        seconds = statistics.mean(self.step() for _ in range(TURN))
+        self.connector._content = content  # noqa: SLF001
+        for name, hook in hooks.items():
+            setattr(pool, name, hook)
+        return seconds
 
     def step(self) -> float:
         """Returns the CPU time of the scheduler, in seconds."""
@@ -100,23 +117,24 @@ class Owner(SteppedScheduler):
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """One row."""
-    off, on = (Owner(options, setting) for setting in ("off", "on"))
-    times: dict[Owner, list[float]] = {off: [], on: []}
+    owner = Owner(options)
+    ask = min(options.ask, PROMPT // BLOCK)
+    asks = [owner.ask(ask) for _ in range(500)]
+    gc.collect()
+    gc.freeze()  # as vLLM does once an engine has started
+    off, on = list[float](), list[float]()
     for number in range(options.repeat):
-        for engine in (off, on) if number % 2 else (on, off):
-            # After another engine's steps, the first one finds cold caches.
-            times[engine] += [engine.step() for _ in range(TURN)]
-    more = [b - a for a, b in zip(times[off], times[on], strict=True)]
-    asks = [on.ask(min(options.ask, PROMPT // BLOCK)) for _ in range(20 * options.repeat)]
+        for is_on in (False, True) if number % 2 else (True, False):
+            (on if is_on else off).append(owner.turn(is_on=is_on))
+    more = [b - a for a, b in zip(off, on, strict=True)]
     yield {
         "running": options.running,
         "blocks": options.blocks,
-        "step off us": round(statistics.median(times[off]) * 1e6),
-        "step on us": round(statistics.median(times[on]) * 1e6),
+        "step off us": round(statistics.median(off) * 1e6),
+        "step on us": round(statistics.median(on) * 1e6),
         "more us": round(statistics.median(more) * 1e6),
-        "ask blocks": min(options.ask, PROMPT // BLOCK),
+        "ask blocks": ask,
         "ask us": round(statistics.median(asks) * 1e6),
         "ask p99 us": round(statistics.quantiles(asks, n=100)[98] * 1e6),
     }
-    for engine in (off, on):
-        engine.connector.shutdown()
+    owner.connector.shutdown()

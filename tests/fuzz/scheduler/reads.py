@@ -209,7 +209,7 @@ class ReadLife(Life):
             name, first = f"r{self.counts['arrived']}", 600_000 * (1 + self.counts["arrived"])
             tokens = range(first, first + length)
             fields = {"arrival_time": self._engine.now, "priority": priority}
-            request = make_request(name, tokens, max_tokens=1 + 3 * number, **fields)
+            request = make_request(name, tokens, max_tokens=12 - 6 * number, **fields)
             self._requests[name] = request
             self._vllm.add_request(request)
             self._turn()
@@ -298,9 +298,9 @@ class ReadLife(Life):
         name = self._rng.choice(known)
         tokens = list(self._requests[name].all_token_ids)
         keys = make_request("asked", tokens).block_hashes
-        first = self._rng.choice([0, 0, 0, 1, 3])
-        if first >= len(keys):
+        if not keys:
             return
+        first = self._rng.randrange(len(keys)) if self._happens(0.5) else 0
         label = self._labels[-1 - self._happens(0.1) * (len(self._labels) > 1)]
         find = Find(
             incarnation=ANY_INCARNATION,
