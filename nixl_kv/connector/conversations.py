@@ -1,4 +1,4 @@
-"""An index beside vLLM's block pool, with which an engine answers what it has cached.
+"""An index of this engine's cached blocks, beside vLLM's block pool, for other engines.
 
 The adapter wraps three methods of the pool, of this instance alone, and only with the setting
 `conversations`. `conversations/index.py` explains the index. The engine's directory answers `Find`

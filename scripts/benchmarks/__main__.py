@@ -19,16 +19,8 @@ BENCHMARKS: Final = (
     "transfer",  # needs NIXL
     "tcp",  # needs NIXL and root
     "gather",  # needs Triton, and a GPU or two
-    *(
-        "floor",
-        "added",
-        "load",
-        "goodput",
-        "steps",
-        "finds",
-        "contacts",
-        "conversations",
-    ),  # need vLLM
+    *("floor", "added", "load", "goodput", "steps", "finds", "contacts"),  # need vLLM
+    "conversations",  # needs vLLM
     *("overlap", "containers"),  # need vLLM and root
 )
 """Modules beside this one. `add_options` adds their options, `measure` yields their rows.
