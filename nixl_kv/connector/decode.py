@@ -14,7 +14,6 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -274,12 +273,15 @@ class DecodeScheduler:
             self.must_load.add(prompt.request, POLICY, is_policy=True)
 
     def why_not_computed(self, prompt: Prompt, params: object) -> str:
-        """Why this engine may not compute a request whose ticket it refuses; '' if it may."""
-        ticket: Ticket | None = None
-        with suppress(TicketRefused):
+        """Why this engine may not compute a request whose ticket it refuses; '' if it may.
+
+        This is about the request's media; `refuse` follows on_load_failure.
+        """
+        try:
             ticket = self._check_trust(params).open()
-        why = self.media.why_not_computed(prompt.media, ticket)
-        return why or (POLICY if self._ends_failed else "")
+        except TicketRefused:
+            return self.media.why_not_computed(prompt.media, None)
+        return self.media.why_not_computed(prompt.media, ticket)
 
     def refuse(self, request: RequestId, num_tokens: int) -> None:
         """Let a request fail whose ticket was refused, unless its KV is in the local cache.
@@ -288,6 +290,8 @@ class DecodeScheduler:
         """
         num_tokens -= self._computed
         self._loads[request] = _Load(request, num_tokens, ScheduledState.REFUSED)
+        if self._ends_failed:
+            self.must_load.add(request, POLICY, is_policy=True)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:
         """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
@@ -324,7 +328,7 @@ class DecodeScheduler:
             if load.local >= load.num_tokens:
                 self.must_load.on_loaded(request)
             else:
-                self.must_load.fail(request, "other_load", "another connector loads its KV")
+                self.must_load.give_up(request, "other_load", "another connector loads its KV")
             self._release(request)
             return
         self._move(load, ScheduledEvent.ALLOCATED)
@@ -461,7 +465,7 @@ class DecodeScheduler:
                 load.move(ScheduledEvent.RESET)
                 self._commands.append(events.CancelLoad(request))
             else:
-                self.must_load.fail(request, "cancelled", "this engine's cache was reset")
+                self.must_load.give_up(request, "cancelled", "this engine's cache was reset")
                 self._release(request)
 
     def accept_outdated(self) -> None:

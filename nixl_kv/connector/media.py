@@ -140,7 +140,7 @@ class MediaRules:
 
 class State(enum.Enum):
     LOADING = enum.auto()  # from its arrival until vLLM may run it
-    LOADING_ONCE = enum.auto()  # likewise; once it is loaded, vLLM may also compute it
+    LOADING_ONCE = enum.auto()  # likewise; it fails with its load, but else vLLM may compute it
     LOADED = enum.auto()  # runs on the KV that it loaded, or that vLLM had cached
     FAILED = enum.auto()  # vLLM must end it before it schedules it again
 
@@ -183,14 +183,20 @@ class MustLoads:
         return record is not None and record.state is State.FAILED
 
     def add(self, request: RequestId, why: str, *, is_policy: bool = False) -> None:
-        """`is_policy`: decode has all that it needs, but its operator wants no computation."""
+        """`is_policy`: decode has all that it needs, but on_load_failure is 'fail'.
+
+        Such a request fails if its load does. Without a load, vLLM computes it.
+        """
         self._records[request] = _MustLoad(why, State.LOADING_ONCE if is_policy else State.LOADING)
 
     def on_loaded(self, request: RequestId) -> None:
-        record = self._records.get(request)
-        if record is not None and record.state is State.LOADING_ONCE:
-            self.forget(request)
-        self._move(request, State.LOADED)
+        if not self._forget_policy(request):
+            self._move(request, State.LOADED)
+
+    def give_up(self, request: RequestId, reason: str, words: str) -> None:
+        """The request will not be loaded, although no load has failed."""
+        if not self._forget_policy(request):
+            self.fail(request, reason, words)
 
     def fail(self, request: RequestId, reason: str, words: str) -> None:
         """`reason` is one of the label `reason` of the metric `failed_requests`."""
@@ -208,6 +214,13 @@ class MustLoads:
     def forget(self, request: RequestId) -> None:
         self._records.pop(request, None)
         self._failed.pop(request, None)
+
+    def _forget_policy(self, request: RequestId) -> bool:
+        record = self._records.get(request)
+        if record is None or record.state is not State.LOADING_ONCE:
+            return False
+        self.forget(request)
+        return True
 
     def _move(self, request: RequestId, to: State) -> bool:
         record = self._records.get(request)
