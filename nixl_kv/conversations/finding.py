@@ -72,11 +72,19 @@ class OwnerTable:
             self._owners.popitem(last=False)
 
     def find(self, hashes: Sequence[bytes], block_size: int) -> Source | None:
-        """The owner of the longest beginning of a prompt, by the hashes of all its blocks."""
-        for place in range(len(hashes) - 1, -1, -1):
-            owner = self._owners.get(hashes[place])
+        """The owner of the longest beginning of a prompt, by the hashes of all its blocks.
+
+        An unknown prompt of n blocks costs log2(n) look-ups, on the scheduler's thread.
+        """
+        count = 1 << len(hashes).bit_length()
+        while count and (count > len(hashes) or hashes[count - 1] not in self._owners):
+            count >>= 1
+        # A prompt of which `count * 2` blocks were given would have that mark too. So what is left
+        # to find is the last block of a shorter one. Seen from the end: most prompts only grow.
+        for each in range(min(count * 2 - 1, len(hashes)), 0, -1):
+            owner = self._owners.get(hashes[each - 1])
             if owner is not None:
-                return Source(owner, (place + 1) * block_size)
+                return Source(owner, each * block_size)
         return None
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from hypothesis import given
@@ -79,6 +79,29 @@ def test_another_conversation_is_not_found() -> None:
     table.learn(marks(hashes((9, "a"))), HERE)
     assert table.find(hashes((9, "b")), BLOCK) is None
     assert table.find([], BLOCK) is None
+
+
+class Counted(list[bytes]):
+    """The hashes of a prompt, and how many of them were looked up."""
+
+    lookups = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.lookups += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize(("given_blocks", "most"), [(0, 14), (3, 16), (8000, 200), (5000, 3200)])
+def test_few_hashes_of_a_long_prompt_are_looked_up(given_blocks: int, most: int) -> None:
+    """The scheduler's thread does it for each new prompt."""
+    table = OwnerTable()
+    chain = [b"%d" % number for number in range(8192)]
+    table.learn(marks([b"other %d" % number for number in range(8192)]), THERE)
+    table.learn(marks(chain[:given_blocks]), HERE)
+    prompt = Counted(chain)
+    found = table.find(prompt, BLOCK)
+    assert found == (Source(HERE, given_blocks * BLOCK) if given_blocks else None)
+    assert prompt.lookups <= most
 
 
 def test_of_two_owners_the_one_with_more_is_asked_and_of_two_alike_the_latest() -> None:
