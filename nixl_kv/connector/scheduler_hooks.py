@@ -90,9 +90,15 @@ class SchedulerHooks:
         scheduler: Any = self
         still = set[str]().union(*(each.aside for each in self._connectors))
         back = [self._aside.pop(name) for name in self._aside.keys() - still]
-        # They have waited for longer than the others, of which vLLM puts the latest last.
-        for request in sorted(back, key=lambda each: each.arrival_time, reverse=True):
-            scheduler.waiting.prepend_request(request)
+        # They have waited for longer than most, but vLLM may have preempted older ones meanwhile.
+        queue, first = scheduler.waiting, list[Request]()
+        for request in sorted(back, key=lambda each: each.arrival_time):
+            while queue and queue.peek_request().arrival_time < request.arrival_time:
+                first.append(queue.pop_request())
+            first.append(request)
+        # A queue with priorities orders them itself.
+        for request in reversed(first):
+            queue.prepend_request(request)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]

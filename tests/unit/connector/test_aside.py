@@ -135,6 +135,31 @@ def test_requests_come_back_in_the_order_of_their_arrival_or_priority(
     assert engine.waiting[0] >= 1, "b"
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_request_comes_back_behind_an_older_one_that_vllm_has_preempted(
+    make: Make, policy: str
+) -> None:
+    engine = make(policy=policy)
+    for number, name in enumerate(("oldest", "older")):
+        engine.add(name, [9, 8, number], arrival_time=float(number), max_tokens=9)
+    engine.step()
+    for number, name in ((2, "early"), (4, "later")):
+        engine.add_early(name, [*PROMPT, number], arrival_time=float(number), priority=-number)
+    engine.step()
+    vllm = engine.vllm
+    for request in (vllm.running.pop(), vllm.running.pop()):
+        vllm._preempt_request(request, 0.0, drop_stale_output=True)
+    engine.add("latest", [1, 2, 3], arrival_time=5.0)
+    engine.add("between", [1, 2, 4], arrival_time=3.0)
+    engine.compute("early", "later")
+    vllm._return_from_aside()  # type: ignore[attr-defined]
+    names = {
+        "fcfs": ["oldest", "older", "early", "later", "latest", "between"],
+        "priority": ["later", "early", "oldest", "older", "between", "latest"],
+    }
+    assert [request.request_id for request in vllm.waiting] == names[policy]
+
+
 def test_a_prompt_that_decode_has_cached_does_not_wait(engine: Engine) -> None:
     engine.add("first", [*PROMPT, 1])
     engine.step()
