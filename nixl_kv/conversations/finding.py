@@ -17,13 +17,15 @@ from typing import Final, NamedTuple
 from nixl_kv.conversations.owners import Answer, Question
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_nonce
 
-# A request waits so long for an answer. On one network it comes within 1 or 2 ms; the first one
-# from an engine also needs a connection and that engine's description.
+# A request waits so long for an answer, and then until the next step begins: answers and late
+# questions are looked at only between two steps. On one network an answer comes within 1 or 2 ms;
+# the first one from an engine also needs a connection and that engine's description.
 FIND_S: Final = 0.02
 
 # Below this number of tokens, computing costs less than a question and a load. A GPU reads the
-# whole model for one token or for 200, and both take 5 to 10 ms; a question and a load take 3 to 5
-# ms, and two more steps while other requests run.
+# whole model for one token or for 200, and both take 5 to 10 ms. A question takes until the end of
+# a step, and a load about two steps more. On an idle engine, such steps are empty, and all this
+# takes 3 to 5 ms; a busy one computes other requests meanwhile, and its steps are as long as those.
 MIN_TOKENS: Final = 256
 
 # Hashes that are remembered, 160 bytes each. A prompt of 1,000 blocks has 11.

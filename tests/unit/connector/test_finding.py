@@ -284,6 +284,20 @@ def test_the_next_turn_loads_what_the_reader_of_the_last_one_has(
     assert engine.free_blocks == engine.idle
 
 
+def test_a_question_takes_one_step_and_its_load_two_more(make: Make, own: Own) -> None:
+    """An answer counts from the next step on, however soon it has come."""
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.seek()
+    wait_until(lambda: bool(engine.connector._finder.owners.answers))
+    commands, _, _ = engine.step()
+    (start,) = [one for one in commands if isinstance(one, StartLoad)]
+    _, _, output = engine.step(**loaded("next", start.num_tokens))  # the earliest report
+    assert not output.num_scheduled_tokens
+    assert "next" in engine.step()[2].num_scheduled_tokens
+
+
 def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own: Own) -> None:
     """As those of any other: the load does not count as another connector's."""
     engine = make()
