@@ -81,8 +81,8 @@ class OwnerTable:
         count = 1 << len(hashes).bit_length()
         while count and (count > len(hashes) or hashes[count - 1] not in self._owners):
             count >>= 1
-        # A prompt of which `count * 2` blocks were given would have that mark too. So what is left
-        # to find is the last block of a shorter one. Seen from the end: most prompts only grow.
+        # A prompt of which `count * 2` blocks were given would have that mark too. So only the last
+        # block of a shorter one is left to find. Seen from the end: most prompts only grow.
         for each in range(min(count * 2 - 1, len(hashes)), 0, -1):
             owner = self._owners.get(hashes[each - 1])
             if owner is not None:
