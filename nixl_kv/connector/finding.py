@@ -108,7 +108,7 @@ class Finder:
     _: KW_ONLY
     #: Whether the field SOURCE is this connector's: in a MultiConnector, it is another one's.
     owns_source: bool
-    #: Set by `SchedulerHooks`, which park requests: whether vLLM computes what cannot be loaded.
+    #: Set by `SchedulerHooks`: whether vLLM computes what cannot be loaded.
     may_ask: bool = False
     own: Endpoint | None = None  # this engine's directory, once it listens
     loading: set[RequestId] = field(default_factory=set)  # from their start to the workers' report

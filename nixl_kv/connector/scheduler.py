@@ -41,6 +41,7 @@ from nixl_kv.connector.vllm_config import (
     engine_id,
     for_workers,
     has_draft_layers,
+    has_hooks,
     keep_private,
     may_copy_blocks,
     media_rules,
@@ -103,6 +104,11 @@ NOT_SOUGHT: Final = (
     "conversations: this engine asks no other engine for cached KV, because vLLM would fail a "
     "request whose load fails; with a MultiConnector, set kv_load_failure_policy of "
     "--kv-transfer-config to 'recompute'"
+)
+NO_HOOKS: Final = (
+    "conversations: this engine asks no other engine for cached KV, because nixl_kv's hooks over "
+    "vLLM's scheduler, which let a request wait for the answer, are missing or incomplete; load "
+    "vLLM's plugins (VLLM_PLUGINS), and use a tested version of vLLM"
 )
 IN_TREE_PREFILL: Final = (
     "request %s %s: %s; load the same connector on both engines: add "
@@ -189,7 +195,7 @@ class Scheduler:
             logger.warning(self._trust.warning())
         groups = pagings(vllm_config, kv_cache_config)
         self._content = CachedContent.of(vllm_config, self._config, kv_cache_config)
-        reads = self._content is not None and self._is_prefill
+        reads = self._may_read()
         recomputes = self._config.on_load_failure == "recompute"
         self._decode = DecodeScheduler(
             groups,
@@ -197,7 +203,8 @@ class Scheduler:
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
             media=media_rules(self._config.media),
-            # vLLM has one policy: it computes a request whose load of cached blocks fails.
+            # vLLM has one policy: it computes a request whose load of cached blocks fails. The
+            # hooks end the others.
             ends_failed=reads and not recomputes and not is_child,
         )
         self._media = MediaReader.of(vllm_config)
@@ -238,7 +245,7 @@ class Scheduler:
         self._traces = Traces(vllm_config)
         self._cached = CachedTokens()
         self._finder: Finder | None = None
-        if self._content is not None and self._is_prefill:
+        if self._content is not None and reads:
             self._finder = self._make_finder(self._content.facts, is_child=is_child)
 
     def _log_settings(self, transfer: KVTransferConfig) -> None:
@@ -258,6 +265,15 @@ class Scheduler:
             logger.info("%s (on_load_failure is %r)", outcome, policy)
         if lines:
             logger.warning("%s %s", FOREIGN_SETTINGS, "; ".join(lines))
+
+    def _may_read(self) -> bool:
+        """Whether this engine may load what other engines have cached (conversations)."""
+        if self._content is None or not self._is_prefill:
+            return False
+        may_wait = has_hooks(self._vllm_config) and not unpromised.is_off(unpromised.OVERLAP)
+        if not may_wait:
+            logger.warning(NO_HOOKS)
+        return may_wait
 
     def _may_offer_chunks(self, *, is_child: bool) -> bool:
         """Whether decode may read a prompt while this engine computes it."""
@@ -437,7 +453,7 @@ class Scheduler:
 
     # Called by `SchedulerHooks`.
     def may_seek(self, may: bool) -> None:  # noqa: FBT001 - one fact
-        """Whether requests can wait outside vLLM's queue, and are computed if a load fails."""
+        """Whether vLLM computes a request whose load fails."""
         if self._finder is None:
             return
         self._finder.may_ask = may

@@ -53,9 +53,7 @@ class SchedulerHooks:
         self._aside: dict[str, Request] = {}  # out of vLLM's queue
         # A request whose load another engine's answer began must not fail for that load.
         for connector in self._connectors:
-            connector.may_seek(
-                self._sets_aside and getattr(scheduler, "recompute_kv_load_failures", False)
-            )
+            connector.may_seek(getattr(scheduler, "recompute_kv_load_failures", False))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduler: Any = self

@@ -606,10 +606,15 @@ def takes_media(vllm_config: VllmConfig) -> bool:
     return model.multimodal_config is not None and bool(model.supports_multimodal_inputs)
 
 
+def has_hooks(vllm_config: VllmConfig) -> bool:
+    """Whether the scheduler has the hooks of `scheduler_hooks.py`."""
+    # Its class has them while vLLM creates it, and with it this connector.
+    return getattr(vllm_config.scheduler_config.scheduler_cls, "are_hooks", False)
+
+
 def check_hooks(vllm_config: VllmConfig) -> None:
     """Raise a ConfigError unless the scheduler can end single requests (`scheduler_hooks.py`)."""
-    # Its class has the hooks while vLLM creates it, and with it this connector.
-    if not getattr(vllm_config.scheduler_config.scheduler_cls, "are_hooks", False):
+    if not has_hooks(vllm_config):
         raise ConfigError(
             "media is not 'own', but nixl_kv's hooks over vLLM's scheduler are missing, so decode "
             "cannot fail a request whose images, audio or video it does not have; allowed: with a "

@@ -14,9 +14,11 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from nixl_kv.connector import unpromised
 from nixl_kv.connector.conversations import check_start
 from nixl_kv.connector.finding import OWNER, hashes_by
 from nixl_kv.connector.legs import SOURCE
+from nixl_kv.connector.scheduler import NO_HOOKS
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.vllm_config import (
     content_facts,
@@ -578,6 +580,34 @@ def test_in_a_multi_connector_it_asks_only_if_vllm_computes_what_fails(
     assert connector._finder.may_ask == (policy == "recompute")
     assert not connector._finder.owns_source
     assert ("set kv_load_failure_policy" in caplog.text) == (policy == "fail")
+
+
+@pytest.mark.parametrize("lacks", ["plugins", "overlap"])
+def test_without_hooks_a_request_fails_by_vllms_policy_and_nothing_is_asked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """Else vLLM would compute what must fail, and only the hooks could end it."""
+    extra = {"port": 0, "insecure": True, "conversations": "on", "on_load_failure": "fail"}
+    transfer = KVTransferConfig(**OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+    config = make_config(transfer, 64)
+    off = unpromised.is_off
+    if lacks == "overlap":
+        monkeypatch.setattr(
+            unpromised, "is_off", lambda part: part is unpromised.OVERLAP or off(part)
+        )
+    engine = SteppedScheduler(config, None if lacks == "plugins" else hooked(config))
+    engine.describe()
+    assert transfer.kv_load_failure_policy == "fail"
+    assert engine.connector._finder is None
+    lines = [record.getMessage() for record in caplog.records if "hooks over" in record.message]
+    assert lines == [NO_HOOKS]
+
+    engine.end(engine.vllm.schedule())
+    request = engine.add("bad", FIRST, ticket_for(NEXT, new_nonce()).params(None))
+    engine.end(engine.vllm.schedule())
+    engine.end(engine.vllm.schedule(), **loaded("bad", 0, failed=True))
+    assert request.status is RequestStatus.FINISHED_ERROR
+    engine.connector.shutdown()
 
 
 def test_a_kv_producer_cannot_read() -> None:
