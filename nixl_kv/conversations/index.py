@@ -138,7 +138,8 @@ class ContentIndex:
     def find(self, hashes: Iterable[bytes], first_block: int, weights: str) -> Run | None:
         """The longest run from the first hash on, if these weights have computed it.
 
-        `first_block` is the place of the first hash in its prompt.
+        `first_block` is the place of the first hash in its prompt, as another engine says. At a
+        place that no block of this cache can have, it finds nothing.
         """
         epoch, built = self._epoch, self._built
         if weights != epoch.weights:
@@ -156,7 +157,9 @@ class ContentIndex:
             block_ids.append(block)
         if self._drops_last:
             del block_ids[-1:]
-        if not block_ids or epoch is not self._epoch:
+        # The request that computed these blocks had all blocks before them too.
+        is_possible = first_block + len(block_ids) <= self._num_blocks
+        if not block_ids or not is_possible or epoch is not self._epoch:
             return None
         ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
         return Run(

@@ -98,6 +98,10 @@ class ContentPart(PrefillPart):
     def _grant(self, asked: RoutedAsk, run: Run, now: float) -> Actions:
         """Offer the blocks, and let the machine answer."""
         machine, (route, ask) = self.machine, asked
+        try:  # before a slot is taken: a reader said at which place the run begins
+            table = Table(run.first_block, run.ids)
+        except ValueError as error:
+            return self._deny(asked, str(error))
         fence = self.slots.open(run, Nonce(ask.nonce))
         if fence is None:
             return self._deny(asked, STALE if self.slots.is_stale(run) else FULL)
@@ -106,7 +110,7 @@ class ContentPart(PrefillPart):
             RequestId(f"cached {short(ask.nonce)}"),
             ask.context,
             run.end_block * self._entry_size,
-            (Table(run.first_block, run.ids),),
+            (table,),
             is_cached=True,
             slot=fence.slot,
             fence_token=fence.token,

@@ -280,7 +280,7 @@ class Find(_Message, frozen=True, kw_only=True):
     nonce: _Nonce  # tells answers apart; the reader's choice
     weights: _Label  # of the reader; an engine with another label finds nothing
     # Of the blocks from `first_block` on, by the engine's own `ContentFacts`.
-    first_block: _Token
+    first_block: Annotated[int, Meta(ge=0, lt=(1 << 31) - MAX_HASHES)]
     hashes: Annotated[
         tuple[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...],
         Meta(min_length=1, max_length=MAX_HASHES),

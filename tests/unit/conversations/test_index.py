@@ -75,6 +75,15 @@ def test_a_run_ends_at_the_first_unknown_hash(vllm: Map) -> None:
     assert vllm.find() is None
 
 
+def test_at_a_place_that_no_block_can_have_nothing_is_found(vllm: Map) -> None:
+    """The question comes from another engine. A block table ends at 2^31 entries."""
+    vllm.insert(A, B)
+    vllm.end_step()
+    places = (0, BLOCKS - 2, BLOCKS - 1, (1 << 31) - 1)
+    found = [vllm.index.find((A, B), place, "") for place in places]
+    assert [run and run.end_block for run in found] == [2, BLOCKS, None, None]
+
+
 def test_an_empty_step_has_a_number_too(vllm: Map) -> None:
     assert [vllm.index.end_step() for _ in range(2)] == [BlocksTaken(1, TAKEN), BlocksTaken(2, b"")]
 

@@ -179,6 +179,16 @@ def test_what_the_engine_has_not_sealed_for_this_offer_is_denied(
     assert rank.handle(asks(b"\0" * 40)) == denied(NOT_SEALED)
 
 
+@pytest.mark.parametrize("first", [(1 << 31) - 1, 1 << 31, 1 << 62])
+def test_a_run_at_a_place_that_no_table_has_is_denied_and_takes_no_slot(
+    rank: Rank, first: int
+) -> None:
+    *_, answer = rank.handle(asks(rank.found(1, first_block=first)))
+    assert answer == replied(deny())
+    assert not rank.machine.offers
+    assert len(rank.slots) == 0
+
+
 def test_without_a_key_nothing_is_granted(rank: Rank) -> None:
     rank.handle(SetContentKey(b""))
     assert rank.handle(asks(rank.found(1, key=b""))) == denied(NOT_SEALED)

@@ -423,7 +423,7 @@ BOUNDS: list[tuple[Message, str, list[Any], list[Any]]] = [
     (ask(), "found", [b"", bytes(1 << 16)], [bytes((1 << 16) + 1)]),
     (ask(), "directory", [None], [Endpoint("ipc:///tmp/x")]),
     (find(), "hashes", [(bytes(32),) * 8192], [(), (bytes(31),), (bytes(32),) * 8193]),
-    (find(), "first_block", [0, (1 << 31) - 1], [-1, 1 << 31]),
+    (find(), "first_block", [0, (1 << 31) - 8193], [-1, (1 << 31) - 8192]),
     (find(), "weights", ["", "x" * 256], ["x" * 257]),
     (found(), "num_blocks", [0, 8192], [-1, 8193]),
     (found(), "run", [b"", bytes(1 << 16)], [bytes((1 << 16) + 1)]),
