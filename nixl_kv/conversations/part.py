@@ -75,7 +75,6 @@ class ContentPart(PrefillPart):
             return self.machine.deny(ask, route, NOT_SEALED)
         if ask.reader.rank not in ask.readers:  # the machine would bind no reader
             return self.machine.deny(ask, route, NO_READER)
-        self.slots.recycle()
         if self.slots.is_written(run):
             self._waiting.pop(_key(ask), None)
             return self._grant(asked, run, now)

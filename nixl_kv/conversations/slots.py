@@ -56,7 +56,6 @@ class ContentSlots(StepPart):
         self._offers: list[Nonce | None] = [None] * num_slots
         self._blocks: dict[int, BlockIds] = {}
         self._free = deque(range(num_slots))
-        self._closed: list[int] = []
 
     def __len__(self) -> int:
         """How many are open."""
@@ -140,14 +139,9 @@ class ContentSlots(StepPart):
         return fence
 
     def close(self, slot: int) -> None:
-        """No grant names this slot of the page any longer. It is free after `recycle`."""
+        """Clear the slot; another grant may have it from now on."""
         self._forget(slot - self._first)
-        self._closed.append(slot - self._first)
-
-    def recycle(self) -> None:
-        """The actions of the events that closed slots have been carried out."""
-        self._free += self._closed
-        self._closed.clear()
+        self._free.append(slot - self._first)
 
     def close_all(self) -> None:
         # The transfer thread may have died at any point of the methods above.
@@ -157,7 +151,6 @@ class ContentSlots(StepPart):
         self._blocks.clear()
         self._holders[:] = 0
         self._free = deque(range(self.num_slots))
-        self._closed.clear()
 
     def _register(self, slot: int, ids: BlockIds, offer: Nonce) -> None:
         self._blocks[slot], self._offers[slot] = ids, offer
@@ -172,6 +165,6 @@ class ContentSlots(StepPart):
         """The broken promises, between two events, if these offers have these slots of the page."""
         known = {slot - self._first: offer for offer, slot in offers}
         mine = {slot: offer for slot, offer in enumerate(self._offers) if offer is not None}
-        rest = sorted([*mine, *self._free, *self._closed])
+        rest = sorted([*mine, *self._free])
         wrong = [f"slots {mine}, offers {known}"] if mine != known else []
         return wrong + ([f"slots {rest}"] if rest != list(range(self.num_slots)) else [])

@@ -868,7 +868,8 @@ class PrefillMachine:
             if slot is None:
                 self.free_slots.append(binding.slot)
                 actions.append(events.ClearSlot(binding.slot))
-        if slot is not None and not is_cleared:
+        # The part of cached blocks clears its slots itself, and may give them away at once.
+        if slot is not None and not is_cleared and not offer.prepared.is_cached:
             actions.append(events.ClearSlot(slot))
         return actions + [a for part in self._parts for a in part.on_freed(offer)]
 

@@ -105,8 +105,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "cached-recycled",
-        "        self._closed.append(slot - self._first)\n",
-        "        self._free.append(slot - self._first)\n",
+        "if slot is not None and not is_cleared and not offer.prepared.is_cached:",
+        "if slot is not None and not is_cleared:",
         "unit/conversations",
         "A grant is void at once, because the end of another one clears its slot.",
     ),

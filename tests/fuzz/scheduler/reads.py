@@ -112,7 +112,6 @@ class _Rank:
     def _free(self) -> None:
         while self._withdrawn:
             self.release(self._withdrawn.pop())
-        self.slots.recycle()
 
 
 @dataclass

@@ -95,7 +95,6 @@ class Cache:
         got = self.bytes[run.block_ids]
         is_valid = self.page.read(fence.slot) == fence.token
         self.slots.close(fence.slot)
-        self.slots.recycle()
         if not is_valid:
             return "cleared"
         return "proven" if (got == born).all() else "WRONG"

@@ -474,7 +474,8 @@ PAIRS: dict[str, Script] = {
         [(100.0, CACHED), (ASK, CACHED_GRANT)],
         *reads_on(100.0, READING_S),
         (100.0 + READING_S, RECLAIM),
-        (101.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
+        # Its part clears the slot.
+        (101.0 + READING_S, Tick(), OfferEnded(NONCE, P1, OfferEnd.OVERDUE)),
     ),
     "all of it is granted when all is written, and pinned later": after(
         IN_PARTS,
