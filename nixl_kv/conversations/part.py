@@ -26,6 +26,8 @@ MAX_WAITING_OF_READER: Final = 64
 # A rank denies an ask for cached blocks, because it has not written all of them. A step of a GPU
 # engine takes less than 0.5 s.
 WAIT_S: Final = 2.0
+# A grant of MAX_HASHES blocks takes 0.2 ms, and other work of the rank waits for it.
+GRANTS_OF_TURN: Final = 16
 # Between two looks whether the GPU has ended a step, while an ask waits for one.
 LOOK_S: Final = 0.001
 
@@ -124,10 +126,14 @@ class ContentPart(PrefillPart):
         if now < self.next_due:
             return []
         actions: Actions = []
+        written, num_granted = self.slots.last_written(), 0
         for each in list(self._waiting.values()):
-            if self.slots.is_stale(each.run):
-                actions += self._deny(each.asked, STALE)
-            elif self.slots.is_written(each.run):
+            # Whether a block was reused costs more, so only a grant looks for that.
+            if each.run.need <= written:
+                if num_granted == GRANTS_OF_TURN:
+                    self.next_due = now
+                    return actions
+                num_granted += 1
                 key = _key(each.asked.ask)
                 del self._waiting[key]
                 if key[0] in self.machine.offers:  # another rank of its engine was first

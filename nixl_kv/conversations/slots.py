@@ -117,8 +117,12 @@ class ContentSlots(StepPart):
 
     def is_written(self, run: Run) -> bool:
         """Whether this rank has written all of it, by the steps that have ended on the GPU."""
+        return run.need <= self.last_written()
+
+    def last_written(self) -> int:
+        """The latest step that has ended on the GPU; -1: none."""
         steps = tuple(self._steps)
-        return any(step.number >= run.need and step.has_ended() for step in steps)
+        return next((step.number for step in reversed(steps) if step.has_ended()), -1)
 
     def open(self, run: Run, offer: Nonce) -> Fence | None:
         """A slot with a token while nothing is reused; None without a free one, or if it is stale.

@@ -98,8 +98,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "cached-written",
-        "any(step.number >= run.need and step.has_ended() for step in steps)",
-        "any(step.number >= run.need for step in steps)",
+        "next((step.number for step in reversed(steps) if step.has_ended()), -1)",
+        "next((step.number for step in reversed(steps)), -1)",
         "unit/conversations",
         "A reader reads blocks that the GPU has not written yet.",
     ),

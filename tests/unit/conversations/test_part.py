@@ -279,8 +279,37 @@ def test_a_waiting_ask_is_denied_when_a_block_is_reused(rank: Rank) -> None:
     assert rank.handle(asks(found, nonce=NONCE)) == denied(STALE)
     rank.handle(asks(rank.found(1, 5, steps=4, need=5)))
     rank.step(5, ends=False)
-    rank.step(5, ends=False)
+    rank.step(5)
     assert rank.handle(Tick(), NOW + LOOK_S) == denied(STALE)
+    assert len(rank.slots) == 0
+
+
+def test_a_tick_looks_once_for_all_asks_and_at_no_block(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million blocks may wait, and a tick comes each millisecond."""
+    for nonce in nonces(9):
+        rank.handle(asks(rank.found(1, need=2, offer=nonce), nonce=nonce))
+    looks: list[int] = []
+    rank.step(1, ends=False)
+    rank.slots.end_step(lambda: bool(looks.append(1)))
+    monkeypatch.setattr(rank.slots, "is_stale", None)
+    assert rank.handle(Tick(), NOW + LOOK_S) == []
+    assert len(looks) == 1
+
+
+def test_a_turn_grants_a_few_asks_and_the_next_turn_comes_at_once(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "GRANTS_OF_TURN", 2)
+    for nonce in nonces(COUNT):
+        rank.handle(asks(rank.found(1, need=2, offer=nonce), nonce=nonce))
+    rank.step()
+    rank.handle(Tick(), NOW + LOOK_S)
+    assert (len(rank.slots), len(rank.part)) == (2, COUNT - 2)
+    assert rank.machine.next_due == NOW + LOOK_S
+    rank.handle(Tick(), NOW + LOOK_S)
+    assert (len(rank.slots), len(rank.part)) == (COUNT, 0)
 
 
 def test_a_reader_that_gives_up_waits_no_longer(rank: Rank) -> None:
