@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from nixl_kv.config import ON
 from nixl_kv.conversations.runs import Run, open_run
-from nixl_kv.conversations.slots import NUM_SLOTS, ContentSlots
+from nixl_kv.conversations.slots import NUM_SLOTS, ContentSlots, Fence
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.feature import Feature, RankSetup
 from nixl_kv.geometry.layout import Table
@@ -154,6 +154,12 @@ class ContentPart(PrefillPart):
         return []
 
     # --- the offer
+
+    def is_void(self, offer: Offer) -> bool:
+        prepared = offer.prepared
+        if not prepared.is_cached or prepared.slot is None:
+            return False
+        return not self.slots.is_valid(Fence(prepared.slot, prepared.fence_token))
 
     def on_freed(self, offer: Offer) -> Actions:
         if offer.prepared.is_cached and offer.prepared.slot is not None:

@@ -142,6 +142,10 @@ class ContentSlots(StepPart):
             return None
         return fence
 
+    def is_valid(self, fence: Fence) -> bool:
+        """Whether no step that has begun writes the blocks of this grant."""
+        return self._page.read(fence.slot) == fence.token
+
     def close(self, slot: int) -> None:
         """Clear the slot; another grant may have it from now on."""
         self._forget(slot - self._first)

@@ -340,6 +340,11 @@ class PrefillPart:
         del offer
         return []
 
+    def is_void(self, offer: Offer) -> bool:
+        """Whether the caller's thread has cleared the fence slot already, and will withdraw it."""
+        del offer
+        return False
+
     def on_withdrawn(self, command: events.WithdrawOffer) -> Actions:
         """No ticket went out."""
         del command
@@ -693,6 +698,10 @@ class PrefillMachine:
     def is_expected(self, nonce: Nonce) -> bool:
         """Whether an offer that is unknown here may still come."""
         return any(part.expects(nonce) for part in self._parts)
+
+    def is_void(self, offer: Offer) -> bool:
+        """Whether its blocks may be written, although no command has told the machine yet."""
+        return any(part.is_void(offer) for part in self._parts)
 
     def granted_to(self, request: messages.OfClaim) -> Offer | None:
         """The offer, if it is granted to this reader and this reader has asked for it."""

@@ -58,7 +58,8 @@ class DigestPart(PrefillPart):
     def _on_made(self, event: events.DigestMade, _now: float) -> Actions:
         machine, request = self.machine, event.digest_request
         # The blocks may have changed under the digest unless the grant still holds.
-        if machine.granted_to(request) is None:
+        offer = machine.granted_to(request)
+        if offer is None or machine.is_void(offer):
             return [events.Reply(event.route, messages.Deny(**machine.fields(request)))]
         if event.refusal is not None:
             return machine.deny(request, event.route, event.refusal)

@@ -111,6 +111,13 @@ MUTANTS: Final = (
         "A grant is void at once, because the end of another one clears its slot.",
     ),
     Mutant(
+        "cached-digest",
+        "if offer is None or machine.is_void(offer):",
+        "if offer is None:",
+        "unit/conversations/test_part",
+        "An operator is told of corrupt KV that no reader has got.",
+    ),
+    Mutant(
         "cached-reader",
         "if ask.reader.rank not in ask.readers:  # the machine would bind no reader",
         "if False:",

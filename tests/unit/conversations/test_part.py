@@ -31,6 +31,7 @@ from nixl_kv.protocol.events import (
     Asked,
     BlocksTaken,
     ClearSlot,
+    DigestMade,
     MakeDigest,
     OfferEnd,
     OfferEnded,
@@ -61,10 +62,13 @@ from support.records import (
     NONCE2,
     OTHER_LIFE,
     RIVAL,
+    ROUTE,
     STRANGER,
+    SUMS,
     ask,
     asked,
     deny,
+    digest_reply,
     digest_request,
     hex32,
     pending,
@@ -473,6 +477,19 @@ def test_a_digest_is_told_while_its_slot_is_valid() -> None:
     (told,) = rank.handle(asked(request))
     assert isinstance(told, Reply)
     assert isinstance(told.message, Deny)
+
+
+def test_a_digest_is_not_told_once_a_step_may_have_written_the_blocks() -> None:
+    """The caller's thread may begin a step while the digest is made. The reader's own bytes, of
+    before, would look corrupt."""
+    rank = Rank(DigestPart())
+    rank.grant(asks(rank.found(1)))
+    request = digest_request(end=ENTRY)
+    made = DigestMade(ROUTE, request, rows=SUMS * 4, columns=SUMS)
+    assert rank.handle(made) == [replied(digest_reply())]
+    commands = rank.slots.before_step([BlocksTaken(rank.at + 1, Table.of([1]).ids)])
+    assert commands == [WithdrawOffer(NONCE)], "the transfer thread has not had it yet"
+    assert rank.handle(made) == [replied(deny())]
 
 
 def test_a_digest_request_that_comes_before_the_grant_is_repeated() -> None:
