@@ -295,8 +295,13 @@ def test_a_tick_looks_once_for_all_asks_and_at_no_block(
     for nonce in nonces(9):
         rank.handle(asks(rank.found(1, need=2, offer=nonce), nonce=nonce))
     looks: list[int] = []
+
+    def has_ended() -> bool:
+        looks.append(1)
+        return False
+
     rank.step(1, ends=False)
-    rank.slots.end_step(lambda: bool(looks.append(1)))
+    rank.slots.end_step(has_ended)
     monkeypatch.setattr(rank.slots, "is_stale", None)
     assert rank.handle(Tick(), NOW + LOOK_S) == []
     assert len(looks) == 1
