@@ -174,7 +174,7 @@ def test_a_step_tells_the_rank_what_it_reuses_and_when_it_has_written(role: str)
     (slots,) = [each for each in engine._steps if isinstance(each, ContentSlots)]
     take, end = slots._take, slots.end_step
     slots._take = lambda taken: order.append(taken.step) or take(taken)  # type: ignore[method-assign, func-returns-value]
-    slots.end_step = lambda ended: order.append("end") or end(ended)  # type: ignore[method-assign, func-returns-value]
+    slots.end_step = lambda has_ended: order.append("end") or end(has_ended)  # type: ignore[method-assign, func-returns-value]
     for number in (1, 2):
         step = StepMetadata([BlocksTaken(number, b"", 0)])
         worker.handle_preemptions(step)

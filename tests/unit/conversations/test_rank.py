@@ -10,7 +10,7 @@ from nixl_kv.conversations.slots import NUM_SLOTS, ContentSlots
 from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.feature import StepPart
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Nonce, RequestId, new_claim
+from nixl_kv.ids import Nonce, Rank, RequestId, new_claim
 from nixl_kv.protocol.events import (
     BlocksTaken,
     Command,
@@ -96,7 +96,7 @@ def test_a_load_whose_blocks_are_reused_fails_before_its_bytes_are_believed(worl
     world.fabric.reads_hang = True
     load(world, found(*CACHED))
     world.run()
-    slot = world.decode.parts.decode.loads[0].reads[0].grant
+    slot = world.decode.parts.decode.loads[0].reads[Rank(0)].grant
     assert isinstance(slot, Grant)
     commands = world.prefill.engine.before_step([BlocksTaken(2, Table.of([3]).ids)])
     assert world.prefill.parts.slots.read(slot.slot) == bytes(16)
