@@ -44,6 +44,9 @@ REMEMBER_S: Final = 600.0
 # How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.
 MAX_ENGINES: Final = 1 << 14
 
+# The epoch of an engine that has described itself but told no epoch.
+UNTOLD: Final = -1
+
 AUTO: Final = MediaRules()
 POLICY: Final = "on_load_failure is 'fail'"
 OTHER_PROMPT: Final = (
@@ -214,7 +217,8 @@ class DecodeScheduler:
         self._told: set[RequestId] = set()  # ended loads that workers report again
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
-        self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
+        # The latest of each engine since the last reset, or UNTOLD.
+        self._epochs: dict[Incarnation, int] = {}
         self._outdated: dict[Incarnation, int] = {}  # the latest of each engine before it
         self._commands: list[events.Command] = []
 
@@ -261,7 +265,7 @@ class DecodeScheduler:
             if reason != "prompt":  # a request with another prompt must not end this one's offer
                 self._give_back(prepare)
             raise TicketRefused(f"kv_transfer_params: {words}", reason)
-        self._note_epoch(ticket)
+        self.on_met(ticket.incarnation, ticket.epoch)
         self._used[ticket.nonce] = self._clock()
         state = ScheduledState.EARLY if ticket.is_early else ScheduledState.READY
         load = _Load(prompt.request, num_tokens, state, hint_key)
@@ -362,12 +366,12 @@ class DecodeScheduler:
         if load is None or load.state is not ScheduledState.SOUGHT:
             return False
         num_tokens = min(ticket.num_tokens, load.num_tokens)
-        if num_tokens - load.local < least or self._why_outdated(ticket):
+        if num_tokens - load.local < least or not self._is_current(ticket):
             self._forget(request)
             return False
         load.num_tokens, load.hint_key = num_tokens, new_hint_key()
         self._by_hint_key[load.hint_key] = load
-        self._note_epoch(ticket)
+        self.on_met(ticket.incarnation, ticket.epoch)
         prepare = events.PrepareLoad(request, ticket, new_claim(), load.hint_key, run)
         self._commands.append(prepare)
         self._move(load, ScheduledEvent.FOUND)
@@ -456,7 +460,8 @@ class DecodeScheduler:
         still use the KV of a load whose end it knows, as that of running requests. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
-        self._outdated |= self._epochs
+        for engine, epoch in self._epochs.items():
+            self._outdated[engine] = max(epoch, self._outdated.pop(engine, epoch))
         self._epochs.clear()
         while len(self._outdated) > MAX_ENGINES:
             del self._outdated[next(iter(self._outdated))]
@@ -543,9 +548,22 @@ class DecodeScheduler:
             )
         return ""
 
-    def _note_epoch(self, ticket: Ticket) -> None:
-        latest = self._epochs.pop(ticket.incarnation, 0)
-        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
+    def _is_current(self, ticket: Ticket) -> bool:
+        """Whether what another engine has cached cannot come from other weights.
+
+        If this engine knew it at its last reset, the other one must have reset its cache since. So
+        it must have told its epoch before.
+        """
+        is_told = self._outdated.get(ticket.incarnation) != UNTOLD
+        return is_told and not self._why_outdated(ticket)
+
+    def on_met(self, engine: Incarnation, epoch: int | None) -> None:
+        """Another engine has told its epoch, or has described itself without one (None).
+
+        After this engine's next reset, no KV of the other one is used until it is reset too.
+        """
+        told = UNTOLD if epoch is None else epoch
+        self._epochs[engine] = max(told, self._epochs.pop(engine, UNTOLD))
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
 

@@ -145,8 +145,23 @@ class Finder:
         if self._finds.begin(request_id, local, request.num_prompt_tokens, make):
             self.decode.seek(request_id, request.num_prompt_tokens)
 
+    def reset_cache(self) -> None:
+        """Use no KV from before a cache reset or a change of weights.
+
+        Call it before `DecodeScheduler.reset_cache`, which needs the owners met so far.
+        """
+        self._note_met()
+        self._finds.clear()
+        self._found.clear()
+        self._marks.clear()
+
+    def _note_met(self) -> None:
+        while self.owners.met:
+            self.decode.on_met(*self.owners.met.popleft())
+
     def take_answers(self) -> None:
         """Begin the loads of the requests whose answers have come, and give up late ones."""
+        self._note_met()
         while self.owners.answers:
             reply = self.owners.answers.popleft()
             if self._finds.end(reply) is not None:

@@ -544,6 +544,8 @@ class Scheduler:
             self._decode.num_open,
         )
         self._prefill.reset_cache()
+        if self._finder is not None:
+            self._finder.reset_cache()
         self._decode.reset_cache()
         return True  # vLLM's own part of the reset fails while offers and loads hold blocks
 

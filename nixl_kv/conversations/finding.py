@@ -66,6 +66,9 @@ class OwnerTable:
     def __len__(self) -> int:
         return len(self._owners)
 
+    def clear(self) -> None:
+        self._owners.clear()
+
     def learn(self, hashes: Iterable[bytes], owner: Endpoint) -> None:
         for each in hashes:
             self._owners[each] = owner
@@ -145,6 +148,12 @@ class Finds:
         for request in late:
             del self._asked[request]
         return late
+
+    def clear(self) -> None:
+        """Forget all requests and owners; an answer that comes later has no question."""
+        self.table.clear()
+        self._sources.clear()
+        self._asked.clear()
 
     def forget(self, request: RequestId) -> None:
         self._sources.pop(request, None)

@@ -122,13 +122,16 @@ class Owner:
 class Owners:
     """All owners of one engine, by the address of their directory. `now` is monotonic, in seconds.
 
-    The scheduler's thread adds to `questions` and takes `answers`; the directory's thread does all
-    else. `why_unfit` says why the cache of a described engine is of no use here, or ''.
+    The scheduler's thread adds to `questions` and takes `answers` and `met`; the directory's thread
+    does all else. `why_unfit` says why the cache of a described engine is of no use here, or ''.
     """
 
     def __init__(self, why_unfit: Callable[[messages.Description], str], log: LimitedLog) -> None:
         self.questions: deque[Question] = deque()
         self.answers: deque[Answer] = deque()
+        #: Owners that have answered, each with its epoch, or have described themselves (None). If
+        #: the scheduler does not take them, the oldest go.
+        self.met: deque[tuple[Incarnation, int | None]] = deque(maxlen=4 * MAX_OWNERS)
         self._sends: list[tuple[Endpoint, bytes]] = []
         self._why_unfit = why_unfit
         self._log = log
@@ -256,6 +259,7 @@ class Owners:
             owner.description = None
             self._fail(owner, why, now, at_least_s=INCOMPATIBLE_S)
             return []
+        self.met.append((Incarnation(message.incarnation), None))
         owner.description, owner.failures = message, 0
         owner.move(OwnerEvent.DESCRIBED)
         waiting, owner.waiting = owner.waiting, None
@@ -287,6 +291,7 @@ class Owners:
 
     def _on_found(self, owner: Owner, found: messages.Found) -> None:
         owner.failures = 0
+        self.met.append((Incarnation(found.incarnation), found.epoch))
         if owner.description is not None:
             owner.move(OwnerEvent.ANSWERED)
         question, description = self._open.get(Nonce(found.nonce)), owner.description

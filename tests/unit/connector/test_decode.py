@@ -21,7 +21,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Incarnation, Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
-from support.records import D1, D2, hex32, ticket_for
+from support.records import D1, D2, ENGINE_LIFE, hex32, ticket_for
 from support.stepped import Clock
 
 TOKEN_IDS = list(range(20, 40))
@@ -369,6 +369,25 @@ def test_a_find_of_other_weights_is_not_loaded(
     assert not decode.on_found(D1, offered(**changed), b"run")
     assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
     assert (decode.aside, decode.build_connector_meta()) == (set(), [])
+
+
+@pytest.mark.parametrize(
+    ("told", "epoch", "is_found"), [(2, 2, False), (2, 3, True), (None, 0, False), (None, 9, False)]
+)
+def test_an_engine_that_was_met_before_a_reset_must_have_reset_since(
+    decode: DecodeScheduler, told: int | None, epoch: int, *, is_found: bool
+) -> None:
+    """If it has told no epoch before, nothing shows that it has."""
+    decode.on_met(ENGINE_LIFE, told)
+    decode.on_met(ENGINE_LIFE, None)
+    decode.reset_cache()
+    decode.seek(D1, len(TOKEN_IDS))
+    assert decode.on_found(D1, offered(epoch=epoch), b"run") == is_found
+
+    decode.on_met(ENGINE_LIFE, epoch)
+    decode.reset_cache()
+    decode.seek(D2, len(TOKEN_IDS))
+    assert decode.on_found(D2, offered(2, epoch=epoch + 1), b"run")
 
 
 @pytest.mark.parametrize("end", ["not found", "finished", "reset", "allocated"])

@@ -72,7 +72,7 @@ class Owner:
     """The directory of an engine that has cached the first `num_blocks` blocks of any prompt."""
 
     def __init__(self, facts: ContentFacts, model: dict[str, str]) -> None:
-        self.num_blocks = 0
+        self.num_blocks = self.epoch = 0
         self.asked: list[Find] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -97,7 +97,7 @@ class Owner:
             num_blocks=num_blocks,
             offer=new_nonce(),
             run=RUN if num_blocks else b"",
-            epoch=0,
+            epoch=self.epoch,
             weights=find.weights,
         )
 
@@ -404,6 +404,54 @@ def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
     if end == "abort":
         assert not engine.vllm.requests
         assert engine.free_blocks == engine.idle
+
+
+# --- new weights without a label
+
+
+def test_after_a_reset_no_owner_is_known_that_read_an_offer_before(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    assert engine.vllm.reset_prefix_cache(reset_connector=True)
+    engine.add("next", NEXT, WANT_TICKET)
+    assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT)}
+    assert not owner.asked
+
+
+@pytest.mark.parametrize("num_blocks", [0, HELD], ids=["none", "found"])
+def test_after_a_reset_an_owner_that_answered_before_must_reset_too(
+    make: Make, own: Own, num_blocks: int
+) -> None:
+    """A router may name it, so it is asked."""
+    engine = make()
+    owner = own(engine, num_blocks=num_blocks)
+    ticket = probe_ticket(
+        EngineId("owner"), owner.description.incarnation, owner.server.host, owner.server.port
+    )
+    named = {OWNER: engine.connector._trust.seal(ticket)[FIELD]}
+
+    def ask(name: str, first: int) -> None:
+        """Let it be named for a prompt that this engine has not cached."""
+        engine.seek(name, [first, *NEXT], **named)
+
+    ask("before", 1)
+    if num_blocks:
+        _, start = engine.await_load()
+        engine.step(**loaded("before", start.num_tokens))
+        engine.step()
+    else:
+        engine.await_computed()
+    assert engine.connector.reset_cache()
+    owner.num_blocks = HELD
+    ask("old", 2)
+    assert "old" in engine.await_computed().num_scheduled_tokens
+    assert engine.sought == ({"none": 1, "read": 1} if num_blocks else {"none": 2})
+
+    owner.epoch += 1
+    ask("new", 3)
+    prepare, _ = engine.await_load()
+    assert prepare.ticket.epoch == 1
 
 
 # --- vLLM frees blocks at the end of a load, and again at that of an offer (vllm#56089)

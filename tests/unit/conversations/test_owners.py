@@ -229,6 +229,17 @@ def test_a_peer_may_have_any_name(asker: Asker, engine: str) -> None:
     assert [answer.outcome for answer in asker.outcomes()] == [expected]
 
 
+def test_each_description_and_each_answer_tells_whom_this_engine_has_met(asker: Asker) -> None:
+    """Also an answer of nothing, and one that comes too late."""
+    first = asker.ask()
+    asker.receive(described())
+    asker.receive(found(first, 0, epoch=4))
+    second = asker.ask()
+    asker.wait(FIND_S)
+    asker.receive(found(second, 1, epoch=5))
+    assert list(asker.owners.met) == [(ENGINE_LIFE, None), (ENGINE_LIFE, 4), (ENGINE_LIFE, 5)]
+
+
 def test_answers_of_another_life_or_engine_are_not_used(asker: Asker) -> None:
     asker.meet()
     asker.meet(THERE)
