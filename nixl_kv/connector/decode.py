@@ -167,6 +167,7 @@ class _Load:
     state: ScheduledState
     hint_key: HintKey | None = None  # None in REFUSED, in RETRACTED after it, and in SOUGHT
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
+    begin: int = 0  # the first token whose KV the other engine has
     #: In STARTED, by a rank that has landed; see `Grant`.
     num_cached: int | None = None
     #: In STARTED, the ranks that have landed, and their incarnations.
@@ -312,6 +313,9 @@ class DecodeScheduler:
         num_tokens = max(0, load.num_tokens - local)
         if num_tokens == 0:
             return 0, False
+        if local < load.begin:  # vLLM has evicted blocks since it was sought
+            self._release(request)
+            return 0, False
         load.move(ScheduledEvent.MISSED)
         if load.waits_aside:
             self.aside.add(request)
@@ -356,11 +360,14 @@ class DecodeScheduler:
         num_tokens -= self._computed
         self._loads[request] = _Load(request, num_tokens, ScheduledState.SOUGHT)
 
-    def on_found(self, request: RequestId, ticket: Ticket, run: bytes, *, least: int = 1) -> bool:
+    def on_found(
+        self, request: RequestId, ticket: Ticket, run: bytes, *, begin: int = 0, least: int = 1
+    ) -> bool:
         """Load a sought request by a ticket that this engine has made of another one's answer.
 
-        Otherwise vLLM computes it: if the KV may come from other weights, or the load would have
-        fewer than `least` tokens. The request is never failed for its load.
+        The other engine has the KV of its tokens from `begin` on. VLLM computes the request if that
+        KV may come from other weights, or the load would have fewer than `least` tokens. It is
+        never failed for its load.
         """
         load = self._loads.get(request)
         if load is None or load.state is not ScheduledState.SOUGHT:
@@ -369,7 +376,7 @@ class DecodeScheduler:
         if num_tokens - load.local < least or not self._is_current(ticket):
             self._forget(request)
             return False
-        load.num_tokens, load.hint_key = num_tokens, new_hint_key()
+        load.begin, load.num_tokens, load.hint_key = begin, num_tokens, new_hint_key()
         self._by_hint_key[load.hint_key] = load
         self.on_met(ticket.incarnation, ticket.epoch)
         prepare = events.PrepareLoad(request, ticket, new_claim(), load.hint_key, run)

@@ -170,12 +170,13 @@ class Finder:
             self._end(request_id, "late")
 
     def _on_answer(self, reply: Answer) -> None:
-        if reply.ticket is None:
-            self._end(reply.request, reply.outcome)
-        elif self.decode.on_found(reply.request, reply.ticket, reply.run, least=MIN_TOKENS):
-            self._found.add(reply.request)
+        request_id, ticket, run = reply.request, reply.ticket, reply.run
+        if ticket is None:
+            self._end(request_id, reply.outcome)
+        elif self.decode.on_found(request_id, ticket, run, begin=reply.begin, least=MIN_TOKENS):
+            self._found.add(request_id)
         else:
-            self._end(reply.request, "none")
+            self._end(request_id, "none")
 
     def _end(self, request_id: RequestId, outcome: str) -> None:
         self.stats.count("sought_requests", 1, outcome)

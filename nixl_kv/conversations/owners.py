@@ -53,8 +53,7 @@ class Question:
 class Answer:
     """The end of a question.
 
-    The ticket is for the tokens up to the end of the run that the owner has found, which begins at
-    or before `Question.begin`.
+    The ticket is for the tokens up to the end of the run that the owner has found.
     """
 
     request: RequestId
@@ -63,6 +62,7 @@ class Answer:
     #: With `found`.
     ticket: Ticket | None = None
     run: bytes = b""  # `messages.Found.run`
+    begin: int = 0  # the run's first token, at or before `Question.begin`
 
 
 class OwnerState(MachineState):
@@ -308,7 +308,8 @@ class Owners:
             self._log.warning("%s sent a useless answer: %s", owner.endpoint, error)
             self._end(question, "refused")
             return
-        self._end(question, "found", ticket, found.run)
+        begin = question.begin // facts.block_size * facts.block_size
+        self._end(question, "found", ticket, found.run, begin)
 
     def _fail(self, owner: Owner, reason: str, now: float, *, at_least_s: float = 0.0) -> None:
         text = "%s is not asked for cached KV, for %g s: %s"
@@ -341,9 +342,10 @@ class Owners:
         outcome: Outcome,
         ticket: Ticket | None = None,
         run: bytes = b"",
+        begin: int = 0,
     ) -> None:
         del self._open[question.nonce]
-        self.answers.append(Answer(question.request, question.nonce, outcome, ticket, run))
+        self.answers.append(Answer(question.request, question.nonce, outcome, ticket, run, begin))
 
     def _forget_oldest(self) -> None:
         if len(self._known) > MAX_OWNERS:

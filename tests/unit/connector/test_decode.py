@@ -348,6 +348,29 @@ def test_the_last_token_of_a_prompt_is_computed_also_if_all_was_found(
     assert decode.get_num_new_matched_tokens(D1, 0) == (len(TOKEN_IDS) - 1, True)
 
 
+@pytest.mark.parametrize("when", ["while it is sought", "when it is ready"])
+def test_a_find_that_begins_after_the_own_hit_is_not_loaded(
+    decode: DecodeScheduler, when: str
+) -> None:
+    """While a request waits, vLLM may evict the blocks before the other engine's run."""
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.get_num_new_matched_tokens(D1, 8)
+    assert decode.on_found(D1, offered(num_tokens=16), b"run", begin=8)
+    if when == "when it is ready":
+        assert decode.get_num_new_matched_tokens(D1, 8) == (8, True)
+    decode.build_connector_meta()
+    assert decode.get_num_new_matched_tokens(D1, 4) == (0, False)
+    assert decode.build_connector_meta() == [CancelLoad(D1)]
+    assert decode.num_open == 0
+
+
+def test_an_own_hit_may_shrink_within_the_blocks_that_were_found(decode: DecodeScheduler) -> None:
+    decode.seek(D1, len(TOKEN_IDS))
+    decode.get_num_new_matched_tokens(D1, 12)
+    assert decode.on_found(D1, offered(num_tokens=16), b"run", begin=8)
+    assert decode.get_num_new_matched_tokens(D1, 8) == (8, True)
+
+
 @pytest.mark.parametrize("local", [5, 12, 16])
 def test_a_find_that_is_too_short_is_not_loaded(decode: DecodeScheduler, local: int) -> None:
     decode.seek(D1, len(TOKEN_IDS))

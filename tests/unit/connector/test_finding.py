@@ -34,6 +34,7 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Endpoint, EngineId, Nonce, RequestId, endpoint_at, new_nonce
 from nixl_kv.protocol.events import (
+    CancelLoad,
     Failure,
     FailureKind,
     LoadEnded,
@@ -333,6 +334,29 @@ def test_an_owner_that_has_nothing_costs_one_question(make: Make, own: Own) -> N
     assert output.num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
     assert engine.sought == {"none": 1}
     assert len(owner.asked) == 1
+
+
+def test_a_find_is_computed_if_the_own_hit_before_it_has_gone(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    owner.may_answer.clear()
+    engine.seek()
+    cold(engine)
+    owner.may_answer.set()
+    commands: list[Any] = []
+    scheduled: dict[str, int] = {}
+
+    def computes() -> bool:
+        more, _, output = engine.step()
+        commands.extend(more)
+        scheduled.update(output.num_scheduled_tokens)
+        return bool(scheduled)
+
+    wait_until(computes)
+    assert scheduled == {"next": len(NEXT)}
+    assert not [one for one in commands if isinstance(one, StartLoad)]
+    assert CancelLoad(RequestId("next")) in commands
 
 
 def test_a_lost_load_is_computed(make: Make, own: Own) -> None:

@@ -190,7 +190,7 @@ def test_only_blocks_beyond_the_own_hit_are_asked_for(
     asker.receive(found(question, 2))
     (answer,) = asker.outcomes()
     assert answer.ticket is not None
-    assert answer.ticket.num_tokens == num_tokens
+    assert (answer.begin, answer.ticket.num_tokens) == (first * 16, num_tokens)
 
 
 def test_a_question_without_hashes_is_not_sent(asker: Asker) -> None:
