@@ -12,7 +12,7 @@ import enum
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from nixl_kv.errors import LimitedLog, LocalProtocolError, RemoteProtocolError
@@ -47,6 +47,7 @@ class Question:
     #: The hashes of the prompt's full blocks as the owner makes them; a text says why it cannot.
     make_hashes: Callable[[messages.ContentFacts], Sequence[bytes] | str] = field(repr=False)
     ends_at: float  # in monotonic seconds
+    num_asked: int = 0  # blocks, once it has been sent
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ class Owners:
         if not wanted:
             self._end(question, "none")
             return []
+        self._open[question.nonce] = replace(question, num_asked=len(wanted))
         find = messages.Find(
             incarnation=description.incarnation,
             engine=description.engine,
@@ -299,6 +301,15 @@ class Owners:
             return
         facts = None if description is None else description.content
         is_current = description is not None and found.incarnation == description.incarnation
+        is_sound = found.num_blocks <= question.num_asked and bool(found.run) == bool(
+            found.num_blocks
+        )
+        if not is_sound:
+            text = "%s sent a useless answer: %d blocks and %d bytes for a question of %d blocks"
+            counts = found.num_blocks, len(found.run), question.num_asked
+            self._log.warning(text, owner.endpoint, *counts)
+            self._end(question, "refused")
+            return
         if description is None or facts is None or not is_current or not found.num_blocks:
             self._end(question, "none")
             return

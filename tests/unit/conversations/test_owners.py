@@ -220,6 +220,27 @@ def test_an_owner_without_such_blocks_answers_none(asker: Asker) -> None:
     assert [answer.outcome for answer in asker.outcomes()] == ["none"]
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "run", "outcome"),
+    [
+        (NUM_BLOCKS - 90, RUN, "found"),
+        (NUM_BLOCKS - 89, RUN, "refused"),
+        (messages.MAX_HASHES, RUN, "refused"),
+        (1, b"", "refused"),
+        (0, RUN, "refused"),
+        (0, b"", "none"),
+    ],
+)
+def test_an_answer_has_a_run_of_at_most_the_blocks_that_were_asked_for(
+    asker: Asker, caplog: pytest.LogCaptureFixture, num_blocks: int, run: bytes, outcome: str
+) -> None:
+    asker.meet()
+    question = asker.ask(begin=90 * 16)
+    asker.receive(found(question, num_blocks, run=run))
+    assert [answer.outcome for answer in asker.outcomes()] == [outcome]
+    assert ("for a question of 10 blocks" in caplog.text) == (outcome == "refused")
+
+
 @pytest.mark.parametrize("engine", ["line\nend", "x"])
 def test_a_peer_may_have_any_name(asker: Asker, engine: str) -> None:
     question = asker.ask()
