@@ -39,6 +39,10 @@ OWNER: Final = "nixl_kv_owner"
 
 Hashes = Sequence[bytes]
 
+# Another engine's blocks may be so small. A hash takes 2 us, so those of 131,072 tokens take 15 ms
+# of the 20 that a request waits. VLLM's blocks have 16 tokens or more on NVIDIA's GPUs.
+MIN_BLOCK: Final = 16
+
 
 def why_not_sought(request: Request) -> str:
     """Why the KV of a prompt is never asked for; '' if it may be."""
@@ -51,9 +55,12 @@ def why_not_sought(request: Request) -> str:
     return "" if request.num_prompt_tokens > MIN_TOKENS else "it is short"
 
 
-def hashes_by(facts: ContentFacts, request: Request, own: ContentFacts) -> Hashes | str:
+def hashes_by(
+    facts: ContentFacts, request: Request, own: ContentFacts, *, begin: int = 0
+) -> Hashes | str:
     """The hashes of the full blocks of a prompt as another engine makes them.
 
+    If this engine has to make them, those that a question for the tokens from `begin` on can have.
     A text says why this engine cannot make them. Empty: the other engine can have none of them.
     Runs on another thread, while the request is parked.
     """
@@ -66,12 +73,18 @@ def hashes_by(facts: ContentFacts, request: Request, own: ContentFacts) -> Hashe
         return f"its --prefix-caching-hash-algo is {facts.algorithm!r}; allowed: {allowed}"
     if facts.lookahead or own.lookahead:
         return "its block hashes also cover tokens after the block (a draft model), and others"
+    if facts.block_size < MIN_BLOCK:
+        return f"its blocks have {facts.block_size} tokens; allowed: {MIN_BLOCK} or more"
+    first = begin // facts.block_size
+    if first > messages.MAX_HASHES:  # making the hashes before it would take too long
+        return ()
     # Imported for this feature alone.
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys  # noqa: PLC0415
 
     hash_of = get_hash_fn_by_name(facts.algorithm)
-    size, tokens = facts.block_size, request.prompt_token_ids or ()
+    size = facts.block_size
+    tokens = (request.prompt_token_ids or ())[: (first + messages.MAX_HASHES) * size]
     parent, media, hashes = hash_of(facts.seed), 0, list[bytes]()
     for end in range(size, len(tokens) + 1, size):
         begin = end - size
@@ -244,6 +257,6 @@ class Finder:
             nonce=nonce,
             begin=local,
             weights=self.decode.weights,
-            make_hashes=partial(hashes_by, request=request, own=self.facts),
+            make_hashes=partial(hashes_by, request=request, own=self.facts, begin=local),
             ends_at=ends_at,
         )

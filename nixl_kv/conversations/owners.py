@@ -5,11 +5,15 @@ it first asks for the owner's description, once per incarnation. If an owner doe
 time, the reader pauses before it asks again, and the pause doubles as in `protocol/peers.py`. A
 late answer ends the pause.
 
+Making the hashes of a question may take most of its time. So each turn sends at most one question,
+and the time that this engine takes itself never counts against an owner.
+
 A state machine without IO. Each question gets one `Answer`, unless the thread itself fails.
 """
 
 import enum
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,7 +131,12 @@ class Owners:
     does all else. `why_unfit` says why the cache of a described engine is of no use here, or ''.
     """
 
-    def __init__(self, why_unfit: Callable[[messages.Description], str], log: LimitedLog) -> None:
+    def __init__(
+        self,
+        why_unfit: Callable[[messages.Description], str],
+        log: LimitedLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.questions: deque[Question] = deque()
         self.answers: deque[Answer] = deque()
         #: Owners that have answered, each with its epoch, or have described themselves (None). If
@@ -136,17 +145,18 @@ class Owners:
         self._sends: list[tuple[Endpoint, bytes]] = []
         self._why_unfit = why_unfit
         self._log = log
+        self._clock = clock
         self._known: OrderedDict[Endpoint, Owner] = OrderedDict()  # the least recently asked first
-        # All have the same time, so the first one ends first.
-        self._open: OrderedDict[Nonce, Question] = OrderedDict()
+        self._open: dict[Nonce, Question] = {}
 
     @property
     def next_due(self) -> float:
-        """When `on_tick` has something to do, in monotonic seconds; infinity for never."""
-        first = next(iter(self._open.values()), None)
+        """When `turn` has something to do, in monotonic seconds; infinity for never."""
+        if self.questions:
+            return -math.inf
         asked = (o.asked_at for o in self._known.values() if o.state is OwnerState.ASKED)
         described = min(asked, default=math.inf) + CONNECT_TIMEOUT_S
-        return min(described, math.inf if first is None else first.ends_at)
+        return min(described, min((q.ends_at for q in self._open.values()), default=math.inf))
 
     def state_of(self, endpoint: Endpoint) -> OwnerState | None:
         owner = self._known.get(endpoint)
@@ -155,8 +165,8 @@ class Owners:
     def turn(self, now: float) -> list[tuple[Endpoint, bytes]]:
         """The messages to send now."""
         self.on_tick(now)
-        while self.questions:
-            self._send(self.ask(self.questions.popleft(), now))
+        if self.questions and not self._sends:
+            self._send(self.ask(self.questions.popleft(), self._clock()))
         sends, self._sends = self._sends, []
         return sends
 
@@ -178,6 +188,9 @@ class Owners:
     # --- the machine
 
     def ask(self, question: Question, now: float) -> Sends:
+        if question.ends_at <= now:
+            self._end(question, "late")
+            return []
         owner = self._known.get(question.owner)
         is_new = owner is None
         if owner is None:
@@ -201,7 +214,7 @@ class Owners:
             return []
         match message:
             case messages.Description():
-                return self._on_description(owner, message, now)
+                self._on_description(owner, message, now)
             case messages.Found():
                 self._on_found(owner, message)
             case messages.Refusal() if message.incarnation != ANY_INCARNATION:
@@ -236,12 +249,8 @@ class Owners:
         for question in late:
             self._end(question, "late")
             owner = self._known.get(question.owner)
-            if owner is None:
-                continue
-            if owner.waiting is question:
-                owner.waiting = None
             # A new connection and a description may take longer than a request can wait.
-            if owner.state is OwnerState.KNOWN:
+            if owner is not None and owner.state is OwnerState.KNOWN:
                 self._pause(owner, now)
         for owner in list(self._known.values()):
             is_due = owner.asked_at + CONNECT_TIMEOUT_S <= now
@@ -255,16 +264,18 @@ class Owners:
         describe = messages.Describe(incarnation=ANY_INCARNATION, engine=ANY_ENGINE)
         return [(owner.endpoint, describe)]
 
-    def _on_description(self, owner: Owner, message: messages.Description, now: float) -> Sends:
+    def _on_description(self, owner: Owner, message: messages.Description, now: float) -> None:
         if why := NO_CONTENT if message.content is None else self._why_unfit(message):
             owner.description = None
             self._fail(owner, why, now, at_least_s=INCOMPATIBLE_S)
-            return []
+            return
         self.met.append((Incarnation(message.incarnation), None))
         owner.description, owner.failures = message, 0
         owner.move(OwnerEvent.DESCRIBED)
         waiting, owner.waiting = owner.waiting, None
-        return [] if waiting is None else self._find(owner, waiting)
+        if waiting is not None:
+            del self._open[waiting.nonce]
+            self.questions.appendleft(waiting)
 
     def _find(self, owner: Owner, question: Question) -> Sends:
         description = owner.description
@@ -279,6 +290,9 @@ class Owners:
         wanted = tuple(hashes[first : first + messages.MAX_HASHES])
         if not wanted:
             self._end(question, "none")
+            return []
+        if question.ends_at <= self._clock():  # the owner would answer too late
+            self._end(question, "late")
             return []
         self._open[question.nonce] = replace(question, num_asked=len(wanted))
         find = messages.Find(
@@ -355,7 +369,10 @@ class Owners:
         run: bytes = b"",
         begin: int = 0,
     ) -> None:
-        del self._open[question.nonce]
+        self._open.pop(question.nonce, None)
+        owner = self._known.get(question.owner)
+        if owner is not None and owner.waiting is question:
+            owner.waiting = None
         self.answers.append(Answer(question.request, question.nonce, outcome, ticket, run, begin))
 
     def _forget_oldest(self) -> None:
@@ -377,6 +394,8 @@ class Owners:
                 "no facts": state is OwnerState.KNOWN
                 and (owner.description is None or owner.description.content is None),
                 "a question waits": owner.waiting is not None and state is not OwnerState.ASKED,
+                "a question was not sent": state is OwnerState.KNOWN
+                and not all(one.num_asked for one in self._questions(owner.endpoint)),
                 "no pause": state is OwnerState.UNUSABLE and owner.pause_ends_at == -math.inf,
             }
             for rule, is_broken in rules.items():

@@ -743,6 +743,7 @@ def test_hashes_are_those_of_the_other_engine(
         ({"algorithm": "xxhash"}, "'xxhash'; allowed: sha256 or sha256_cbor"),
         ({"algorithm": "sha256_new"}, "'sha256_new'"),
         ({"lookahead": 1}, "tokens after the block"),
+        ({"block_size": 8}, "its blocks have 8 tokens; allowed: 16 or more"),
     ],
 )
 def test_hashes_that_cannot_be_made_are_refused_in_words(
@@ -751,6 +752,15 @@ def test_hashes_that_cannot_be_made_are_refused_in_words(
     refusal = hashes_by(replace(OWN, **changes), make_request("r", NEXT), OWN)
     assert isinstance(refusal, str)
     assert words in refusal
+
+
+def test_only_hashes_that_a_question_can_have_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_kv.protocol.messages.MAX_HASHES", 4)
+    theirs, request = replace(OWN, seed="7"), make_request("r", NEXT)
+    assert len(hashes_by(theirs, request, OWN)) == 4
+    assert len(hashes_by(theirs, request, OWN, begin=2 * BLOCK + 1)) == 6
+    assert len(hashes_by(theirs, request, OWN, begin=4 * BLOCK)) == 8
+    assert hashes_by(theirs, request, OWN, begin=5 * BLOCK) == ()
 
 
 def test_media_are_not_asked_of_an_engine_with_stand_ins() -> None:

@@ -59,24 +59,35 @@ class Asker:
     now: float = 100.0
     unfit: str = ""
     hashes: Sequence[bytes] | str = HASHES
+    hash_s: float = 0.0  # what making them takes
+    num_hashed: int = 0  # questions
     sent: list[tuple[Endpoint, messages.Message]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         log = LimitedLog(logging.getLogger(__name__), lambda: self.now)
-        self.owners = Owners(lambda _: self.unfit, log)
+        self.owners = Owners(lambda _: self.unfit, log, lambda: self.now)
         self._numbers = itertools.count()
 
-    def ask(self, owner: Endpoint = HERE, begin: int = 0) -> Question:
+    def make_hashes(self, _: ContentFacts) -> Sequence[bytes] | str:
+        self.now += self.hash_s
+        self.num_hashed += 1
+        return self.hashes
+
+    def add(self, owner: Endpoint = HERE, begin: int = 0) -> Question:
         question = Question(
             RequestId(f"request {next(self._numbers)}"),
             owner,
             new_nonce(),
             begin,
             "label",
-            lambda _: self.hashes,
+            self.make_hashes,
             self.now + FIND_S,
         )
         self.owners.questions.append(question)
+        return question
+
+    def ask(self, owner: Endpoint = HERE, begin: int = 0) -> Question:
+        question = self.add(owner, begin)
         self.turn()
         return question
 
@@ -302,6 +313,45 @@ def test_a_late_answer_is_not_used_and_makes_a_pause_that_it_ends(asker: Asker) 
     asker.take()
     asker.ask()
     assert [type(each) for each in asker.take()] == [Find]
+
+
+def test_a_question_is_not_hashed_after_its_time(asker: Asker) -> None:
+    """Each one that is sent leaves before the next one is hashed."""
+    asker.meet()
+    asker.hash_s = 0.6 * FIND_S
+    asker.num_hashed = 0
+    questions = [asker.add() for _ in range(5)]
+    asker.turn()
+    assert len(asker.take()) == 1
+    while asker.owners.next_due <= asker.now:
+        asker.receive(found(questions[0], 1))
+    assert asker.take() == []
+    assert asker.num_hashed == 2
+    outcomes = {answer.request: answer.outcome for answer in asker.outcomes()}
+    assert [outcomes.pop(each.request) for each in questions] == ["found"] + 4 * ["late"]
+    assert asker.owners.state_of(HERE) is OwnerState.KNOWN, "it is not to blame"
+
+
+def test_a_question_that_waits_for_a_description_is_not_hashed_after_its_time(
+    asker: Asker,
+) -> None:
+    asker.ask()
+    asker.now += FIND_S
+    asker.receive(described())
+    assert asker.num_hashed == 0
+    assert [answer.outcome for answer in asker.outcomes()] == ["late"]
+    assert asker.owners.state_of(HERE) is OwnerState.KNOWN
+
+
+def test_a_question_is_answered_once_although_its_owner_is_described_anew(asker: Asker) -> None:
+    asker.meet()
+    question = asker.ask()
+    asker.receive(Refusal(incarnation=ENGINE_LIFE, engine=EngineId("x"), reason="another life"))
+    asker.receive(found(question, 1))
+    asker.receive(described(incarnation=OTHER_LIFE))
+    asker.receive(found(question, 1, incarnation=OTHER_LIFE))
+    asker.wait(FIND_S)
+    assert len(asker.outcomes()) == 1
 
 
 def test_while_an_owner_is_described_other_requests_do_not_wait(asker: Asker) -> None:
