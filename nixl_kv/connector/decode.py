@@ -393,6 +393,10 @@ class DecodeScheduler:
         for request in self._loads.keys() & requests:
             self._move(self._loads[request], ScheduledEvent.COMPUTING)
 
+    def has_load(self, request: RequestId) -> bool:
+        """Whether it loads KV, or waits for it."""
+        return request in self._loads
+
     def has_begun(self, request: RequestId) -> bool:
         load = self._loads.get(request)
         return load is not None and load.has_blocks

@@ -156,7 +156,9 @@ class Finder:
         """Ask, if that may pay: vLLM wants the request's KV, and has `local` tokens itself."""
         request_id = RequestId(request.request_id)
         make = partial(self._question, request, local)
-        if self._finds.begin(request_id, local, request.num_prompt_tokens, make):
+        place = local // self.facts.block_size
+        wanted = next(iter(request.block_hashes[place : place + 1]), None)
+        if self._finds.begin(request_id, local, request.num_prompt_tokens, make, wanted):
             self.decode.seek(request_id, request.num_prompt_tokens)
 
     def reset_cache(self) -> None:
@@ -174,7 +176,10 @@ class Finder:
             self.decode.on_met(*self.owners.met.popleft())
 
     def take_answers(self) -> None:
-        """Begin the loads of the requests whose answers have come, and give up late ones."""
+        """Begin the loads of the requests whose answers have come, and give up late ones.
+
+        Requests that waited for another one's load go on if that has ended, well or not.
+        """
         self._note_met()
         while self.owners.answers:
             reply = self.owners.answers.popleft()
@@ -182,6 +187,8 @@ class Finder:
                 self._on_answer(reply)
         for request_id in self._finds.pop_late():
             self._end(request_id, "late")
+        for request_id in self._finds.pop_behind(self.decode.has_load):
+            self.decode.on_not_found(request_id)
 
     def _on_answer(self, reply: Answer) -> None:
         request_id, ticket, run = reply.request, reply.ticket, reply.run

@@ -54,6 +54,7 @@ class Source(NamedTuple):
     #: Tokens of the prompt that this engine gave to the owner. If it has more in its own cache, the
     #: prompt continues another conversation than the owner's. Infinity if a router names the owner.
     num_given: float
+    has_waited: bool = False  # for another request's load; see `Finds.begin`
 
 
 class OwnerTable:
@@ -94,6 +95,14 @@ class OwnerTable:
 
 
 @dataclass
+class First:
+    """A request whose KV others want too, from its question to the end of its load."""
+
+    request: RequestId
+    behind: list[RequestId] = field(default_factory=list)  # these wait for it
+
+
+@dataclass
 class Finds:
     """The requests that another engine may help, until they have been asked for."""
 
@@ -102,6 +111,7 @@ class Finds:
     table: OwnerTable = field(default_factory=OwnerTable)
     _sources: dict[RequestId, Source] = field(default_factory=dict)
     _asked: dict[RequestId, Question] = field(default_factory=dict)  # the oldest first
+    _firsts: dict[bytes, First] = field(default_factory=dict)  # by the first block that they want
 
     def __len__(self) -> int:
         """How many requests wait for an answer."""
@@ -116,16 +126,27 @@ class Finds:
         local: int,
         num_tokens: int,
         make_question: Callable[[Endpoint, Nonce, float], Question],
+        wanted: bytes | None = None,
     ) -> bool:
-        """Ask for the tokens [local, num_tokens) if that may pay; whether an answer will come.
+        """Ask for the tokens [local, num_tokens) if that may pay; whether the request waits.
 
-        A request is asked for only once, whatever comes of it.
+        A request is asked for only once, whatever comes of it. Before that, it may wait once for
+        another request that is asked for, or loaded, from the same block on: afterwards this
+        engine's own cache has the blocks that both want, and often nothing is left to ask for.
+        `wanted` is the hash of that block, the one after `local`; None: no full block follows.
         """
         source = self._sources.pop(request, None)
         if source is None or source.num_given < local or num_tokens - local < MIN_TOKENS:
             return False
+        first = None if wanted is None else self._firsts.get(wanted)
+        if first is not None and not source.has_waited:
+            self._sources[request] = source._replace(has_waited=True)
+            first.behind.append(request)
+            return True
         if len(self._asked) >= MAX_FINDS:
             return False
+        if first is None and wanted is not None:
+            self._firsts[wanted] = First(request)
         question = make_question(source.owner, new_nonce(), self.clock() + FIND_S)
         self._asked[request] = question
         self.ask(question)
@@ -154,6 +175,12 @@ class Finds:
         self.table.clear()
         self._sources.clear()
         self._asked.clear()
+        self._firsts.clear()
+
+    def pop_behind(self, has_load: Callable[[RequestId], bool]) -> list[RequestId]:
+        """The requests that waited for another one, which neither waits nor loads any longer."""
+        ended = [each for each, first in self._firsts.items() if not has_load(first.request)]
+        return [request for each in ended for request in self._firsts.pop(each).behind]
 
     def forget(self, request: RequestId) -> None:
         self._sources.pop(request, None)

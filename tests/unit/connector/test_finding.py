@@ -301,6 +301,100 @@ def test_a_question_takes_one_step_and_its_load_two_more(make: Make, own: Own) -
     assert "next" in engine.step()[2].num_scheduled_tokens
 
 
+BURST: Final = ["n0", "n1", "n2", "n3"]
+
+
+def burst(engine: Engine, owner: Owner) -> tuple[list[StartLoad], SchedulerOutput]:
+    """Requests with one prompt, until some of them are loaded or computed in a step."""
+    engine.turn("first", FIRST, owner.endpoint)
+    cold(engine)
+    for name in BURST:
+        engine.add(name, NEXT, WANT_TICKET)
+    begun: list[tuple[list[StartLoad], SchedulerOutput]] = []
+
+    def has_begun() -> bool:
+        commands, _, output = engine.step()
+        begun.append(([one for one in commands if isinstance(one, StartLoad)], output))
+        return bool(begun[-1][0] or output.num_scheduled_tokens)
+
+    wait_until(has_begun)
+    return begun[-1]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_requests_with_one_prompt_share_one_load(make: Make, own: Own, *, is_async: bool) -> None:
+    """As with n > 1, or with a burst: afterwards the others find it in this engine's cache."""
+    engine = make(is_async=is_async)
+    owner = own(engine, num_blocks=HELD)
+    (start,), _ = burst(engine, owner)
+    before = engine.free_blocks
+    for _ in range(3):
+        commands, _, output = engine.step()
+        assert not output.num_scheduled_tokens
+        assert not [one for one in commands if isinstance(one, StartLoad | PrepareLoad)]
+    assert len(owner.asked) == 1
+    engine.step(**loaded(start.request, start.num_tokens))
+    computed: Counter[str] = Counter()
+    for _ in range(8):
+        computed.update(engine.step()[2].num_scheduled_tokens)
+    last = len(NEXT) % BLOCK
+    assert computed == {"n0": len(NEXT) - HELD * BLOCK, "n1": last, "n2": last, "n3": last}
+    assert before - engine.free_blocks == 1 + len(BURST), "the full block that n0 has computed"
+    assert len(owner.asked) == 1
+    assert engine.sought == {"read": 1}
+
+
+def test_requests_with_one_prompt_share_what_the_first_computes(make: Make, own: Own) -> None:
+    """If the owner has nothing, they hit the first one's blocks in the same step, as ever."""
+    engine = make()
+    owner = own(engine)
+    _, output = burst(engine, owner)
+    assert output.num_scheduled_tokens == {"n0": len(NEXT)} | dict.fromkeys(
+        BURST[1:], len(NEXT) % BLOCK
+    )
+    assert len(owner.asked) == 1
+
+
+@pytest.mark.parametrize("end", ["failed", "aborted", "reset"])
+def test_requests_that_wait_for_another_ones_load_outlive_it(
+    make: Make, own: Own, end: str
+) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    (start,), _ = burst(engine, owner)
+    assert start.request == "n0"
+    match end:
+        case "failed":
+            engine.step(**loaded("n0", start.num_tokens, failed=True))
+        case "aborted":
+            engine.vllm.finish_requests("n0", RequestStatus.FINISHED_ABORTED)
+        case "reset":
+            engine.connector.reset_cache()
+    begun: set[str] = set()
+
+    def have_begun() -> bool:
+        commands, _, output = engine.step()
+        begun.update(one.request for one in commands if isinstance(one, StartLoad))
+        begun.update(output.num_scheduled_tokens)
+        return begun.issuperset(BURST[1:])
+
+    wait_until(have_begun)
+    assert not engine.connector.aside
+
+
+def test_a_request_that_waits_for_another_one_may_end_first(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    (start,), _ = burst(engine, owner)
+    engine.vllm.finish_requests(BURST[1:], RequestStatus.FINISHED_ABORTED)
+    engine.step(**loaded("n0", start.num_tokens))
+    assert engine.await_computed().num_scheduled_tokens == {"n0": len(NEXT) - HELD * BLOCK}
+    assert not engine.connector.aside
+    finds = engine.connector._finder._finds
+    assert not finds._firsts
+    assert not finds._sources
+
+
 def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own: Own) -> None:
     """As those of any other: the load does not count as another connector's."""
     engine = make()

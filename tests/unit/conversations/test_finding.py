@@ -147,6 +147,7 @@ class Reader:
         source: Source | None = Source(HERE, math.inf),  # noqa: B008 - a constant
         local: int = 0,
         num_tokens: int = LONG,
+        wanted: bytes | None = None,
     ) -> bool:
         if source is not None:
             self.finds.add(request, source)
@@ -154,7 +155,7 @@ class Reader:
         def make(owner: Endpoint, nonce: Nonce, ends_at: float) -> Question:
             return Question(request, owner, nonce, local, "", lambda _: (), ends_at)
 
-        return self.finds.begin(request, local, num_tokens, make)
+        return self.finds.begin(request, local, num_tokens, make, wanted)
 
     def answer(self, question: Question) -> Question | None:
         return self.finds.end(Answer(question.request, question.nonce, "none"))
@@ -235,6 +236,26 @@ def test_a_request_that_has_ended_waits_no_longer(reader: Reader) -> None:
 def test_only_so_many_questions_are_open(reader: Reader) -> None:
     begun = [reader.begin(RequestId(str(number))) for number in range(MAX_FINDS + 1)]
     assert begun == [True] * MAX_FINDS + [False]
+
+
+def test_a_request_waits_once_for_another_one_that_wants_the_same_block(reader: Reader) -> None:
+    names = [RequestId(each) for each in "abcde"]
+    for name, wanted in zip(names, [b"1", b"1", b"1", b"2", None], strict=True):
+        assert reader.begin(name, wanted=wanted)
+    assert [one.request for one in reader.asked] == ["a", "d", "e"]
+    assert reader.finds.pop_behind({A}.__contains__) == []
+    assert reader.finds.pop_behind(lambda _: False) == ["b", "c"]
+    assert reader.finds.pop_behind(lambda _: False) == []
+    for name in names[1:3]:
+        assert reader.begin(name, source=None, wanted=b"1"), "neither waits again"
+    assert [one.request for one in reader.asked[3:]] == ["b", "c"]
+
+
+def test_nothing_is_asked_for_what_another_load_has_left(reader: Reader) -> None:
+    reader.begin(A, wanted=b"1")
+    reader.begin(B, wanted=b"1")
+    assert not reader.begin(B, source=None, local=LONG - MIN_TOKENS + 1, wanted=b"2")
+    assert len(reader.asked) == 1
 
 
 Act = tuple[str, int]
