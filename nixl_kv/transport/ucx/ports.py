@@ -40,8 +40,8 @@ MAX_LISTENS: Final = 64
 # Between two looks at connections that UCX has not accepted. It does so within milliseconds, unless
 # its thread gets no processor.
 LOOK_S: Final = 0.02
-# The connections of hosts that are no longer admitted are looked for. If UCX accepts none for so
-# long, its thread hangs.
+# The search for connections of hosts that may no longer connect ends. If UCX has accepted none for
+# that long, its thread hangs.
 ACCEPT_S: Final = 60.0
 # Looks in a row that find no waiting connection: one may get its descriptor just after the first.
 QUIET_LOOKS: Final = 2
@@ -212,7 +212,9 @@ class UcxPorts:
         """
         until, num_quiet = time.monotonic() + ACCEPT_S, 0
         while num_quiet < QUIET_LOOKS:
-            waiting = sum(self._waiting())  # before the look: what is accepted meanwhile is found
+            waiting = sum(
+                self._waiting()
+            )  # before the look, which finds those that UCX accepts meanwhile
             self._cut_accepted()
             num_quiet = 0 if waiting else num_quiet + 1
             if time.monotonic() > until:
