@@ -89,14 +89,14 @@ class SchedulerHooks:
         still = set[str]().union(*(each.aside for each in self._connectors))
         back = [self._aside.pop(name) for name in self._aside.keys() - still]
         # They have waited for longer than most, but vLLM may have preempted older ones meanwhile.
-        queue, first = scheduler.waiting, list[Request]()
+        waiting, first = scheduler.waiting, list[Request]()
         for request in sorted(back, key=lambda each: each.arrival_time):
-            while queue and queue.peek_request().arrival_time < request.arrival_time:
-                first.append(queue.pop_request())
+            while waiting and waiting.peek_request().arrival_time < request.arrival_time:
+                first.append(waiting.pop_request())
             first.append(request)
         # A queue with priorities orders them itself.
         for request in reversed(first):
-            queue.prepend_request(request)
+            waiting.prepend_request(request)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]

@@ -491,7 +491,12 @@ PARTS: Final = (
     ),
     Part(
         f"{_SCHED}.request_queue:RequestQueue",
-        ("prepend_request(request)", "remove_requests(requests)"),
+        (
+            "peek_request()",
+            "pop_request()",
+            "prepend_request(request)",
+            "remove_requests(requests)",
+        ),
         "the same",
         OVERLAP,
     ),

@@ -609,7 +609,8 @@ def takes_media(vllm_config: VllmConfig) -> bool:
 def has_hooks(vllm_config: VllmConfig) -> bool:
     """Whether the scheduler has the hooks of `scheduler_hooks.py`."""
     # Its class has them while vLLM creates it, and with it this connector.
-    return getattr(vllm_config.scheduler_config.scheduler_cls, "are_hooks", False)
+    # An operator may have named a class that has them.
+    return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "are_hooks", False)
 
 
 def check_hooks(vllm_config: VllmConfig) -> None:

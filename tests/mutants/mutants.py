@@ -401,8 +401,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "decode-outdated",
-        "self._outdated |= self._epochs",
-        "self._outdated = dict(self._epochs)",
+        "        for engine, epoch in self._epochs.items():\n",
+        "        self._outdated.clear()\n        for engine, epoch in self._epochs.items():\n",
         "unit/connector/test_decode unit/connector/test_weights",
         "After a second reset, decode accepts tickets from before the first one.",
     ),

@@ -13,7 +13,7 @@ from nixl_kv.cli import client
 from nixl_kv.config import Config
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, TicketRefused, TransportError
-from nixl_kv.ids import ANY_INCARNATION, endpoint_at
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Nonce, endpoint_at
 from nixl_kv.keys import Keys, find_user_key, read_any_key_file, read_key_file
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import NEEDS_ENGINE_KEY, FromEndpoint
@@ -161,6 +161,14 @@ TO_RANK: Final[tuple[Any, ...]] = (
 TO_ENGINE: Final[tuple[Any, ...]] = (
     messages.Drain(**LIFE),
     messages.SetWeights(weights="new", **LIFE),
+    messages.Find(
+        engine=EngineId("engine"),
+        nonce=Nonce(32 * "a"),
+        weights="",
+        first_block=0,
+        hashes=(bytes(messages.HASH_BYTES),),
+        **LIFE,
+    ),
     ready(),
     landed(),
 )
