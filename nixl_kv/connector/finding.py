@@ -125,7 +125,6 @@ class Finder:
     may_ask: bool = False
     own: Endpoint | None = None  # this engine's directory, once it listens
     loading: set[RequestId] = field(default_factory=set)  # from their start to the workers' report
-    _ended: set[RequestId] = field(default_factory=set)  # of `loading`, those that vLLM has ended
     _found: set[RequestId] = field(default_factory=set)  # from the answer to the start
     _marks: dict[RequestId, tuple[bytes, ...]] = field(default_factory=dict)  # of open offers
 
@@ -214,11 +213,9 @@ class Finder:
     def on_load_ended(self, request_id: RequestId, num_tokens: int, reason: str) -> None:
         """All workers have reported the load; it has failed for a `reason`, or not."""
         if request_id in self.loading:
-            is_lost = bool(reason) or request_id in self._ended
             self.loading.discard(request_id)
-            self._ended.discard(request_id)
-            self.stats.count("sought_requests", 1, "lost" if is_lost else "read")
-            self.stats.count("found_tokens", 0 if is_lost else num_tokens)
+            self.stats.count("sought_requests", 1, "lost" if reason else "read")
+            self.stats.count("found_tokens", 0 if reason else num_tokens)
 
     # --- whom to ask
 
@@ -231,8 +228,6 @@ class Finder:
     def on_finished(self, request_id: RequestId, *, is_offered: bool) -> None:
         self._finds.forget(request_id)
         self._found.discard(request_id)
-        if request_id in self.loading:
-            self._ended.add(request_id)
         if not is_offered:
             self._marks.pop(request_id, None)
 

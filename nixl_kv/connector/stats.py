@@ -123,7 +123,7 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "sought_requests": _both(
         "Requests for whose prompt an engine asked another one for cached KV (conversations), by "
         "outcome. none: the other one had nothing of use; late: it did not answer in time; lost: "
-        "it reused the blocks, the load failed, or the request ended first.",
+        "it reused the blocks, or the load failed.",
         outcome=("read", "none", "late", "refused", "lost"),
     ),
     "found_tokens": _both(

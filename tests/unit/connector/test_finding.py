@@ -594,9 +594,6 @@ def test_a_request_that_is_aborted_during_its_load_is_freed_once(
     assert engine.free_blocks == engine.idle
     assert engine.connector._prefill.num_offers == 0
     assert not engine.connector._finder.loading
-    assert not engine.connector._finder._ended
-    assert engine.sought == {"lost": 1}
-    assert not engine.counts["found_tokens",]
 
 
 def test_a_request_that_is_aborted_after_its_load_is_freed_once(make: Make, own: Own) -> None:
