@@ -23,7 +23,7 @@ from nixl_kv.errors import LimitedLog, LocalProtocolError, RemoteProtocolError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.machine import MachineState
-from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S, INCOMPATIBLE_S, MAX_PAUSE_S, PAUSE_S
+from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S, INCOMPATIBLE_S, pause_after
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import FromEndpoint, Lost
 
@@ -346,9 +346,8 @@ class Owners:
     def _pause(self, owner: Owner, now: float, *, at_least_s: float = 0.0) -> float:
         owner.move(OwnerEvent.FAILED)
         owner.waiting = None
-        pause_s = min(PAUSE_S * (1 << owner.failures), MAX_PAUSE_S)
-        pause_s = max(pause_s, at_least_s)
-        owner.failures = min(owner.failures + 1, 16)
+        pause_s = max(pause_after(owner.failures), at_least_s)
+        owner.failures += 1
         owner.pause_ends_at = now + pause_s
         return pause_s
 

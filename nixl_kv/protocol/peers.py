@@ -67,6 +67,11 @@ class PeerState(MachineState):
     UNUSABLE = enum.auto()
 
 
+def pause_after(failures: int) -> float:
+    """Seconds until another attempt. `failures`: those in a row before the latest one."""
+    return min(PAUSE_S * (1 << min(failures, 16)), MAX_PAUSE_S)  # a higher power may overflow
+
+
 class Reach(enum.Enum):
     """How far decode came with an UNUSABLE peer."""
 
@@ -473,7 +478,7 @@ class PeerBook:
         elif is_cheap:
             pause_s = 0.0
         else:
-            pause_s = min(PAUSE_S * 2.0**peer.failures, MAX_PAUSE_S)
+            pause_s = pause_after(peer.failures)
             peer.failures += 1
         peer.pause_ends_at = now + pause_s
         is_lost = isinstance(event, events.EndpointLost)

@@ -219,7 +219,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "breaker-pause",
-        "pause_s = min(PAUSE_S * 2.0**peer.failures, MAX_PAUSE_S)",
+        "pause_s = pause_after(peer.failures)",
         "pause_s = PAUSE_S",
         "unit/protocol/test_decode unit/protocol/test_peers",
         "Decode tries a broken engine each second, at the price of a load and of descriptors.",

@@ -11,9 +11,12 @@ from nixl_kv.protocol.peers import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
     LOOK_AGAIN_S,
+    MAX_PAUSE_S,
+    PAUSE_S,
     Peer,
     PeerBook,
     PeerState,
+    pause_after,
 )
 from support.records import hex32, prepare_load, reader
 
@@ -198,3 +201,12 @@ def test_a_peer_whose_first_read_fails_is_unusable_at_once() -> None:
     assert peer.failure is not None
     assert peer.failure.detail.startswith("engine 'prefill' answers but cannot be read: reset; it ")
     assert decode.book.failed == [peer], "its loads fail"
+
+
+@pytest.mark.parametrize(
+    ("failures", "pause_s"),
+    [(0, PAUSE_S), (1, 2 * PAUSE_S), (5, 32 * PAUSE_S), (6, MAX_PAUSE_S), (5000, MAX_PAUSE_S)],
+)
+def test_a_pause_doubles_up_to_a_bound(failures: int, pause_s: float) -> None:
+    """A peer that answers but cannot be read may fail for days."""
+    assert pause_after(failures) == pause_s
