@@ -5,7 +5,7 @@ The adapter wraps three methods of the pool, of this instance alone, and only wi
 with it, and the ranks hear of each step's blocks with the step's commands.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from nixl_kv.config import ON, Config
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.unpromised import CONVERSATIONS, is_off
 from nixl_kv.connector.vllm_config import (
+    NOR,
+    applying,
     content_facts,
     has_draft_layers,
     may_copy_blocks,
@@ -74,18 +76,19 @@ CACHE_REFUSALS: Final[Mapping[str, Callable[[KVCacheConfig], bool]]] = {
 def check_start(config: Config, vllm_config: VllmConfig) -> None:
     """Raise a ConfigError that names all that keeps an engine from serving `conversations`."""
     if config.conversations == ON:
-        _refuse(text for text, applies in REFUSALS.items() if applies(vllm_config))
+        _refuse(applying(REFUSALS, vllm_config))
 
 
 def check_cache(kv_cache_config: KVCacheConfig) -> None:
     """The same, of an engine that has the setting."""
-    _refuse(text for text, applies in CACHE_REFUSALS.items() if applies(kv_cache_config))
+    _refuse(applying(CACHE_REFUSALS, kv_cache_config))
 
 
-def _refuse(reasons: Any) -> None:
-    if found := "; nor ".join(reasons):
+def _refuse(reasons: Sequence[str]) -> None:
+    if reasons:
         raise ConfigError(
-            f"conversations is 'on', which does not work with {found}; allowed here: 'off'"
+            f"conversations is 'on', which does not work with {NOR.join(reasons)}; allowed here: "
+            "'off'"
         )
 
 

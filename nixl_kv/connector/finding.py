@@ -87,9 +87,8 @@ def hashes_by(
     tokens = (request.prompt_token_ids or ())[: (first + messages.MAX_HASHES) * size]
     parent, media, hashes = hash_of(facts.seed), 0, list[bytes]()
     for end in range(size, len(tokens) + 1, size):
-        begin = end - size
-        extras, media = generate_block_hash_extra_keys(request, begin, end, media)
-        parent = hash_of((parent, tuple(tokens[begin:end]), extras))
+        extras, media = generate_block_hash_extra_keys(request, end - size, end, media)
+        parent = hash_of((parent, tuple(tokens[end - size : end]), extras))
         hashes.append(parent)
     return hashes
 

@@ -166,17 +166,25 @@ CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]]
 }
 
 
+NOR: Final = "; nor "
+"""Between several reasons."""
+
+
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
     """Raise a ConfigError that names all that the connector cannot serve.
 
     Without the description of the cache, checks all that does not depend on it.
     """
-    refusals = [text for text, applies in REFUSALS.items() if applies(vllm_config)]
+    refusals = applying(REFUSALS, vllm_config)
     if kv_cache_config is not None:
-        checks = CACHE_REFUSALS.items()
-        refusals += [text for text, applies in checks if applies(vllm_config, kv_cache_config)]
+        refusals += applying(CACHE_REFUSALS, vllm_config, kv_cache_config)
     if refusals:
-        raise ConfigError(f"NixlKVConnector does not support {'; nor '.join(refusals)}")
+        raise ConfigError(f"NixlKVConnector does not support {NOR.join(refusals)}")
+
+
+def applying(refusals: Mapping[str, Callable[..., bool]], *about: object) -> list[str]:
+    """The reasons whose condition is true of these configurations."""
+    return [text for text, applies in refusals.items() if applies(*about)]
 
 
 # --- the configuration

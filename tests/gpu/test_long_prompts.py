@@ -15,6 +15,7 @@ import pytest
 from typing_extensions import Self
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="needs vLLM: scripts/install --cuda")
 
 from benchmarks.engines import DECODE_GRAPHS  # noqa: E402 - after the skip
 from benchmarks.floor import prompt  # noqa: E402 - likewise

@@ -20,6 +20,7 @@ from nixl_kv.ids import (
     Nonce,
     Rank,
     RequestId,
+    new_nonce,
 )
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
@@ -129,6 +130,18 @@ def describe(incarnation: Incarnation = ENGINE_LIFE) -> messages.Describe:
 
 def refusal(reason: str, incarnation: Incarnation = ENGINE_LIFE) -> messages.Refusal:
     return messages.Refusal(incarnation=incarnation, engine=PREFILL, reason=reason)
+
+
+def find(hashes: Sequence[bytes], first_block: int = 0, weights: str = "") -> messages.Find:
+    """A question to the engine "owner" for the blocks with these hashes."""
+    return messages.Find(
+        incarnation=ANY_INCARNATION,
+        engine=EngineId("owner"),
+        nonce=new_nonce(),
+        weights=weights,
+        first_block=first_block,
+        hashes=tuple(hashes),
+    )
 
 
 def ask(**changed: Any) -> messages.Ask:

@@ -21,10 +21,11 @@ from fuzz.scheduler.life import Life
 from fuzz.scheduler.memory import Memory, hashes
 from nixl_kv.conversations.runs import Run, open_run
 from nixl_kv.conversations.slots import ContentSlots, Fence
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Nonce, new_nonce
+from nixl_kv.ids import Nonce
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import Find, Found
+from nixl_kv.protocol.messages import Found
 from nixl_kv.transport.base import SlotPage
+from support.records import find
 from support.vllm_scheduler import BLOCK, make_request
 
 NUM_RANKS: Final = 2
@@ -301,15 +302,8 @@ class ReadLife(Life):
             return
         first = self._rng.randrange(len(keys)) if self._happens(0.5) else 0
         label = self._labels[-1 - self._happens(0.1) * (len(self._labels) > 1)]
-        find = Find(
-            incarnation=ANY_INCARNATION,
-            engine=EngineId("owner"),
-            nonce=new_nonce(),
-            weights=label,
-            first_block=first,
-            hashes=tuple(keys[first:]),
-        )
-        found = self._engine.role._find(self.content, find)
+        question = find(keys[first:], first, label)
+        found = self._engine.role._find(self.content, question)
         self.counts["asks"] += 1
         if not found.num_blocks:
             return

@@ -16,9 +16,9 @@ from nixl_kv.connector.plugin import Where, run_checks
 from nixl_kv.conversations.runs import Run, open_run
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import ANY_INCARNATION, EngineId, new_nonce
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import Find, Found
+from nixl_kv.protocol.messages import Found
+from support.records import find
 from support.vllm_objects import kv_cache_config, override, vllm_config
 from support.vllm_scheduler import BLOCK, OURS, SteppedScheduler, make_config, make_request
 
@@ -34,16 +34,9 @@ class Owner(SteppedScheduler):
         self.describe()
 
     def find(self, request: Request, first: int = 0, *, weights: str = "") -> Found:
-        find = Find(
-            incarnation=ANY_INCARNATION,
-            engine=EngineId("owner"),
-            nonce=new_nonce(),
-            weights=weights,
-            first_block=first,
-            hashes=tuple(request.block_hashes[first:]),
-        )
-        found: Found = self.connector._find(self.connector._content, find)
-        assert found.nonce == find.nonce
+        question = find(request.block_hashes[first:], first, weights)
+        found: Found = self.connector._find(self.connector._content, question)
+        assert found.nonce == question.nonce
         assert bool(found.run) is bool(found.num_blocks)
         return found
 

@@ -46,6 +46,21 @@ def like_ucx(*, inheritable: bool = True, by_number: bool = True) -> Iterator[so
         assert not os.get_blocking(one.fileno()), "UCX's thread would wait for a connection"
 
 
+@contextlib.contextmanager
+def unaccepted() -> Iterator[tuple[UcxPorts, socket.socket, socket.socket]]:
+    """The ports, UCX's socket, and an admitted stranger's connection that UCX has not accepted."""
+    ports = UcxPorts()
+    with contextlib.ExitStack() as stack:
+        with ports.guard():
+            ucx = stack.enter_context(like_ucx())
+        assert ports.admit([STRANGER])
+        connection = connects(STRANGER, ucx.getsockname()[1])
+        assert connection is not None
+        stack.enter_context(connection)
+        select.select([ucx], [], [], 5.0)
+        yield ports, ucx, connection
+
+
 def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -> None:
     """Not those that were there, nor others' that come meanwhile."""
     with contextlib.ExitStack() as stack:
@@ -121,15 +136,8 @@ def test_a_host_connects_while_it_is_admitted_and_not_before_or_afterwards() -> 
 @pytest.mark.usefixtures("only_one_address")
 def test_a_connection_is_cut_that_ucx_accepts_after_its_host_may_no_longer_connect() -> None:
     """The kernel has made it before, and it keeps the filter that admitted it."""
-    ports = UcxPorts()
     with contextlib.ExitStack() as stack:
-        with ports.guard():
-            ucx = stack.enter_context(like_ucx())
-        assert ports.admit([STRANGER])
-        connection = connects(STRANGER, ucx.getsockname()[1])
-        assert connection is not None
-        stack.enter_context(connection)
-        select.select([ucx], [], [], 5.0)
+        ports, ucx, connection = stack.enter_context(unaccepted())
         assert ports.admit([])
         connection.settimeout(0.5)
         with pytest.raises(TimeoutError):  # it waits, beyond some looks
@@ -144,15 +152,7 @@ def test_connections_that_are_never_accepted_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "ACCEPT_S", 0.1)
-    ports = UcxPorts()
-    with contextlib.ExitStack() as stack:
-        with ports.guard():
-            ucx = stack.enter_context(like_ucx())
-        assert ports.admit([STRANGER])
-        connection = connects(STRANGER, ucx.getsockname()[1])
-        assert connection is not None
-        stack.enter_context(connection)
-        select.select([ucx], [], [], 5.0)
+    with unaccepted() as (ports, _, _):
         ports._cut_off()
     assert "1 connections have waited" in caplog.text
 
