@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from nixl_kv.config import Config
 from nixl_kv.connector import decode
 from nixl_kv.connector import prefill as offers
-from nixl_kv.conversations import owners
+from nixl_kv.conversations import finding, owners
 from nixl_kv.early import asks as early
 from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
@@ -36,6 +36,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "rank": ranks.TRANSITIONS,
     "scheduled": decode.SCHEDULED_TRANSITIONS,
     "offered": offers.OFFER_TRANSITIONS,
+    "sought": finding.SOUGHT_TRANSITIONS,
     "owner": owners.OWNER_TRANSITIONS,
     "demand": early.DEMAND_TRANSITIONS,
     "digest": queue.JOB_TRANSITIONS,

@@ -198,18 +198,17 @@ class DecodeScheduler:
         computed: int = 1,  # how many of a prompt's last tokens this engine computes, at least
         verify: float = 0.0,  # the share of loads to verify, 0 to 1
         media: MediaRules = AUTO,
-        ends_failed: bool = False,  # a request ends if its ticket is refused or its load fails
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,  # for that share
     ) -> None:
         self.weights = ""  # the label of this engine's weights
+        self.ends_failed = False  # whether a request with a refused ticket or a lost load ends
         self.must_load = MustLoads()
         self._pagings = pagings
         self._check_trust = check
         self._computed = computed
         self._verify = verify
         self.media = media
-        self._ends_failed = ends_failed
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
@@ -274,7 +273,7 @@ class DecodeScheduler:
         self._commands.append(prepare)
         if why := self.media.why_not_computed(prompt.media, ticket):
             self.must_load.add(prompt.request, why)
-        elif self._ends_failed:
+        elif self.ends_failed:
             self.must_load.add(prompt.request, POLICY, is_policy=True)
 
     def why_not_computed(self, prompt: Prompt, params: object) -> str:
@@ -295,7 +294,7 @@ class DecodeScheduler:
         """
         num_tokens -= self._computed
         self._loads[request] = _Load(request, num_tokens, ScheduledState.REFUSED)
-        if self._ends_failed:
+        if self.ends_failed:
             self.must_load.add(request, POLICY, is_policy=True)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int | None, bool]:

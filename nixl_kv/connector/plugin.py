@@ -132,7 +132,7 @@ def check_settings(_config: Config, vllm_config: Any) -> None:
 
 
 def check_conversations(config: Config, vllm_config: Any) -> None:
-    from nixl_kv.connector.conversations import check_start  # noqa: PLC0415 - imports vLLM
+    from nixl_kv.connector.conversations.content import check_start  # noqa: PLC0415 - imports vLLM
 
     check_start(config, vllm_config)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -21,11 +21,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import EXTRA, LEASE_KEY, ON, POLICY, foreign_lines
 from nixl_kv.connector import unpromised
-from nixl_kv.connector.conversations import CachedContent
+from nixl_kv.connector.conversations import build as build_conversations
 from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.finding import OWNER, Finder, why_unfit
 from nixl_kv.connector.legs import Leg, leg_of
 from nixl_kv.connector.paging import RequestBlocks
+from nixl_kv.connector.part import SchedulerPart
 from nixl_kv.connector.plugin import check_wire_values, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import NO_TICKET, RequestCounts, Stats
@@ -37,11 +37,9 @@ from nixl_kv.connector.vllm_config import (
     check_params,
     computed_on_decode,
     draft_facts,
-    ended_well,
     engine_id,
     for_workers,
     has_draft_layers,
-    has_hooks,
     keep_private,
     may_copy_blocks,
     media_rules,
@@ -60,7 +58,6 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.early.answers import PROMISE, open_promise, seal_promise
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.engine.probe import probe_ticket
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
     MAX_ID,
@@ -76,16 +73,12 @@ from nixl_kv.errors import (
 )
 from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import (
-    ContentFacts,
-    Find,
-    Found,
-    RankDescription,
-    decode_rank,
-)
-from nixl_kv.protocol.ticket import FIELD, MAX_WHY, Ticket
+from nixl_kv.protocol.messages import RankDescription, decode_rank
+from nixl_kv.protocol.ticket import MAX_WHY, Ticket
 
 logger = get_logger(__name__)
+
+_Fact = TypeVar("_Fact")
 
 FOREIGN_HANDSHAKE: Final = (
     "another connector made the workers' handshake; in a MultiConnector, list NixlKVConnector "
@@ -100,16 +93,6 @@ LOOPBACK: Final = (
     "to 'auto', or to an address that they reach"
 )
 STILL_LOADING: Final = "it ended before its load"
-NOT_SOUGHT: Final = (
-    "conversations: this engine asks no other engine for cached KV, because vLLM would fail a "
-    "request whose load fails; with a MultiConnector, set kv_load_failure_policy of "
-    "--kv-transfer-config to 'recompute'"
-)
-NO_HOOKS: Final = (
-    "conversations: this engine asks no other engine for cached KV, because nixl_kv's hooks over "
-    "vLLM's scheduler, which let a request wait for the answer, are missing or incomplete; load "
-    "vLLM's plugins (VLLM_PLUGINS), and use a tested version of vLLM"
-)
 IN_TREE_PREFILL: Final = (
     "request %s %s: %s; load the same connector on both engines: add "
     '"kv_connector_module_path": "nixl_kv.connector" to '
@@ -163,8 +146,6 @@ FOREIGN_SETTINGS: Final = (
 # The requests whose prompt this engine computes, as far as it does not find its KV.
 COMPUTED_HERE: Final = (Leg.NONE, Leg.FOREIGN, Leg.PREFILL)
 
-WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
-
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
@@ -194,8 +175,6 @@ class Scheduler:
         if self._trust.warning():
             logger.warning(self._trust.warning())
         groups = pagings(vllm_config, kv_cache_config)
-        self._content = CachedContent.of(vllm_config, self._config, kv_cache_config)
-        reads = self._may_read()
         recomputes = self._config.on_load_failure == "recompute"
         self._decode = DecodeScheduler(
             groups,
@@ -203,9 +182,6 @@ class Scheduler:
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
             media=media_rules(self._config.media),
-            # vLLM has one policy: it computes a request whose load of cached blocks fails. The
-            # hooks end the others.
-            ends_failed=reads and not recomputes and not is_child,
         )
         self._media = MediaReader.of(vllm_config)
         self._decode.weights = self._config.weights
@@ -237,6 +213,20 @@ class Scheduler:
         # During a migration such requests come for hours.
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=REPEATED_LOG_S)
         self.stats = Stats()
+        parts = build_conversations(
+            vllm_config,
+            kv_cache_config,
+            self._config,
+            self._trust,
+            self.stats,
+            self._decode,
+            is_child=is_child,
+        )
+        self._parts: Sequence[SchedulerPart] = list(parts)
+        # vLLM has one policy: it computes a request whose load by a part fails. The hooks end the
+        # others.
+        reads = any(part.reads for part in self._parts)
+        self._decode.ends_failed = reads and not recomputes and not is_child
         # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
         # no effect, because a child sees only its own part of the configuration.
         self._recomputes = recomputes
@@ -244,9 +234,6 @@ class Scheduler:
         self._counts = RequestCounts(self.stats, self._config.entry_of, recomputes=self._recomputes)
         self._traces = Traces(vllm_config)
         self._cached = CachedTokens()
-        self._finder: Finder | None = None
-        if self._content is not None and reads:
-            self._finder = self._make_finder(self._content.facts, is_child=is_child)
 
     def _log_settings(self, transfer: KVTransferConfig) -> None:
         """Tell, once per engine, which settings of the operator's count for something else here."""
@@ -265,15 +252,6 @@ class Scheduler:
             logger.info("%s (on_load_failure is %r)", outcome, policy)
         if lines:
             logger.warning("%s %s", FOREIGN_SETTINGS, "; ".join(lines))
-
-    def _may_read(self) -> bool:
-        """Whether this engine may load what other engines have cached (conversations)."""
-        if self._content is None or not self._is_prefill:
-            return False
-        may_wait = has_hooks(self._vllm_config) and not unpromised.is_off(unpromised.OVERLAP)
-        if not may_wait:
-            logger.warning(NO_HOOKS)
-        return may_wait
 
     def _may_offer_chunks(self, *, is_child: bool) -> bool:
         """Whether decode may read a prompt while this engine computes it."""
@@ -296,8 +274,8 @@ class Scheduler:
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._blocks.bind(kv_cache_manager, self._prefill.on_free)
-        if self._content is not None:
-            self._content.bind(kv_cache_manager)
+        for part in self._parts:
+            part.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self._follow_label()
@@ -317,8 +295,8 @@ class Scheduler:
         request_id = RequestId(request.request_id)
         if not self._prefill.may_begin(request_id, request.num_tokens, num_computed_tokens):
             return None, False  # this request waits, while later ones may run
-        if self._finder is not None:
-            self._finder.begin(request, num_computed_tokens)
+        for part in self._parts:
+            part.on_match(request, num_computed_tokens)
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
     # When a running request finds no blocks, before vLLM preempts another one for it.
@@ -335,8 +313,8 @@ class Scheduler:
         self._decode.update_state_after_alloc(request_id, tables, num_external_tokens)
         if num_external_tokens and self._decode.has_begun(request_id):
             self._prefill.on_load(request_id, num_external_tokens)
-            # vLLM's number is right for cached blocks: this engine computes the rest.
-            if self._finder is None or not self._finder.on_start(request_id):
+            # vLLM's number is right for a part's load: this engine computes the rest.
+            if not any(part.on_load(request_id) for part in self._parts):
                 self._cached.on_start(request)
 
     # Once per step, even an empty one.
@@ -344,8 +322,8 @@ class Scheduler:
         self._follow_label()
         self._strip(scheduler_output)
         commands, self._next_step = self._next_step, []
-        if self._content is not None:
-            commands.append(self._content.build_connector_meta(scheduler_output))
+        for part in self._parts:
+            commands += part.build_connector_meta(scheduler_output)
         scheduled = progress(scheduler_output, self._prefill.awaited)
         preempted = scheduler_output.preempted_req_ids or ()
         commands += self._prefill.build_connector_meta(scheduled, map(RequestId, preempted))
@@ -393,8 +371,7 @@ class Scheduler:
         keeps_blocks, params = self._prefill.request_finished(
             request_id, self._transferred(block_ids), reason=reason
         )
-        if self._finder is not None:
-            self._finder.on_finished(request_id, is_offered=keeps_blocks)
+        fields = [p.request_finished(request, is_offered=keeps_blocks) for p in self._parts]
         if params is not None:
             self.stats.count("offers")
             self._traces.begin_offer(request)
@@ -405,9 +382,7 @@ class Scheduler:
                 shown = shown_id(request_id)
                 self._log.warning("request %s gets no ticket: %s", shown, repr(error))
         self._not_offered.pop(request_id, None)
-        if params is None and self._content is not None:
-            params = self._owner_params(request)
-        return keeps_blocks, params
+        return keeps_blocks, params or next(filter(None, fields), None)
 
     # Called by `SchedulerHooks` before each step.
     def pop_failed(self, requests: Mapping[str, Request]) -> list[str]:
@@ -454,16 +429,13 @@ class Scheduler:
     # Called by `SchedulerHooks`.
     def may_seek(self, may: bool) -> None:  # noqa: FBT001 - one fact
         """Whether vLLM computes a request whose load fails."""
-        if self._finder is None:
-            return
-        self._finder.may_ask = may
-        if not may:
-            logger.warning(NOT_SOUGHT)
+        for part in self._parts:
+            part.may_seek(may)
 
     # Called by `SchedulerHooks` before each step.
     def take_answers(self) -> None:
-        if self._finder is not None:
-            self._finder.take_answers()
+        for part in self._parts:
+            part.take_answers()
 
     # Called by `SchedulerHooks`.
     def on_pause(self, *, is_paused: bool) -> None:
@@ -488,6 +460,8 @@ class Scheduler:
         landed = self._decode.take_landed(hints, self._engine_id, num_ranks)
         for request_id, num_cached in landed.items():
             self._cached.on_loaded(request_id, num_cached)
+        for part in self._parts:
+            part.on_landed(landed)
         if landed:
             self.stats.count("early_ends", len(landed))
             self._early = KVConnectorOutput(finished_recving=set(landed))
@@ -508,19 +482,17 @@ class Scheduler:
         self._prefill.update_connector_output(sent)
         ended_offers = self._counts.count_offers(sent)
         self._traces.end_offers(ended_offers)
-        if self._finder is not None:
-            for request_id in sent:
-                offer = ended_offers.get(request_id)
-                self._finder.on_offer_ended(request_id, None if offer is None else offer.read_by)
+        for part in self._parts:
+            part.on_offers_ended(sent, ended_offers)
         told, failed = self._decode.pop_told(received), _own(output.failed_recving)
         held_back = self._decode.update_connector_output(received - told, failed)
-        found = () if self._finder is None else self._finder.loading
-        ended = self._counts.count_loads(received, held_back, self._decode.must_load, found)
+        of_parts = {each for each in received if any(p.is_load(each) for p in self._parts)}
+        ended = self._counts.count_loads(received, held_back, self._decode.must_load, of_parts)
         self._traces.end_loads(ended)
         for request_id, load in ended.items():
             self._cached.on_loaded(request_id, load.num_cached if not load.reason else None)
-            if self._finder is not None:
-                self._finder.on_load_ended(request_id, load.num_tokens, load.reason)
+        for part in self._parts:
+            part.on_loads_ended(ended)
         # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if output.finished_recving:
             output.finished_recving -= held_back | told
@@ -532,8 +504,8 @@ class Scheduler:
         This holds at once, even while the engine is paused. The workers follow in the next step.
         """
         self._epoch += 1
-        if self._content is not None:
-            self._content.reset_cache(self._epoch, self._decode.weights)
+        for part in self._parts:
+            part.reset_cache(self._epoch, self._decode.weights)
         if self._prefill.address is not None:
             self._prefill.address = replace(
                 self._prefill.address, epoch=self._epoch, weights=self._decode.weights
@@ -544,14 +516,12 @@ class Scheduler:
             self._decode.num_open,
         )
         self._prefill.reset_cache()
-        if self._finder is not None:
-            self._finder.reset_cache()
         self._decode.reset_cache()
         return True  # vLLM's own part of the reset fails while offers and loads hold blocks
 
     def get_kv_connector_stats(self) -> Stats | None:
-        if self._content is not None:
-            self._content.count(self.stats)
+        for part in self._parts:
+            part.count(self.stats)
         self.stats.measure("open_offers", self._prefill.num_offers)
         self.stats.measure("open_loads", self._decode.num_open)
         self.stats.measure("offered_blocks", self._prefill.num_held_blocks)
@@ -578,10 +548,10 @@ class Scheduler:
             logger.info(NO_HINTS)
         here = endpoint_at(own.host, own.port)
         hints_at = here if self.takes_hints else None
-        finds_at = None if self._content is None else here
+        finds_at = None if self._first(lambda part: part.find) is None else here
         self._next_step = [events.SetEngine(self._engine_id, layouts, hints_at, finds_at)]
-        if self._content is not None:
-            self._next_step.append(self._content.new_key())
+        for part in self._parts:
+            self._next_step += part.on_registered()
 
     def _follow_ranks(self, metadata: WorkerMetadata) -> None:
         """Describe the engine anew if some ranks have a new incarnation: it has one too then."""
@@ -601,20 +571,19 @@ class Scheduler:
             parallel_shape(self._vllm_config),
             self._ranks,
             draft_facts(self._vllm_config),
-            None if self._content is None else self._content.facts,
+            self._first(lambda part: part.facts),
         )
-        if self._content is not None:
-            self._content.begin_life(description.incarnation)
         if self._directory is None:
             self._directory = self._listen()
             self._directory.start()
+        for part in self._parts:
+            part.directory = self._directory
+            part.begin_life(description.incarnation)
         self._directory.publish(description)
         engine, host, port = description.engine, self._directory.host, self._directory.port
         self._prefill.address = Address(
             engine, description.incarnation, host, port, self._epoch, self._decode.weights
         )
-        if self._finder is not None:
-            self._finder.own = endpoint_at(host, port)
         log = "serving the description of engine %s on %s:%d; it has %s"
         logger.info(log, engine, host, port, self._trust)
         if self._is_prefill and self._config.has_key and self._config.is_this_machine_only:
@@ -634,8 +603,8 @@ class Scheduler:
             weights=self._decode.weights,
             has_key=self._trust.keys is not None,
             seal=self._trust.seal,
-            find=None if self._content is None else partial(self._find, self._content),
-            asks=None if self._finder is None else self._finder.owners,
+            find=self._first(lambda part: part.find),
+            asks=self._first(lambda part: part.asks),
         )
         try:
             return listen(port)
@@ -651,10 +620,8 @@ class Scheduler:
         )
         return directory
 
-    # On the directory's thread.
-    def _find(self, content: CachedContent, question: Find) -> Found:
-        label = self._decode.weights if self._directory is None else self._directory.weights
-        return content.find(question, label)
+    def _first(self, fact: Callable[[SchedulerPart], _Fact | None]) -> _Fact | None:
+        return next((each for each in map(fact, self._parts) if each is not None), None)
 
     def _follow_label(self) -> None:
         """Reset if a tool has set another label of the weights (`nixl-kv set-weights`).
@@ -675,8 +642,9 @@ class Scheduler:
             self._counts.count_recomputed(NO_TICKET)
             message = "request %s is computed here: %s"
             self._log.info(message, shown_id(request.request_id), WITHOUT_TICKET)
-        if self._finder is not None and leg in COMPUTED_HERE:
-            self._finder.on_new_request(request, leg)
+        if leg in COMPUTED_HERE:
+            for part in self._parts:
+                part.on_new_request(request, leg)
         if leg in (Leg.NONE, Leg.FOREIGN):
             return
         has_role = self._is_prefill if leg is Leg.PREFILL else self._is_decode
@@ -786,34 +754,6 @@ class Scheduler:
             ),
         )
         return self._trust.seal(ticket, for_in_tree=self._config.in_tree_decode)
-
-    def _make_finder(self, facts: ContentFacts, *, is_child: bool) -> Finder:
-        model, extras = model_facts(self._vllm_config), draft_facts(self._vllm_config)
-        return Finder(
-            self._decode,
-            facts,
-            self._config,
-            self._trust,
-            self.stats,
-            partial(why_unfit, model, extras),
-            self._wake_directory,
-            owns_source=not is_child,
-        )
-
-    def _wake_directory(self) -> None:
-        if self._directory is not None:
-            self._directory.wake()
-
-    def _owner_params(self, request: Request) -> dict[str, Any] | None:
-        """The fields that a router may send with the next prompt: they name this engine."""
-        directory, address = self._directory, self._prefill.address
-        if directory is None or address is None or not ended_well(request):
-            return None
-        if leg_of(request.kv_transfer_params) is not Leg.DECODE:
-            return None
-        ticket = probe_ticket(address.engine, address.incarnation, directory.host, directory.port)
-        # The flags are those of a prompt that another engine decodes, as the next one will be.
-        return {**WANT_TICKET, OWNER: self._trust.seal(ticket)[FIELD]}
 
     def _promised(self, request: Request) -> Nonce | None:
         """The nonce of the early ticket that this engine's API server may have given away."""

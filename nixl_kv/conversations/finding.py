@@ -8,14 +8,17 @@ itself (`index.py`), so a wrong choice costs one question.
 No vLLM and no IO here. The scheduler's thread calls everything.
 """
 
+import enum
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from nixl_kv.conversations.owners import Answer, Question
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_nonce
+from nixl_kv.protocol.machine import MachineState
 
 # A request waits so long for an answer, and then until the next step begins: answers and late
 # questions are looked at only between two steps. On one network an answer comes within 1 or 2 ms;
@@ -54,7 +57,6 @@ class Source(NamedTuple):
     #: Tokens of the prompt that this engine gave to the owner. If it has more in its own cache, the
     #: prompt continues another conversation than the owner's. Infinity if a router names the owner.
     num_given: float
-    has_waited: bool = False  # for another request's load; see `Finds.begin`
 
 
 class OwnerTable:
@@ -94,31 +96,116 @@ class OwnerTable:
         return None
 
 
+class SoughtState(MachineState):
+    NAMED = enum.auto()  # an owner is known; vLLM has not asked for the KV yet
+    BEHIND = enum.auto()  # it waits for another request's load
+    RESUMED = enum.auto()  # that load has ended; the request does not wait for one again
+    ASKED = enum.auto()  # a question waits for its answer
+    FOUND = enum.auto()  # the owner has something; vLLM has allocated no blocks yet
+    LOADING = enum.auto()
+    LANDED = enum.auto()  # vLLM knows that the KV is there; the workers will report the load
+    ABANDONED = enum.auto()  # vLLM has ended the request during its load
+
+
+class SoughtEvent(MachineState):
+    WAITED = enum.auto()  # for another request's load, from now on
+    RESUMED = enum.auto()
+    ASKED = enum.auto()
+    FOUND = enum.auto()
+    DROPPED = enum.auto()  # nothing is, or was, to be found
+    STARTED = enum.auto()
+    LANDED = enum.auto()
+    REPORTED = enum.auto()  # by all workers, whether the load was complete or not
+    FINISHED = enum.auto()  # vLLM has ended the request
+
+
+SOUGHT_TRANSITIONS: Final[Mapping[SoughtState, Mapping[SoughtEvent, SoughtState | None]]] = {
+    SoughtState.NAMED: {
+        SoughtEvent.WAITED: SoughtState.BEHIND,
+        SoughtEvent.ASKED: SoughtState.ASKED,
+        SoughtEvent.DROPPED: None,
+        SoughtEvent.FINISHED: None,
+    },
+    SoughtState.BEHIND: {
+        SoughtEvent.RESUMED: SoughtState.RESUMED,
+        SoughtEvent.DROPPED: None,
+        SoughtEvent.FINISHED: None,
+    },
+    SoughtState.RESUMED: {
+        SoughtEvent.ASKED: SoughtState.ASKED,
+        SoughtEvent.DROPPED: None,
+        SoughtEvent.FINISHED: None,
+    },
+    SoughtState.ASKED: {
+        SoughtEvent.FOUND: SoughtState.FOUND,
+        SoughtEvent.DROPPED: None,
+        SoughtEvent.FINISHED: None,
+    },
+    SoughtState.FOUND: {
+        SoughtEvent.STARTED: SoughtState.LOADING,
+        SoughtEvent.DROPPED: None,
+        SoughtEvent.FINISHED: None,
+    },
+    SoughtState.LOADING: {
+        SoughtEvent.LANDED: SoughtState.LANDED,
+        SoughtEvent.REPORTED: None,
+        SoughtEvent.FINISHED: SoughtState.ABANDONED,
+    },
+    SoughtState.LANDED: {
+        SoughtEvent.REPORTED: None,
+        SoughtEvent.FINISHED: SoughtState.LANDED,
+    },
+    SoughtState.ABANDONED: {SoughtEvent.REPORTED: None},
+}
+"""None ends the record."""
+
+UNASKED: Final = (SoughtState.NAMED, SoughtState.BEHIND, SoughtState.RESUMED)
+LOADS: Final = (SoughtState.LOADING, SoughtState.LANDED, SoughtState.ABANDONED)
+
+
 @dataclass
 class First:
     """A request whose KV others want too, from its question to the end of its load."""
 
     request: RequestId
-    behind: list[RequestId] = field(default_factory=list)  # these wait for it
+    behind: list[RequestId] = field(default_factory=list)  # in BEHIND, unless vLLM has ended them
 
 
 @dataclass
 class Finds:
-    """The requests that another engine may help, until they have been asked for."""
+    """The requests whose KV other engines may have, until the workers have reported their loads."""
 
     ask: Callable[[Question], None]
     clock: Callable[[], float] = time.monotonic
     table: OwnerTable = field(default_factory=OwnerTable)
-    _sources: dict[RequestId, Source] = field(default_factory=dict)
-    _asked: dict[RequestId, Question] = field(default_factory=dict)  # the oldest first
+    _states: dict[RequestId, SoughtState] = field(default_factory=dict)
+    _sources: dict[RequestId, Source] = field(default_factory=dict)  # in NAMED, BEHIND, RESUMED
+    _asked: dict[RequestId, Question] = field(default_factory=dict)  # in ASKED, the oldest first
     _firsts: dict[bytes, First] = field(default_factory=dict)  # by the first block that they want
 
     def __len__(self) -> int:
         """How many requests wait for an answer."""
         return len(self._asked)
 
+    def state_of(self, request: RequestId) -> SoughtState | None:
+        return self._states.get(request)
+
+    def is_load(self, request: RequestId) -> bool:
+        """Whether the workers have yet to report a load of this request."""
+        return self._states.get(request) in LOADS
+
+    def move(self, request: RequestId, event: SoughtEvent) -> None:
+        state = SOUGHT_TRANSITIONS[self._states[request]][event]
+        if state is None:
+            del self._states[request]
+        else:
+            self._states[request] = state
+        if event not in (SoughtEvent.WAITED, SoughtEvent.RESUMED):
+            self._sources.pop(request, None)
+        self._asked.pop(request, None)
+
     def add(self, request: RequestId, source: Source) -> None:
-        self._sources[request] = source
+        self._states[request], self._sources[request] = SoughtState.NAMED, source
 
     def begin(
         self,
@@ -135,29 +222,37 @@ class Finds:
         engine's own cache has the blocks that both want, and often nothing is left to ask for.
         `wanted` is the hash of that block, the one after `local`; None: no full block follows.
         """
-        source = self._sources.pop(request, None)
-        if source is None or source.num_given < local or num_tokens - local < MIN_TOKENS:
+        state, source = self._states.get(request), self._sources.get(request)
+        if source is None or state is SoughtState.BEHIND:
+            return False
+        if source.num_given < local or num_tokens - local < MIN_TOKENS:
+            self.move(request, SoughtEvent.DROPPED)
             return False
         first = None if wanted is None else self._firsts.get(wanted)
-        if first is not None and not source.has_waited:
-            self._sources[request] = source._replace(has_waited=True)
+        if first is not None and state is SoughtState.NAMED:
+            self.move(request, SoughtEvent.WAITED)
             first.behind.append(request)
             return True
         if len(self._asked) >= MAX_FINDS:
+            self.move(request, SoughtEvent.DROPPED)
             return False
         if first is None and wanted is not None:
             self._firsts[wanted] = First(request)
         question = make_question(source.owner, new_nonce(), self.clock() + FIND_S)
+        self.move(request, SoughtEvent.ASKED)
         self._asked[request] = question
         self.ask(question)
         return True
 
-    def end(self, answer: Answer) -> Question | None:
-        """The question of an answer; None if it came too late, or the request has ended."""
+    def awaits(self, answer: Answer) -> bool:
+        """Whether a request waits for this answer: it is neither late nor of another question."""
         question = self._asked.get(answer.request)
-        if question is None or question.nonce != answer.nonce:
-            return None
-        return self._asked.pop(answer.request)
+        return question is not None and question.nonce == answer.nonce
+
+    def finish(self, request: RequestId) -> None:
+        """VLLM has ended a request."""
+        if request in self._states:
+            self.move(request, SoughtEvent.FINISHED)
 
     def pop_late(self) -> list[RequestId]:
         """The requests that have waited for FIND_S."""
@@ -167,21 +262,32 @@ class Finds:
                 break
             late.append(request)
         for request in late:
-            del self._asked[request]
+            self.move(request, SoughtEvent.DROPPED)
         return late
 
     def clear(self) -> None:
-        """Forget all requests and owners; an answer that comes later has no question."""
+        """Forget all owners, and all requests that do not load; answers have no question then."""
         self.table.clear()
-        self._sources.clear()
-        self._asked.clear()
         self._firsts.clear()
+        for request in [each for each in self._states if not self.is_load(each)]:
+            self.move(request, SoughtEvent.DROPPED)
 
     def pop_behind(self, has_load: Callable[[RequestId], bool]) -> list[RequestId]:
         """The requests that waited for another one, which neither waits nor loads any longer."""
         ended = [each for each, first in self._firsts.items() if not has_load(first.request)]
-        return [request for each in ended for request in self._firsts.pop(each).behind]
+        waited = [request for each in ended for request in self._firsts.pop(each).behind]
+        behind = [each for each in waited if self.state_of(each) is SoughtState.BEHIND]
+        for request in behind:
+            self.move(request, SoughtEvent.RESUMED)
+        return behind
 
-    def forget(self, request: RequestId) -> None:
-        self._sources.pop(request, None)
-        self._asked.pop(request, None)
+    def check(self) -> None:
+        """Check what the states promise, between two events.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        named = {each for each, state in self._states.items() if state in UNASKED}
+        asked = {each for each, state in self._states.items() if state is SoughtState.ASKED}
+        if named != set(self._sources) or asked != set(self._asked):
+            raise LocalProtocolError(f"{self._states}: {self._sources}, {self._asked}")

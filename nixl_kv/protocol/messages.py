@@ -242,7 +242,6 @@ class ContentFacts(_Record, frozen=True, kw_only=True):
     algorithm: Annotated[str, NAME]  # vLLM's name of it, such as sha256
     seed: _Text  # of the hash before the first block
     block_size: Annotated[int, Meta(ge=1, lt=1 << 31)]  # in tokens
-    lookahead: _Token = 0  # tokens after a block that its hash covers too
     vllm: Annotated[str, NAME]  # its version: the hashed bytes may change with it
     # The engine may have stand-ins for images, audio and video (`media`): it has no KV of them.
     has_stand_ins: bool = False

@@ -77,13 +77,13 @@ class Owner(SteppedScheduler):
     def turn(self, *, is_on: bool) -> float:
         """The mean time of a step, in seconds, with the hooks or without."""
         pool: Any = self.vllm.kv_cache_manager.block_pool
-        content, hooks = self.connector._content, {name: vars(pool)[name] for name in HOOKS}  # noqa: SLF001
+        parts, hooks = self.connector._parts, {name: vars(pool)[name] for name in HOOKS}  # noqa: SLF001
         if not is_on:
-            self.connector._content = None  # noqa: SLF001
+            self.connector._parts = []  # noqa: SLF001
             for name in HOOKS:
                 delattr(pool, name)
         seconds = statistics.mean(self.step() for _ in range(TURN))
-        self.connector._content = content  # noqa: SLF001
+        self.connector._parts = parts  # noqa: SLF001
         for name, hook in hooks.items():
             setattr(pool, name, hook)
         return seconds

@@ -1,7 +1,7 @@
 """Everything else works without a feature's folder, its tests and its two lines of wiring.
 
-Two have vLLM's half as well, `connector/early.py` and `connector/gather.py`, and a few lines of
-other files.
+Three have vLLM's half as well, `connector/early.py`, `connector/gather.py` and
+`connector/conversations/`, and a few lines of other files.
 Each test copies the tree, removes one feature, and runs the rest there. Slow: a minute each.
 """
 
@@ -27,6 +27,32 @@ FEATURES: Final = {
 }
 """Their folders in nixl_kv/, and in tests/unit/."""
 VLLM: Final = {
+    "conversations": {
+        "nixl_kv/connector/plugin.py": {
+            """def check_conversations(config: Config, vllm_config: Any) -> None:
+    from nixl_kv.connector.conversations.content import check_start  # noqa: PLC0415 - imports vLLM
+
+    check_start(config, vllm_config)
+
+
+""": "",
+            "    (Where.CONFIG, check_conversations),\n": "",
+        },
+        "nixl_kv/connector/scheduler.py": {
+            "from nixl_kv.connector.conversations import build as build_conversations\n": "",
+            """        parts = build_conversations(
+            vllm_config,
+            kv_cache_config,
+            self._config,
+            self._trust,
+            self.stats,
+            self._decode,
+            is_child=is_child,
+        )
+        self._parts: Sequence[SchedulerPart] = list(parts)
+""": "        self._parts: Sequence[SchedulerPart] = []\n",
+        },
+    },
     "early": {
         "nixl_kv/connector/plugin.py": {
             "    from nixl_kv.connector.early import wrap_client  "
@@ -69,11 +95,11 @@ VLLM: Final = {
         },
     },
 }
-"""Edits of files beside the wiring, where vLLM's half is `connector/<feature>.py`."""
+"""Edits of files beside the wiring, where vLLM's half is a file or a folder of `connector/`."""
 MIN_MODULES: Final = 50
 PURE: Final = ("tests/unit/protocol", "tests/unit/engine", "tests/unit/reading")
 TESTS: Final = {
-    "conversations": (*PURE, "tests/unit/early", "tests/sim"),
+    "conversations": (*PURE, "tests/unit/early", "tests/unit/connector", "tests/sim"),
     # Every schedule of the simulator may contain early requests.
     "early": (*PURE, "tests/unit/verify", "tests/unit/connector"),
     "gather": (*PURE, "tests/sim"),
@@ -119,7 +145,8 @@ def copy_without(feature: str, to: Path) -> Path:
     for parent in ("nixl_kv", "tests/unit"):
         shutil.rmtree(tree / parent / FEATURES[feature])
     if feature in VLLM:
-        (tree / "nixl_kv" / "connector" / f"{feature}.py").unlink()
+        half = tree / "nixl_kv" / "connector" / feature
+        shutil.rmtree(half) if half.is_dir() else half.with_suffix(".py").unlink()
         remove_tests_of(feature, tree / "tests" / "unit")
     return tree
 

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from fuzz.scheduler.engine import Configuration, Group
 from fuzz.scheduler.life import Life
 from fuzz.scheduler.memory import Memory, hashes
+from nixl_kv.connector.conversations.content import CachedContent
 from nixl_kv.conversations.runs import Run, open_run
 from nixl_kv.conversations.slots import ContentSlots, Fence
 from nixl_kv.ids import Nonce
@@ -132,7 +133,9 @@ class ReadLife(Life):
         super().__init__(seed, Configuration.drawn_for_reads)
         self._memory: _Recorded = _Recorded(self._groups)
         role: Any = self._engine.role
-        self.content, self.index = role._content, role._content._index
+        self.content: Any
+        (self.content,) = [part for part in role._parts if isinstance(part, CachedContent)]
+        self.index = self.content._index
         blocks = self.configuration.num_blocks
         self.ranks = [_Rank(self._groups, blocks) for _ in range(NUM_RANKS)]
         self.output: SchedulerOutput  # of the latest schedule()
@@ -303,7 +306,7 @@ class ReadLife(Life):
         first = self._rng.randrange(len(keys)) if self._happens(0.5) else 0
         label = self._labels[-1 - self._happens(0.1) * (len(self._labels) > 1)]
         question = find(keys[first:], first, label)
-        found = self._engine.role._find(self.content, question)
+        found = self.content.find(question)
         self.counts["asks"] += 1
         if not found.num_blocks:
             return

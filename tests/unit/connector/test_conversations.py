@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from nixl_kv.config import Config
 from nixl_kv.connector import unpromised
-from nixl_kv.connector.conversations import check_cache, check_start
+from nixl_kv.connector.conversations.content import check_cache, check_start
 from nixl_kv.connector.plugin import Where, run_checks
 from nixl_kv.conversations.runs import Run, open_run
 from nixl_kv.errors import ConfigError
@@ -35,7 +35,8 @@ class Owner(SteppedScheduler):
 
     def find(self, request: Request, first: int = 0, *, weights: str = "") -> Found:
         question = find(request.block_hashes[first:], first, weights)
-        found: Found = self.connector._find(self.connector._content, question)
+        (answer,) = [part.find for part in self.connector._parts if part.find]
+        found: Found = answer(question)
         assert found.nonce == question.nonce
         assert bool(found.run) is bool(found.num_blocks)
         return found
@@ -183,7 +184,7 @@ def test_an_untested_vllm_has_no_index(
     monkeypatch.setattr(unpromised, "version", lambda: "0.99.0")
     with caplog.at_level("WARNING", "vllm"):
         owner = make()
-    assert owner.connector._content is None
+    assert not owner.connector._parts
     assert "conversations has no effect" in caplog.text
     assert not WRAPPED & vars(owner.vllm.kv_cache_manager.block_pool).keys()
 

@@ -435,7 +435,8 @@ def test_a_sought_request_that_is_not_found_leaves_nothing(
 
 def test_a_failed_load_fails_a_request_with_a_ticket_alone(clock: Clock) -> None:
     """With on_load_failure 'fail' and vLLM's policy 'recompute'."""
-    decode = DecodeScheduler([PAGING], accept, clock=clock, ends_failed=True)
+    decode = DecodeScheduler([PAGING], accept, clock=clock)
+    decode.ends_failed = True
     decode.on_new_request(prompt_of(D1), offered().params(None))
     decode.seek(D2, len(TOKEN_IDS))
     decode.on_found(D2, offered(2), b"run")
@@ -451,7 +452,8 @@ def test_a_failed_load_fails_a_request_with_a_ticket_alone(clock: Clock) -> None
 
 
 def test_a_request_that_was_loaded_once_may_be_computed_later(clock: Clock) -> None:
-    decode = DecodeScheduler([PAGING], accept, clock=clock, ends_failed=True)
+    decode = DecodeScheduler([PAGING], accept, clock=clock)
+    decode.ends_failed = True
     decode.on_new_request(prompt_of(), offered().params(None))
     assert D1 in decode.must_load
     decode.update_state_after_alloc(D1, [TABLE], 19)

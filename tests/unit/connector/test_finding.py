@@ -15,10 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.connector import unpromised
-from nixl_kv.connector.conversations import check_start
-from nixl_kv.connector.finding import OWNER, hashes_by
+from nixl_kv.connector.conversations import NO_HOOKS
+from nixl_kv.connector.conversations.content import OWNER, check_start
+from nixl_kv.connector.conversations.finding import Finder, hashes_by
 from nixl_kv.connector.legs import SOURCE
-from nixl_kv.connector.scheduler import NO_HOOKS
 from nixl_kv.connector.stats import RankReports
 from nixl_kv.connector.vllm_config import (
     content_facts,
@@ -49,7 +49,7 @@ from nixl_kv.protocol.messages import ContentFacts, Find, Found
 from nixl_kv.protocol.ticket import FIELD
 from nixl_kv.transport.zmq import ZmqControl
 from support.polling import wait_until
-from support.records import rank_description, ticket_for
+from support.records import landed, rank_description, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
     OURS,
@@ -127,6 +127,11 @@ class Engine(SteppedScheduler):
         assert draft_facts(config) == {}
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.connector.stats.count = self._count
+
+    @property
+    def finder(self) -> Finder:
+        (finder,) = [part for part in self.connector._parts if isinstance(part, Finder)]
+        return finder
 
     def _count(self, name: str, amount: float = 1, *labels: str) -> None:
         self.counts[(name, *labels)] += int(amount)
@@ -293,7 +298,7 @@ def test_a_question_takes_one_step_and_its_load_two_more(make: Make, own: Own) -
     owner = own(engine, num_blocks=HELD)
     engine.turn("first", FIRST, owner.endpoint)
     engine.seek()
-    wait_until(lambda: bool(engine.connector._finder.owners.answers))
+    wait_until(lambda: bool(engine.finder.owners.answers))
     commands, _, _ = engine.step()
     (start,) = [one for one in commands if isinstance(one, StartLoad)]
     _, _, output = engine.step(**loaded("next", start.num_tokens))  # the earliest report
@@ -390,9 +395,9 @@ def test_a_request_that_waits_for_another_one_may_end_first(make: Make, own: Own
     engine.step(**loaded("n0", start.num_tokens))
     assert engine.await_computed().num_scheduled_tokens == {"n0": len(NEXT) - HELD * BLOCK}
     assert not engine.connector.aside
-    finds = engine.connector._finder._finds
+    finds = engine.finder.finds
     assert not finds._firsts
-    assert not finds._sources
+    assert not finds._states
 
 
 def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own: Own) -> None:
@@ -402,9 +407,7 @@ def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own
     owner = own(engine, num_blocks=17)
     nonce = new_nonce()
     prefill = engine.connector._prefill
-    engine.connector._finder._finds.table.learn(
-        make_request("h", FIRST).block_hashes, owner.endpoint
-    )
+    engine.finder.finds.table.learn(make_request("h", FIRST).block_hashes, owner.endpoint)
     engine.add("next", NEXT, WANT_TICKET)
     prefill._awaited["next"].promised = nonce
     _, start = engine.await_load()
@@ -513,12 +516,12 @@ def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
         assert engine.vllm.reset_prefix_cache(reset_connector=True)
         engine.await_computed()
     owner.may_answer.set()
-    wait_until(lambda: bool(engine.connector._finder.owners.answers))
+    wait_until(lambda: bool(engine.finder.owners.answers))
     while not request.is_finished():
         engine.step()
     engine.step()
     assert not engine.connector.aside
-    assert not len(engine.connector._finder._finds)
+    assert not len(engine.finder.finds)
     if end == "abort":
         assert not engine.vllm.requests
         assert engine.free_blocks == engine.idle
@@ -593,7 +596,31 @@ def test_a_request_that_is_aborted_during_its_load_is_freed_once(
     assert not engine.vllm.requests
     assert engine.free_blocks == engine.idle
     assert engine.connector._prefill.num_offers == 0
-    assert not engine.connector._finder.loading
+    assert not engine.finder.finds._states
+    assert engine.sought == {"lost": 1}
+    assert not engine.counts["found_tokens",]
+
+
+def test_a_load_counts_as_read_if_vllm_hears_of_it_before_the_request_ends(
+    make: Make, own: Own
+) -> None:
+    """With `overlap`, vLLM hears of it sooner than the workers report it."""
+    engine = make(overlap="on")
+    owner = own(engine, num_blocks=HELD)
+    engine.turn("first", FIRST, owner.endpoint)
+    engine.seek()
+    prepare, start = engine.await_load()
+    hint = landed(hint_key=prepare.hint_key, reader=teller(0, engine.connector._engine_id))
+    engine.connector._directory._hints.append(hint)
+    output = engine.vllm.schedule()
+    assert "next" in output.num_scheduled_tokens
+    engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    engine.end(output, **loaded("next", start.num_tokens))
+    engine.step()
+    assert engine.sought == {"read": 1}
+    assert not engine.finder.finds._states
+    assert not engine.vllm.requests
+    assert engine.free_blocks == engine.idle
 
 
 def test_a_request_that_is_aborted_after_its_load_is_freed_once(make: Make, own: Own) -> None:
@@ -721,7 +748,7 @@ def test_decode_tells_the_router_where_the_kv_is(make: Make) -> None:
 def test_nothing_of_this_is_there_without_the_setting(make: Make, own: Own) -> None:
     engine = make(conversations="off")
     owner = own(engine, num_blocks=HELD)
-    assert engine.connector._finder is None
+    assert not engine.connector._parts
     engine.turn("first", FIRST, owner.endpoint)
     engine.add("next", NEXT, {**WANT_TICKET, SOURCE: {"remote_host": "127.0.0.1"}})
     assert "next" in engine.step()[2].num_scheduled_tokens
@@ -743,8 +770,9 @@ def test_in_a_multi_connector_it_asks_only_if_vllm_computes_what_fails(
     config = make_config(transfer, 64)
     engine = SteppedScheduler(config, hooked(config))
     (connector,) = engine.vllm._connectors  # type: ignore[attr-defined]
-    assert connector._finder.may_ask == (policy == "recompute")
-    assert not connector._finder.owns_source
+    (finder,) = [part for part in connector._parts if isinstance(part, Finder)]
+    assert finder.may_ask == (policy == "recompute")
+    assert not finder.owns_source
     assert ("set kv_load_failure_policy" in caplog.text) == (policy == "fail")
 
 
@@ -764,7 +792,7 @@ def test_without_hooks_a_request_fails_by_vllms_policy_and_nothing_is_asked(
     engine = SteppedScheduler(config, None if lacks == "plugins" else hooked(config))
     engine.describe()
     assert transfer.kv_load_failure_policy == "fail"
-    assert engine.connector._finder is None
+    assert not any(isinstance(part, Finder) for part in engine.connector._parts)
     lines = [record.getMessage() for record in caplog.records if "hooks over" in record.message]
     assert lines == [NO_HOOKS]
 
@@ -836,7 +864,6 @@ def test_hashes_are_those_of_the_other_engine(
     [
         ({"algorithm": "xxhash"}, "'xxhash'; allowed: sha256 or sha256_cbor"),
         ({"algorithm": "sha256_new"}, "'sha256_new'"),
-        ({"lookahead": 1}, "tokens after the block"),
         ({"block_size": 8}, "its blocks have 8 tokens; allowed: 16 or more"),
     ],
 )

@@ -15,6 +15,8 @@ from nixl_kv.conversations.finding import (
     MIN_TOKENS,
     Finds,
     OwnerTable,
+    SoughtEvent,
+    SoughtState,
     Source,
     marks,
 )
@@ -157,8 +159,13 @@ class Reader:
 
         return self.finds.begin(request, local, num_tokens, make, wanted)
 
-    def answer(self, question: Question) -> Question | None:
-        return self.finds.end(Answer(question.request, question.nonce, "none"))
+    def answer(self, question: Question) -> bool:
+        """Let an owner answer that it has nothing; whether a request waited for that."""
+        is_awaited = self.finds.awaits(Answer(question.request, question.nonce, "none"))
+        if is_awaited:
+            self.finds.move(question.request, SoughtEvent.DROPPED)
+        self.finds.check()
+        return is_awaited
 
 
 @pytest.fixture
@@ -202,14 +209,14 @@ def test_an_answer_ends_its_question_once(reader: Reader) -> None:
     reader.begin()
     (question,) = reader.asked
     assert (question.owner, question.ends_at) == (HERE, reader.now + FIND_S)
-    assert reader.answer(question) == question
-    assert reader.answer(question) is None
+    assert reader.answer(question)
+    assert not reader.answer(question)
     assert not len(reader.finds)
 
 
 def test_an_answer_of_another_question_changes_nothing(reader: Reader) -> None:
     reader.begin()
-    assert reader.finds.end(Answer(A, new_nonce(), "none")) is None
+    assert not reader.finds.awaits(Answer(A, new_nonce(), "none"))
     assert len(reader.finds) == 1
 
 
@@ -220,16 +227,16 @@ def test_no_request_waits_longer_than_the_limit(reader: Reader) -> None:
     assert reader.finds.pop_late() == []
     reader.now += FIND_S / 2
     assert reader.finds.pop_late() == [A]
-    assert reader.answer(reader.asked[0]) is None, "too late"
-    assert reader.answer(reader.asked[1]) is not None
+    assert not reader.answer(reader.asked[0]), "too late"
+    assert reader.answer(reader.asked[1])
 
 
 def test_a_request_that_has_ended_waits_no_longer(reader: Reader) -> None:
     reader.begin(A)
     reader.finds.add(B, Source(HERE, math.inf))
     for request in (A, B):
-        reader.finds.forget(request)
-    assert reader.answer(reader.asked[0]) is None
+        reader.finds.finish(request)
+    assert not reader.answer(reader.asked[0])
     assert not reader.begin(B, source=None)
 
 
@@ -249,6 +256,46 @@ def test_a_request_waits_once_for_another_one_that_wants_the_same_block(reader: 
     for name in names[1:3]:
         assert reader.begin(name, source=None, wanted=b"1"), "neither waits again"
     assert [one.request for one in reader.asked[3:]] == ["b", "c"]
+
+
+LIFE: Final = [
+    SoughtEvent.ASKED,
+    SoughtEvent.FOUND,
+    SoughtEvent.STARTED,
+    SoughtEvent.LANDED,
+    SoughtEvent.REPORTED,
+]
+
+
+@pytest.mark.parametrize("until", range(1, len(LIFE)))
+def test_a_request_that_ends_leaves_nothing_once_the_workers_have_reported(
+    reader: Reader, until: int
+) -> None:
+    assert reader.begin()
+    for event in LIFE[1:until]:
+        reader.finds.move(A, event)
+    is_load = LIFE[until - 1] in (SoughtEvent.STARTED, SoughtEvent.LANDED)
+    reader.finds.clear()
+    assert reader.finds.is_load(A) is is_load
+    reader.finds.finish(A)
+    assert reader.finds.is_load(A) is is_load
+    is_lost = reader.finds.state_of(A) is SoughtState.ABANDONED
+    assert is_lost == (LIFE[until - 1] is SoughtEvent.STARTED)
+    if is_load:
+        reader.finds.move(A, SoughtEvent.REPORTED)
+    assert reader.finds.state_of(A) is None
+    reader.finds.check()
+    reader.finds.finish(A)
+
+
+def test_an_ended_request_is_not_resumed_under_its_name(reader: Reader) -> None:
+    """A client may use the name again while another request still loads."""
+    reader.begin(A, wanted=b"1")
+    reader.begin(B, wanted=b"1")
+    reader.finds.finish(B)
+    reader.finds.add(B, Source(HERE, math.inf))
+    assert reader.finds.pop_behind(lambda _: False) == []
+    assert reader.finds.state_of(B) is SoughtState.NAMED
 
 
 def test_nothing_is_asked_for_what_another_load_has_left(reader: Reader) -> None:
@@ -284,12 +331,12 @@ def test_each_question_ends_once_and_in_time(acts: Sequence[Act]) -> None:
             case "wait":
                 reader.now += number / 1000
             case "forget":
-                reader.finds.forget(name)
+                reader.finds.finish(name)
                 waiting.pop(name, None)
             case "answer" if number < len(reader.asked):
                 question = reader.asked[number]
                 is_open = waiting.get(question.request) is question
-                assert (reader.answer(question) is not None) == is_open
+                assert reader.answer(question) == is_open
                 if is_open:
                     del waiting[question.request]
         late = reader.finds.pop_late()
@@ -297,3 +344,4 @@ def test_each_question_ends_once_and_in_time(acts: Sequence[Act]) -> None:
         for one in late:
             del waiting[one]
         assert len(reader.finds) == len(waiting)
+        reader.finds.check()

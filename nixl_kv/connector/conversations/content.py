@@ -2,7 +2,8 @@
 
 The adapter wraps three methods of the pool, of this instance alone, and only with the setting
 `conversations`. `conversations/index.py` explains the index. The engine's directory answers `Find`
-with it, and the ranks hear of each step's blocks with the step's commands.
+with it, and the ranks hear of each step's blocks with the step's commands. Decode names its own
+directory in its answers, so that a router can send that with the conversation's next prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,18 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from nixl_kv.config import ON, Config
+from nixl_kv.connector.legs import Leg, leg_of
+from nixl_kv.connector.part import SchedulerPart
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.unpromised import CONVERSATIONS, is_off
 from nixl_kv.connector.vllm_config import (
     NOR,
     applying,
     content_facts,
+    ended_well,
+    engine_id,
     has_draft_layers,
     may_copy_blocks,
     specs,
@@ -29,10 +34,13 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.conversations import runs
 from nixl_kv.conversations.index import ContentIndex
+from nixl_kv.engine.probe import probe_ticket
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import ANY_INCARNATION, Incarnation, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import ContentFacts, Find, Found
+from nixl_kv.protocol.ticket import FIELD
 
 # --- engines that cannot serve the setting
 
@@ -95,12 +103,22 @@ def _refuse(reasons: Sequence[str]) -> None:
 # --- the owner's half
 
 
-class CachedContent:
+OWNER: Final = "nixl_kv_owner"
+"""The field of decode's answer in which it names its own directory, sealed like a ticket."""
+
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class CachedContent(SchedulerPart):
     """The blocks of one engine. vLLM's scheduler thread calls all methods but `find`."""
 
-    def __init__(self, vllm_config: VllmConfig, config: Config) -> None:
-        """It has nothing before `bind`, and is not asked before `begin_life`."""
-        self.facts: ContentFacts = content_facts(vllm_config, config)
+    facts: ContentFacts
+
+    def __init__(self, vllm_config: VllmConfig, config: Config, trust: Trust) -> None:
+        """Has no blocks before `bind_kv_cache_manager`, and no questions before `begin_life`."""
+        self.facts = content_facts(vllm_config, config)
+        self._engine = engine_id(vllm_config)
+        self._trust = trust
         # vLLM drops the last block of its own hits likewise. With a connector, vLLM 0.33 hashes no
         # tokens after a block either.
         self._drops_last = has_draft_layers(vllm_config)
@@ -113,19 +131,8 @@ class CachedContent:
         self._answers = {"found": 0, "none": 0}
         self._counted = dict.fromkeys(self._answers, 0)
 
-    @classmethod
-    def of(
-        cls, vllm_config: VllmConfig, config: Config, kv_cache_config: KVCacheConfig
-    ) -> "CachedContent | None":
-        """None: the setting is off, or this vLLM lacks a part; `unpromised.warn` tells which."""
-        if config.conversations != ON or is_off(CONVERSATIONS):
-            return None
-        check_start(config, vllm_config)
-        check_cache(kv_cache_config)
-        return cls(vllm_config, config)
-
-    def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """Follow vLLM's block pool from now on, before any request has blocks."""
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Follow vLLM's block pool from now on."""
         pool: Any = kv_cache_manager.block_pool
         index = self._index = ContentIndex(
             pool.num_gpu_blocks,
@@ -170,41 +177,52 @@ class CachedContent:
         pool.cache_full_blocks = cache_full_blocks
         pool.reset_prefix_cache = reset_prefix_cache
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> events.BlocksTaken:
-        """Call it once for each step, also for an empty one."""
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> list[events.Command]:
         preempted = scheduler_output.preempted_req_ids or ()
         # After a reset that preempts all requests, they may run in the next step.
         scheduled = scheduler_output.num_scheduled_tokens
-        return self._index.end_step(
+        taken = self._index.end_step(
             [each for each in preempted if each not in scheduled],
             is_doubtful=bool(scheduler_output.has_sync_kv_loads),
         )
+        return [taken]
 
     def begin_life(self, incarnation: Incarnation) -> None:
-        """The engine is described to others: it is new, or some of its ranks are."""
         self._incarnation = incarnation
 
-    def new_key(self) -> events.SetContentKey:
+    def on_registered(self) -> list[events.Command]:
         """The cache's memory is new too: its ranks believe nothing that was found before."""
         # In this order: `find` takes a key before it looks for blocks.
         self._index.on_reset()
         self._key = runs.new_key()
-        return events.SetContentKey(self._key)
+        return [events.SetContentKey(self._key)]
 
-    def reset_cache(self, ticket_epoch: int, weights: str) -> None:
-        """Find nothing any longer that was computed before this call.
-
-        Also if vLLM keeps its own cache. `ticket_epoch` is the epoch of later tickets.
-        """
+    def reset_cache(self, epoch: int, weights: str) -> None:
+        """Find nothing any longer that was computed before, even if vLLM keeps its own cache."""
         # In this order: `find` takes the epoch before it looks for blocks.
         self._index.on_reset(weights)
-        self._ticket_epoch = ticket_epoch
+        self._ticket_epoch = epoch
 
-    def find(self, question: Find, label: str) -> Found:
-        """On the directory's thread, which has the latest label of the engine's weights.
+    def request_finished(self, request: Request, *, is_offered: bool) -> dict[str, Any] | None:
+        """The fields that a router may send with the next prompt: they name this engine."""
+        del is_offered
+        directory = self.directory
+        if directory is None or not ended_well(request):
+            return None
+        if leg_of(request.kv_transfer_params) is not Leg.DECODE:
+            return None
+        ticket = probe_ticket(self._engine, self._incarnation, directory.host, directory.port)
+        # The flags are those of a prompt that another engine decodes, as the next one will be.
+        return {**WANT_TICKET, OWNER: self._trust.seal(ticket)[FIELD]}
 
-        The scheduler follows it later. Until then the cache has KV of the former weights.
-        """
+    @property
+    def find(self) -> Callable[[Find], Found]:
+        return self._find
+
+    # On the directory's thread, which has the latest label of the engine's weights. The scheduler
+    # follows it later. Until then the cache has KV of the former weights.
+    def _find(self, question: Find) -> Found:
+        label = self._weights if self.directory is None else self.directory.weights
         key, epoch = self._key, self._ticket_epoch
         run = None
         if question.weights == label:

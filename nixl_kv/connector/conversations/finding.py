@@ -1,4 +1,4 @@
-"""Adapts vLLM's requests to `conversations/finding.py`: a prompt's KV that another engine has.
+"""Adapts vLLM's requests to `conversations/finding.py`: KV of a prompt that another engine has.
 
 A request that computes its prompt here, for itself or for another engine, may load a part of it
 first. The scheduler asks the engine that has read this conversation before, and parks the request
@@ -9,7 +9,7 @@ the load fails, vLLM computes the prompt, whatever `on_load_failure` says.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -18,11 +18,19 @@ import msgspec
 from vllm.v1.request import Request
 
 from nixl_kv.config import AllowedHosts, Config
-from nixl_kv.connector.conversations import HASHES
+from nixl_kv.connector.conversations.content import HASHES, OWNER
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.legs import SOURCE, Leg
-from nixl_kv.connector.stats import Stats
-from nixl_kv.conversations.finding import MIN_TOKENS, Finds, Source, marks
+from nixl_kv.connector.part import SchedulerPart
+from nixl_kv.connector.stats import LoadReport, OfferReport, Stats
+from nixl_kv.conversations.finding import (
+    MIN_TOKENS,
+    Finds,
+    SoughtEvent,
+    SoughtState,
+    Source,
+    marks,
+)
 from nixl_kv.conversations.owners import Answer, Owners, Question
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import LimitedLog, TicketRefused, get_logger
@@ -34,8 +42,11 @@ from nixl_kv.protocol.ticket import FIELD, TicketHead
 
 logger = get_logger(__name__)
 
-OWNER: Final = "nixl_kv_owner"
-"""The field of decode's answer in which it names its own directory, sealed like a ticket."""
+NOT_SOUGHT: Final = (
+    "conversations: this engine asks no other engine for cached KV, because vLLM would fail a "
+    "request whose load fails; with a MultiConnector, set kv_load_failure_policy of "
+    "--kv-transfer-config to 'recompute'"
+)
 
 Hashes = Sequence[bytes]
 
@@ -71,8 +82,6 @@ def hashes_by(
     if facts.algorithm not in HASHES:
         allowed = " or ".join(HASHES)
         return f"its --prefix-caching-hash-algo is {facts.algorithm!r}; allowed: {allowed}"
-    if facts.lookahead or own.lookahead:
-        return "its block hashes also cover tokens after the block (a draft model), and others"
     if facts.block_size < MIN_BLOCK:
         return f"its blocks have {facts.block_size} tokens; allowed: {MIN_BLOCK} or more"
     first = begin // facts.block_size
@@ -103,37 +112,44 @@ def why_unfit(
 
 
 def _rules(facts: ContentFacts) -> tuple[object, ...]:
-    return facts.algorithm, facts.seed, facts.block_size, facts.lookahead
+    return facts.algorithm, facts.seed, facts.block_size
 
 
 @dataclass
-class Finder:
+class Finder(SchedulerPart):
     """The prompts of one engine whose KV another one may have. Scheduler thread only."""
 
     decode: DecodeScheduler
-    facts: ContentFacts  # of this engine
+    own: ContentFacts  # of this engine
     config: Config
     trust: Trust
     stats: Stats
     why_unfit: Callable[[messages.Description], str]  # see `Owners`
-    wake: Callable[[], None]  # the thread that asks
     _: KW_ONLY
     #: Whether the field SOURCE is this connector's: in a MultiConnector, it is another one's.
     owns_source: bool
-    #: Set by `SchedulerHooks`: whether vLLM computes what cannot be loaded.
-    may_ask: bool = False
-    own: Endpoint | None = None  # this engine's directory, once it listens
-    loading: set[RequestId] = field(default_factory=set)  # from their start to the workers' report
-    _found: set[RequestId] = field(default_factory=set)  # from the answer to the start
+    may_ask: bool = False  # see `may_seek`
     _marks: dict[RequestId, tuple[bytes, ...]] = field(default_factory=dict)  # of open offers
+
+    reads = True
 
     def __post_init__(self) -> None:
         self.owners = Owners(self.why_unfit, LimitedLog(logger, time.monotonic))
-        self._finds = Finds(self._ask)
+        self.finds = Finds(self._ask)
+
+    @property
+    def asks(self) -> Owners:
+        return self.owners
+
+    def may_seek(self, may: bool) -> None:  # noqa: FBT001 - one fact
+        self.may_ask = may
+        if not may:
+            logger.warning(NOT_SOUGHT)
 
     def _ask(self, question: Question) -> None:
         self.owners.questions.append(question)
-        self.wake()
+        if self.directory is not None:
+            self.directory.wake()
 
     def on_new_request(self, request: Request, leg: Leg) -> None:
         if not self.may_ask:
@@ -144,29 +160,27 @@ class Finder:
             self._marks[request_id] = marks(hashes)
         if why_not_sought(request):
             return
-        named = self._named(request.kv_transfer_params)
-        table = self._finds.table
-        source = Source(named, math.inf) if named else table.find(hashes, self.facts.block_size)
-        if source is not None and source.owner != self.own:
-            self._finds.add(request_id, source)
+        named, table = self._named(request.kv_transfer_params), self.finds.table
+        source = Source(named, math.inf) if named else table.find(hashes, self.own.block_size)
+        here = self.directory
+        own_directory = None if here is None else endpoint_at(here.host, here.port)
+        if source is not None and source.owner != own_directory:
+            self.finds.add(request_id, source)
 
-    def begin(self, request: Request, local: int) -> None:
-        """Ask, if that may pay: vLLM wants the request's KV, and has `local` tokens itself."""
-        request_id = RequestId(request.request_id)
+    def on_match(self, request: Request, num_computed_tokens: int) -> None:
+        """Ask, if that may pay."""
+        request_id, local = RequestId(request.request_id), num_computed_tokens
         make = partial(self._question, request, local)
-        place = local // self.facts.block_size
+        place = local // self.own.block_size
         wanted = next(iter(request.block_hashes[place : place + 1]), None)
-        if self._finds.begin(request_id, local, request.num_prompt_tokens, make, wanted):
+        if self.finds.begin(request_id, local, request.num_prompt_tokens, make, wanted):
             self.decode.seek(request_id, request.num_prompt_tokens)
 
-    def reset_cache(self) -> None:
-        """Use no KV from before a cache reset or a change of weights.
-
-        Call it before `DecodeScheduler.reset_cache`, which needs the owners met so far.
-        """
-        self._note_met()
-        self._finds.clear()
-        self._found.clear()
+    def reset_cache(self, epoch: int, weights: str) -> None:
+        """Use no KV from before a cache reset or a change of weights."""
+        del epoch, weights
+        self._note_met()  # `DecodeScheduler.reset_cache` needs them
+        self.finds.clear()
         self._marks.clear()
 
     def _note_met(self) -> None:
@@ -181,52 +195,65 @@ class Finder:
         self._note_met()
         while self.owners.answers:
             reply = self.owners.answers.popleft()
-            if self._finds.end(reply) is not None:
+            if self.finds.awaits(reply):
                 self._on_answer(reply)
-        for request_id in self._finds.pop_late():
-            self._end(request_id, "late")
-        for request_id in self._finds.pop_behind(self.decode.has_load):
+        for request_id in self.finds.pop_late():
+            self._drop(request_id, "late")
+        for request_id in self.finds.pop_behind(self.decode.has_load):
             self.decode.on_not_found(request_id)
 
     def _on_answer(self, reply: Answer) -> None:
         request_id, ticket, run = reply.request, reply.ticket, reply.run
-        if ticket is None:
-            self._end(request_id, reply.outcome)
-        elif self.decode.on_found(request_id, ticket, run, begin=reply.begin, least=MIN_TOKENS):
-            self._found.add(request_id)
-        else:
-            self._end(request_id, "none")
+        is_found = ticket is not None and self.decode.on_found(
+            request_id, ticket, run, begin=reply.begin, least=MIN_TOKENS
+        )
+        self.finds.move(request_id, SoughtEvent.FOUND if is_found else SoughtEvent.DROPPED)
+        if not is_found:
+            self._drop(request_id, "none" if ticket else reply.outcome)
 
-    def _end(self, request_id: RequestId, outcome: str) -> None:
+    def _drop(self, request_id: RequestId, outcome: str) -> None:
         self.stats.count("sought_requests", 1, outcome)
         self.decode.on_not_found(request_id)
 
-    def on_start(self, request_id: RequestId) -> bool:
-        """A load of this connector starts; whether it is one of this half."""
-        if request_id not in self._found:
-            return False
-        self._found.discard(request_id)
-        self.loading.add(request_id)
-        return True
+    # --- loads
 
-    def on_load_ended(self, request_id: RequestId, num_tokens: int, reason: str) -> None:
-        """All workers have reported the load; it has failed for a `reason`, or not."""
-        if request_id in self.loading:
-            self.loading.discard(request_id)
-            self.stats.count("sought_requests", 1, "lost" if reason else "read")
-            self.stats.count("found_tokens", 0 if reason else num_tokens)
+    def on_load(self, request: RequestId) -> bool:
+        is_own = self.finds.state_of(request) is SoughtState.FOUND
+        if is_own:
+            self.finds.move(request, SoughtEvent.STARTED)
+        return is_own
+
+    def is_load(self, request: RequestId) -> bool:
+        return self.finds.is_load(request)
+
+    def on_landed(self, requests: Collection[RequestId]) -> None:
+        for request in requests:
+            if self.finds.state_of(request) is SoughtState.LOADING:
+                self.finds.move(request, SoughtEvent.LANDED)
+
+    def on_loads_ended(self, ended: Mapping[RequestId, LoadReport]) -> None:
+        for request, load in ended.items():
+            if self.finds.is_load(request):
+                is_used = self.finds.state_of(request) is not SoughtState.ABANDONED
+                is_read = is_used and not load.reason
+                self.finds.move(request, SoughtEvent.REPORTED)
+                self.stats.count("sought_requests", 1, "read" if is_read else "lost")
+                self.stats.count("found_tokens", load.num_tokens if is_read else 0)
 
     # --- whom to ask
 
-    def on_offer_ended(self, request_id: RequestId, reader: Endpoint | None) -> None:
-        """The engine whose directory is `reader` has read the offer; None: none has."""
-        hashes = self._marks.pop(request_id, ())
-        if reader is not None and self.trust.allowed.allows(endpoint_host(reader)):
-            self._finds.table.learn(hashes, reader)
+    def on_offers_ended(
+        self, sent: Collection[RequestId], ended: Mapping[RequestId, OfferReport]
+    ) -> None:
+        for request in sent:
+            hashes, offer = self._marks.pop(request, ()), ended.get(request)
+            reader = None if offer is None else offer.read_by
+            if reader is not None and self.trust.allowed.allows(endpoint_host(reader)):
+                self.finds.table.learn(hashes, reader)
 
-    def on_finished(self, request_id: RequestId, *, is_offered: bool) -> None:
-        self._finds.forget(request_id)
-        self._found.discard(request_id)
+    def request_finished(self, request: Request, *, is_offered: bool) -> None:
+        request_id = RequestId(request.request_id)
+        self.finds.finish(request_id)
         if not is_offered:
             self._marks.pop(request_id, None)
 
@@ -263,6 +290,6 @@ class Finder:
             nonce=nonce,
             begin=local,
             weights=self.decode.weights,
-            make_hashes=partial(hashes_by, request=request, own=self.facts, begin=local),
+            make_hashes=partial(hashes_by, request=request, own=self.own, begin=local),
             ends_at=ends_at,
         )
