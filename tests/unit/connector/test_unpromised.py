@@ -210,7 +210,7 @@ def test_each_use_of_a_part_is_listed() -> None:
 def test_each_private_name_is_listed() -> None:
     """Whatever the object: a name with an underscore that this package does not define itself."""
     names = {member.partition("(")[0] for _, member in MEMBERS} | PUBLIC
-    source = "".join(path.read_text(encoding="utf-8") for path in CONNECTOR.glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in CONNECTOR.rglob("*.py"))
     found = {
         match[1]
         for line in source.splitlines()
@@ -225,7 +225,7 @@ def test_each_parameter_with_a_type_of_vllm_has_a_known_name() -> None:
     """Otherwise `used` would overlook what a function does with it."""
     kinds = {part.owner.rpartition(":")[2] for part in PARTS}
     unknown = set()
-    for path in CONNECTOR.glob("*.py"):
+    for path in CONNECTOR.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.arg) and node.annotation is not None:
                 words = set(re.findall(r"\w+", ast.unparse(node.annotation)))
@@ -237,7 +237,7 @@ def test_each_parameter_with_a_type_of_vllm_has_a_known_name() -> None:
 def test_no_part_is_listed_in_vain() -> None:
     source = "".join(
         path.read_text(encoding="utf-8")
-        for path in CONNECTOR.glob("*.py")
+        for path in CONNECTOR.rglob("*.py")
         if path.name != "unpromised.py"
     )
     words = set(re.findall(r"\w+", source)) | {"is_attention_free"}  # in unpromised.py itself
