@@ -137,7 +137,7 @@ PUBLIC: Final = {"_cache_hit_source"}
 
 def used() -> Iterator[tuple[str, str, str]]:
     """`(where, classes of vLLM, attribute)` for each use in connector/ that can be recognised."""
-    for path in sorted(CONNECTOR.glob("*.py")):
+    for path in sorted(CONNECTOR.rglob("*.py")):
         if path.name != "unpromised.py":
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for node in ast.walk(tree):

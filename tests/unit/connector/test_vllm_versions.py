@@ -42,6 +42,6 @@ def test_sleep_needs_both_hooks(
 def test_no_other_file_asks_for_a_version() -> None:
     ours = r'\w+, "(in_use|pop_failed)"'  # methods of our own classes
     asking = re.compile(rf"vllm\.__version__|version\(.vllm|except ImportError|hasattr\((?!{ours})")
-    files = Path(vllm_config.__file__).parent.glob("*.py")
+    files = Path(vllm_config.__file__).parent.rglob("*.py")
     found = [path.name for path in files if asking.search(path.read_text(encoding="utf-8"))]
     assert found == ["__init__.py", "unpromised.py", "vllm_config.py"]
