@@ -1,7 +1,7 @@
 """Time the first token of each turn of a chat, and count the tokens that prefill computes.
 
 Chats begin with new prompts. Each turn sends the history and --new further tokens to prefill, and
-then to decode, which answers with --answer tokens. "cold": prefill's prefix cache is reset before
+then to decode, which answers with --answer tokens. "cold": prefill's prefix cache is emptied before
 each turn, as if another prefill engine had computed the turns before. "warm": it has them, but not
 decode's answers. All pairs start at once and take turns in random order:
 
@@ -12,13 +12,14 @@ decode's answers. All pairs start at once and take turns in random order:
 
 "computed" is the share of a turn's prompt that prefill computed, "over" how many tokens more than
 the new ones. All chats of a turn are asked one after the other, each once the one before has its
-first token. TTFT is the time of prefill's answer, and decode's own metric after it. Figures are
-medians over chats, of turn 2 on.
+first token. TTFT is the time of prefill's answer ("prefill"), and decode's own metric after it.
+Figures are medians over chats, of turn 2 on.
 """
 
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from benchmarks.floor import prompt
 from benchmarks.shapes import Row
 from harness.cluster.client import DIRECT, WANT_TICKET, Client, Ticket
 from harness.cluster.engines import MODEL_NAME, Connector, Engine, EngineSpec
-from harness.cluster.metrics import COMPUTED_TOKENS, PROMPT_TOKENS, CountersSince
+from harness.cluster.metrics import COMPUTED_TOKENS, PROBE, PROMPT_TOKENS, CountersSince
 
 ARMS: Final = ("off", "on", "in-tree")
 CACHES: Final = ("cold", "warm")
@@ -71,7 +72,8 @@ class Turn:
 
     length: int  # tokens of the prompt
     computed: float  # of these, by prefill
-    ttft: float  # seconds
+    prefill: float  # seconds
+    ttft: float  # seconds, prefill's among them
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,21 @@ class Arm:
     to_decode: Client
 
     def reset(self) -> None:
+        """Empty prefill's prefix cache. Blocks that decode has read become free in a step.
+
+        Raises:
+            TimeoutError: blocks stay in use.
+        """
+        ends_at = time.monotonic() + PATIENCE_S
+        while not self._is_reset():
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"{self.name}: no reset; see {self.prefill.log_path}")
+            self.to_prefill.complete(PROBE, 1)
+
+    def _is_reset(self) -> bool:
         reply = httpx.post(f"{self.prefill.url}/reset_prefix_cache", timeout=PATIENCE_S, **DIRECT)
         reply.raise_for_status()
+        return bool(reply.json()["success"])
 
     def ask(self, chat: Chat, length: int, pool: ThreadPoolExecutor) -> tuple[Turn, Future[None]]:
         """Ask both engines. Returns once decode has the first token; the rest of the answer comes.
@@ -109,7 +124,7 @@ class Arm:
         if not changed[FIRST_COUNT]:
             answer.result(timeout=0)
             raise TimeoutError(f"{self.name}: no first token; see {self.decode.log_path}")
-        return Turn(prompted, computed, seconds + changed[FIRST_SUM]), answer
+        return Turn(prompted, computed, seconds, seconds + changed[FIRST_SUM]), answer
 
     def _answer(self, chat: Chat, length: int, ticket: Ticket) -> None:
         """Add decode's answer to the chat; vLLM streams no kv_transfer_params."""
@@ -179,10 +194,10 @@ def chats_of(
     found: list[list[Turn]] = [[] for _ in chats]
     for number in range(options.turns):
         coming: list[Future[None]] = []
+        if cache == "cold":
+            arm.reset()  # once: chats have nothing in common
         for chat, turns in zip(chats, found, strict=True):
             chat.tokens += prompt(options.new, f"{chat.seed}/{number}")
-            if cache == "cold":
-                arm.reset()
             turn, answer = arm.ask(chat, options.answer, pool)
             turns.append(turn)
             coming.append(answer)
@@ -199,6 +214,7 @@ def figures(chats: Sequence[Sequence[Turn]], options: argparse.Namespace) -> Row
         "tokens of the last turn": last[0].length,
         "computed": sum(turn.computed for turn in later) / sum(turn.length for turn in later),
         "most over": max(turn.computed for turn in later) - options.new,
+        "prefill of the last turn p50 ms": statistics.median(turn.prefill for turn in last) * 1e3,
         "TTFT of the last turn p50 ms": statistics.median(turn.ttft for turn in last) * 1e3,
         "TTFT of turn 2 on p50 ms": statistics.median(turn.ttft for turn in later) * 1e3,
         "most ms": max(turn.ttft for turn in later) * 1e3,
