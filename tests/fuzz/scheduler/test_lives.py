@@ -21,13 +21,13 @@ MAX_LIVES: Final = 400  # in which a planted bug must be found
 def test_lives_break_no_promise(count: int) -> None:
     counts, failures = live(Life, seeds(count))
     assert not failures, "\n" + "\n".join(failures)
-    if count >= ENOUGH:
+    if count >= ENOUGH:  # of a thousand runs with other seeds, less than one has as few
         assert min(counts[event] for event in ("offers read", "loads", "reset")) > count // 2
         assert counts["weights replaced"] > count // 10
-        assert counts["loads told between steps"] > count // 5
+        assert counts["loads told between steps"] > count // 10
         assert counts["prompts offered in parts"] > 2 * count
         assert counts["pairs preempted"] > count // 10
-        assert counts["steps discarded"] > count // 2
+        assert counts["steps discarded"] > count // 4
 
 
 @pytest.mark.parametrize("bug", PLANTED)
