@@ -333,7 +333,7 @@ class DecodeScheduler:
             return
         if num_tokens == 0:
             if load.local >= load.num_tokens:
-                self.must_load.on_loaded(request)
+                self.must_load.on_loaded(request, load.num_tokens)
             else:
                 self.must_load.give_up(request, "other_load", "another connector loads its KV")
             self._release(request)
@@ -503,7 +503,7 @@ class DecodeScheduler:
 
     def _end(self, request: RequestId, *, is_good: bool = True) -> None:
         if is_good:
-            self.must_load.on_loaded(request)
+            self.must_load.on_loaded(request, self._loads[request].num_tokens)
         else:
             self.must_load.fail(request, "load", "its KV load failed")
         self._forget(request)

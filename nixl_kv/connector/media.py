@@ -157,6 +157,7 @@ TRANSITIONS: Final = {
 class _MustLoad:
     why: str  # decode may not compute it
     state: State = State.LOADING
+    num_tokens: int = 0  # in LOADED: that decode has loaded, or vLLM had cached
 
 
 class MustLoads:
@@ -170,8 +171,10 @@ class MustLoads:
         return request in self._records
 
     @property
-    def loaded(self) -> list[RequestId]:
-        return [name for name, one in self._records.items() if one.state is State.LOADED]
+    def loaded(self) -> dict[RequestId, int]:
+        """How many tokens of each loaded request decode may not compute."""
+        records = self._records.items()
+        return {name: one.num_tokens for name, one in records if one.state is State.LOADED}
 
     def outlasts_load(self, request: RequestId) -> bool:
         """Whether decode may not compute a request even after it has loaded it once."""
@@ -189,9 +192,9 @@ class MustLoads:
         """
         self._records[request] = _MustLoad(why, State.LOADING_ONCE if is_policy else State.LOADING)
 
-    def on_loaded(self, request: RequestId) -> None:
-        if not self._forget_policy(request):
-            self._move(request, State.LOADED)
+    def on_loaded(self, request: RequestId, num_tokens: int) -> None:
+        if not self._forget_policy(request) and self._move(request, State.LOADED):
+            self._records[request].num_tokens = num_tokens
 
     def give_up(self, request: RequestId, reason: str, words: str) -> None:
         """The request will not be loaded, although no load has failed."""

@@ -92,6 +92,9 @@ LOOPBACK: Final = (
     "%s is %s, which tickets name: decode engines on other machines cannot connect to it; set it "
     "to 'auto', or to an address that they reach"
 )
+OTHER_LOAD: Final = (
+    "another connector failed to load blocks that it shares, so vLLM would compute it from there on"
+)
 STILL_LOADING: Final = "it ended before its load"
 IN_TREE_PREFILL: Final = (
     "request %s %s: %s; load the same connector on both engines: add "
@@ -388,10 +391,14 @@ class Scheduler:
     def pop_failed(self, requests: Mapping[str, Request]) -> list[str]:
         """The requests that vLLM must end with an error now: decode may not compute them."""
         must_load = self._decode.must_load
-        for request_id in must_load.loaded:
+        for request_id, num_tokens in must_load.loaded.items():
             request = requests.get(request_id)
-            if request is not None and request.status is RequestStatus.PREEMPTED:
+            if request is None:
+                continue
+            if request.status is RequestStatus.PREEMPTED:
                 must_load.fail(request_id, "preempted", "vLLM preempted it, which frees its KV")
+            elif request.num_computed_tokens < num_tokens:
+                must_load.fail(request_id, "other_load", OTHER_LOAD)
         failed = must_load.pop_failed()
         for request_id, (reason, words) in failed.items():
             self.stats.count("failed_requests", 1, reason)

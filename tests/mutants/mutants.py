@@ -748,6 +748,13 @@ MUTANTS: Final = (
         "Decode computes a preempted prompt from stand-ins: a wrong answer.",
     ),
     Mutant(
+        "media-voided",
+        "elif request.num_computed_tokens < num_tokens:",
+        "elif False:",
+        "unit/connector/test_multi_connector",
+        "Another connector's load fails, and decode computes a picture from a stand-in.",
+    ),
+    Mutant(
         "media-end",
         "if media.end > num_tokens:",
         "if False:",

@@ -130,6 +130,14 @@ class Configuration:
         return drawn._in_parts(rng) if rng.random() < 0.5 else drawn
 
     @classmethod
+    def drawn_beside_tier(cls, rng: random.Random) -> "Configuration":
+        return cls.drawn(rng)._beside_tier(rng)
+
+    @classmethod
+    def drawn_with_window(cls, rng: random.Random) -> "Configuration":
+        return replace(cls.drawn(rng), groups=(FULL, Group("window", 32)), tier_loads=False)
+
+    @classmethod
     def drawn_for_reads(cls, rng: random.Random) -> "Configuration":
         """One whose cached blocks other engines may read. Few blocks are free."""
         drawn = replace(

@@ -6,7 +6,7 @@ order, each behind those before. Loads land, and offers are read, when a step en
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from fuzz.scheduler.engine import LONGEST, Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import HintKey, RequestId
 from nixl_kv.protocol import events
 from support.records import landed
@@ -77,7 +78,14 @@ class _Step:
 
 
 class Life:
-    def __init__(self, seed: int, draw: Draw = Configuration.drawn) -> None:
+    """`plant` puts a bug into it before it begins."""
+
+    def __init__(
+        self,
+        seed: int,
+        draw: Draw = Configuration.drawn,
+        plant: Callable[["Life"], None] = lambda _: None,
+    ) -> None:
         self._rng = random.Random(seed)  # noqa: S311 - nobody guesses here
         self.configuration = draw(self._rng)
         self.counts: Counter[str] = Counter()
@@ -91,7 +99,7 @@ class Life:
         self._requests: dict[str, Request] = {}
         self._prepared: dict[str, events.PrepareOffer] = {}  # by nonce
         self._offers: dict[str, _Offer] = {}
-        self._readable: dict[str, events.PrepareOffer] = {}  # of pairs, as of the latest step
+        self._readable: dict[str, events.PrepareOffer] = {}  # parts, as of the latest step
         self._early: list[RequestId] = []  # loads that wait until prefill computes
         self._saves: dict[str, None] = {}
         self._on_stale_blocks: set[str] = set()  # requests whose KV vLLM itself has spoiled
@@ -102,6 +110,7 @@ class Life:
         self._pause_left = 0  # steps
         self._weights = 0  # how often a trainer has replaced them, on this engine and on prefill
         self._ticket_weights: dict[str, int] = {}  # by request
+        plant(self)
 
     def run(self) -> None:
         """All of it."""
@@ -302,8 +311,11 @@ class Life:
         self.counts["steps with requests aside"] += bool(aside)
 
     def _read_parts(self) -> None:
-        """Decode may read what a step has computed, until the step that withdraws it."""
-        self._readable = {nonce: each for nonce, each in self._prepared.items() if each.is_early}
+        """Decode may read what a step has computed, until the step that withdraws it.
+
+        Other early offers have no fence slot yet: decode reads them once they are published.
+        """
+        self._readable = {nonce: each for nonce, each in self._prepared.items() if each.in_parts}
         for offer in self._readable.values():
             request = self._requests[offer.request]
             if offer.computed is not None and not request.is_finished():
@@ -314,13 +326,17 @@ class Life:
                 is_right = wrong is None or offer.request in self._on_stale_blocks
                 self._check(is_right, f"decode reads a part of {offer.request}: {wrong}")
 
-    def _pair_blocks(self, other: str) -> set[int]:
-        """The blocks that decode may read, of requests that are still computed."""
+    def _readable_blocks(self, other: str) -> set[int]:
+        """The blocks that decode may read, of parts and of published offers.
+
+        Leaves out those of the request `other`, and of requests whose KV vLLM itself has spoiled.
+        """
+        published = [offer.command for offer in self._offers.values()]
         return {
             block
-            for offer in self._readable.values()
-            if offer.request != other
-            for block in entries_of(offer.tables[0], self._groups[0]).values()
+            for offer in (*self._readable.values(), *published)
+            if offer.request != other and offer.request not in self._on_stale_blocks
+            for block in self._blocks_of(offer.tables)
         }
 
     def _note_begun(self, output: SchedulerOutput) -> None:
@@ -373,9 +389,9 @@ class Life:
     def _start_load(self, command: events.StartLoad) -> None:
         self.counts["loads"] += 1
         self._check(command.request not in self._loads, f"{command.request} loads twice")
-        targets = self._targets(command)
+        targets = self._blocks_of(command.tables)
         self._check(
-            not targets & self._pair_blocks(command.request),
+            not targets & self._readable_blocks(command.request),
             f"{command.request} loads into blocks that decode may read",
         )
         for step in self._steps:
@@ -386,8 +402,8 @@ class Life:
                 )
         self._loads[command.request] = command
 
-    def _targets(self, load: events.StartLoad) -> set[int]:
-        pairs = zip(load.tables, self._groups, strict=True)
+    def _blocks_of(self, tables: Iterable[Table]) -> set[int]:
+        pairs = zip(tables, self._groups, strict=True)
         return {block for table, group in pairs for block in entries_of(table, group).values()}
 
     def _written(self, write: _Write) -> set[int]:
@@ -404,13 +420,18 @@ class Life:
         for name, tokens in self._engine.tier_loads(output).items():
             entries = dict(enumerate(self._engine.tables(name)[0]))
             is_good = self._happens(0.5)
+            first, end = tokens.start // BLOCK, -(-tokens.stop // BLOCK)
+            targets = {entries[number] for number in range(first, end)}
+            self._check(
+                not targets & self._readable_blocks(name),
+                f"the other connector loads {name} into blocks that decode may read",
+            )
             kv = self._hashes(self._requests[name]) if is_good else [JUNK] * tokens.stop
             self._memory.write(0, entries, tokens, kv)
             self.counts["loads within steps"] += 1
             if not is_good:
                 self.counts["steps discarded"] += 1
-                first = tokens.start // BLOCK
-                invalid |= {entries[number] for number in range(first, -(-tokens.stop // BLOCK))}
+                invalid |= targets
         return invalid
 
     def _execute(self, write: _Write, invalid: Collection[int]) -> None:
@@ -421,14 +442,11 @@ class Life:
         if not set(write.tables[0][: -(-tokens.start // BLOCK)]).isdisjoint(invalid):
             kv = [JUNK] * len(kv)  # vLLM discards this
         written = self._written(write)
-        self._check(
-            not written & self._pair_blocks(request.request_id),
-            f"{request.request_id} writes blocks that decode may read",
-        )
+        readable = written & self._readable_blocks(request.request_id)
+        before_step = {block: self._memory.content(block) for block in readable}
         for load in self._loads.values():
-            self._check(
-                not written & self._targets(load), f"a step writes what {load.request} loads"
-            )
+            is_apart = not written & self._blocks_of(load.tables)
+            self._check(is_apart, f"a step writes what {load.request} loads")
         for number, group in enumerate(self._groups):
             entries = dict(enumerate(write.tables[number]))
             first = max(0, tokens.start - group.window + 1) if group.window else 0
@@ -440,6 +458,11 @@ class Life:
                     kv, wrong = [JUNK] * len(kv), None
                 self._check(wrong is None, f"{request.request_id} computes on: {wrong}")
             self._memory.write(number, entries, tokens, kv)
+        # If another connector's load fails, vLLM may compute shared blocks again in place.
+        changed = {b for b, content in before_step.items() if self._memory.content(b) != content}
+        self._check(
+            not changed, f"{request.request_id} changes blocks that decode may read: {changed}"
+        )
 
     @property
     def _is_vllm_at_fault(self) -> bool:
@@ -593,3 +616,30 @@ class Life:
         }
         rest = {name: each for name, each in rest.items() if each}
         self._check(not rest, f"the connector keeps {rest}")
+
+
+# --- planted bugs
+
+
+def _chunks(life: Life) -> None:
+    """Decode reads parts beside a connector whose loads vLLM may void."""
+    life._engine.role._prefill._in_parts = True
+
+
+def _window(life: Life) -> None:
+    """Nothing keeps the blocks of a window that are offered."""
+    blocks: Any = life._engine.role._blocks
+    pin, pool = blocks.pin, blocks.manager.block_pool
+
+    def pin_nothing(request: str, num_tokens: int, pins: dict[Any, Any]) -> None:
+        known = set(pins)
+        pin(request, num_tokens, pins)
+        pool.free_blocks([block for place, block in pins.items() if place not in known])
+
+    blocks.pin, blocks.unpin = pin_nothing, dict.clear
+
+
+PLANTED: Final[Mapping[str, tuple[Callable[[Life], None], Draw]]] = {
+    "chunks": (_chunks, Configuration.drawn_beside_tier),
+    "window": (_window, Configuration.drawn_with_window),
+}

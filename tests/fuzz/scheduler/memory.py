@@ -69,6 +69,11 @@ class Memory:
                 page = self._pages[block] = _Page(number, [JUNK] * BLOCK)
             page.kv[first : first + len(part)] = kv[part.start : part.stop]
 
+    def content(self, block: int) -> tuple[int, ...]:
+        """The group that has written a block, and all KV of it."""
+        page = self._pages.get(block, _Page(-1, []))
+        return page.group, *page.kv
+
     def half(self, block: int, number: int) -> list[int]:
         """One of the two halves of a block, of a cache with one group."""
         page = self._pages.get(block)

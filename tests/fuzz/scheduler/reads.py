@@ -197,7 +197,7 @@ class ReadLife(Life):
 
     def _disturb(self) -> None:
         super()._disturb()
-        if self._happens(0.01) and not self._steps and not self._loads and not self._landed:
+        if self._happens(0.03) and not self._steps and not self._loads and not self._landed:
             self._relabel()
         if self.configuration.num_blocks == CROWDED and not self._vllm.requests:
             self._crowd()

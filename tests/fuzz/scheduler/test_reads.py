@@ -17,13 +17,13 @@ MAX_LIVES: Final = 400  # in which a planted bug must be found
 def test_no_wrong_block_is_proven(count: int) -> None:
     counts, failures = live(ReadLife, seeds(count))
     assert not failures, "\n" + "\n".join(failures)
-    if count >= ENOUGH:
+    if count >= ENOUGH:  # of a thousand runs with other seeds, less than one has as few
         assert counts["cached reads proven"] > 20 * count
         assert counts["cached reads fenced"] > 2 * count
         assert counts["grants refused"] > 2 * count
         assert counts["grants that wait for a step"] > 2 * count
         assert counts["labels"] > count // 10
-        assert counts["preempted in the step that scheduled them"] > count // 10
+        assert counts["preempted in the step that scheduled them"] > count // 20
         assert counts["steps discarded"] > count // 2
 
 

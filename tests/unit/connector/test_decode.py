@@ -459,7 +459,7 @@ def test_a_request_that_was_loaded_once_may_be_computed_later(clock: Clock) -> N
     decode.update_state_after_alloc(D1, [TABLE], 19)
     decode.update_connector_output([D1])
     assert D1 not in decode.must_load
-    assert decode.must_load.loaded == []
+    assert decode.must_load.loaded == {}
 
 
 # --- which loads are verified

@@ -301,9 +301,9 @@ def story() -> Iterator[Story]:
 def test_a_good_load_runs_until_vllm_preempts_it(story: Story) -> None:
     assert story.asked == (23, True)
     story.allocate()
-    assert story.scheduler.must_load.loaded == []
+    assert story.scheduler.must_load.loaded == {}
     story.end(is_good=True)
-    assert story.scheduler.must_load.loaded == [D1]
+    assert story.scheduler.must_load.loaded == {D1: 23}
     story.scheduler.must_load.fail(D1, "preempted", "vLLM preempted it")
     assert story.failed() == ["preempted"]
     assert story.failed() == [], "vLLM hears of it once"
@@ -323,7 +323,7 @@ def test_a_load_that_another_connector_takes_fails_the_request(story: Story) -> 
 def test_a_prompt_that_vllm_has_cached_needs_no_load(story: Story) -> None:
     assert story.scheduler.get_num_new_matched_tokens(D1, 23) == (0, False)
     story.allocate(0)
-    assert story.scheduler.must_load.loaded == [D1]
+    assert story.scheduler.must_load.loaded == {D1: 23}
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
@@ -355,5 +355,5 @@ def test_only_a_request_that_must_load_fails() -> None:
     must_load = MustLoads()
     for reason in FAIL_REASONS:
         must_load.fail(D1, reason, "words")
-    must_load.on_loaded(D1)
-    assert (must_load.pop_failed(), must_load.loaded) == ({}, [])
+    must_load.on_loaded(D1, 23)
+    assert (must_load.pop_failed(), must_load.loaded) == ({}, {})

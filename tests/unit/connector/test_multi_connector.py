@@ -53,7 +53,7 @@ from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.ticket import FIELD
 from support.records import RANK_LIFE, ask, ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
+from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, hooked, make_config
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 PROMPT: Final = 100
@@ -81,8 +81,11 @@ def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
 
 
 class Engine(SteppedScheduler):
-    def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
-        super().__init__(make_config(transfer, num_blocks))
+    def __init__(
+        self, transfer: KVTransferConfig, num_blocks: int, *, is_hooked: bool = False
+    ) -> None:
+        config = make_config(transfer, num_blocks)
+        super().__init__(config, hooked(config) if is_hooked else None)
         self.describe()
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
@@ -127,8 +130,11 @@ Make = Callable[..., Engine]
 def engine() -> Iterator[Make]:
     engines: list[Engine] = []
 
-    def new(*children: Any, policy: str = "recompute", num_blocks: int = 32) -> Engine:
-        engines.append(Engine(multi(*children, policy=policy), num_blocks))
+    def new(
+        *children: Any, policy: str = "recompute", num_blocks: int = 32, is_hooked: bool = False
+    ) -> Engine:
+        transfer = multi(*children, policy=policy)
+        engines.append(Engine(transfer, num_blocks, is_hooked=is_hooked))
         return engines[-1]
 
     yield new
@@ -294,6 +300,30 @@ def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
     (answer,) = decode.end(running)
     assert answer.finished
     assert not decode.connector._requests_to_connector
+
+
+@pytest.mark.parametrize("num_shared", [4, 3], ids=["from the first on", "but the first"])
+def test_media_are_not_computed_because_another_connectors_load_failed(
+    engine: Make, num_shared: int
+) -> None:
+    """R shares blocks with Q, whose load fails. vLLM computes R from there on, loaded or not."""
+    sync = {**SYNC, "kv_role": "kv_consumer"}
+    decode = engine(ours("kv_consumer"), sync, num_blocks=64, is_hooked=True)
+    prompt = [*range(64), *range(900, 940)]
+    decode.add("Q", prompt, max_tokens=2)
+    request = decode.add("R", prompt, ticket_for(prompt, new_nonce()).params(None))
+    decode.connector._connectors[0]._decode.must_load.add("R", "it has stand-ins")
+    output = decode.vllm.schedule()
+    start = decode.commands(output)[-1]
+    assert isinstance(start, StartLoad)
+    blocks = decode.blocks_of("Q")[:4]
+    assert decode.blocks_of("R")[:4] == blocks
+    invalid = set(blocks[4 - num_shared :])
+    decode.end(output, invalid_block_ids=invalid, finished_recving={"R"})
+    output = decode.vllm.schedule()
+    assert list(output.num_scheduled_tokens) == ["Q"]
+    assert request.status is RequestStatus.FINISHED_ERROR
+    decode.end(output)
 
 
 def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:

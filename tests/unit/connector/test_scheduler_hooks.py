@@ -134,7 +134,7 @@ def test_a_request_that_decode_may_not_compute_ends_before_it_is_scheduled(engin
 def test_a_request_that_loaded_is_not_computed_again_after_a_preemption(engine: Engine) -> None:
     request = engine.add("d", PROMPT, max_tokens=8)
     engine.must_load.add("d", "it has stand-ins")
-    engine.must_load.on_loaded("d")
+    engine.must_load.on_loaded("d", 0)
     assert engine.step() == {}
     assert engine.vllm.reset_prefix_cache(reset_running_requests=True)
     assert request.status is RequestStatus.PREEMPTED
@@ -175,7 +175,7 @@ def test_workers_get_the_media_of_a_request_that_they_may_have_to_compute(
     first = engine.add("first", PROMPT, mm_features=[picture])
     if not may_compute:
         engine.must_load.add("first", "it has stand-ins")
-        engine.must_load.on_loaded("first")
+        engine.must_load.on_loaded("first", 0)
     (sent,) = sent_after_a_load(engine, first)
     assert (sent.data is data) == may_compute
 
