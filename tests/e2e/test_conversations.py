@@ -4,20 +4,31 @@ Prefill forgets its own cache before each turn. So it computes all that it does 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Final
+from typing import Final
 
-import httpx
 import pytest
 
-from harness.cluster.client import COMPLETIONS, DIRECT, TIMEOUT_S, WANT_TICKET, Client
+from harness.cluster.client import WANT_TICKET, Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EngineSpec, Role
-from harness.cluster.metrics import COMPUTED_TOKENS, PREFIX, CountersSince
+from harness.cluster.engines import EngineSpec
+from harness.cluster.metrics import CountersSince
 from harness.cluster.pair import Pair
 from nixl_kv.conversations.finding import MIN_TOKENS
-from support.engines import EVENT_S, expect_free, started, without_connector
+from support.chats import (
+    FOUND_TOKENS,
+    VOCABULARY,
+    Said,
+    Tokens,
+    conversing,
+    forget,
+    patient,
+    say,
+    say_counted,
+    words,
+)
+from support.engines import EVENT_S, started, without_connector
 
 pytestmark = pytest.mark.e2e
 
@@ -27,19 +38,9 @@ NEW: Final = 200
 ANSWERED: Final = 100
 BLOCK: Final = 32
 """Of decode. Prefill has larger ones, so that it has to make decode's hashes."""
-VOCABULARY: Final = range(10, 4000)
-FOUND: Final = f"{PREFIX}found_tokens_total"
-DETAILS: Final = ("--enable-prompt-tokens-details",)
 
-Tokens = list[int]
 Remember = Callable[[list[Tokens]], Tokens]
 """What a client sends as the history: of its own words and the answers, by turns."""
-
-
-def words(turn: int, count: int = NEW, seed: int = 0) -> Tokens:
-    """Some tokens that no other turn has in this order."""
-    step = 7919 * (seed + 1)
-    return [VOCABULARY[(turn * 1009 + place * step) % len(VOCABULARY)] for place in range(count)]
 
 
 def whole(said: list[Tokens]) -> Tokens:
@@ -92,13 +93,6 @@ class Cached:
         self.seen.append([*prompt, *answer[:-1]])  # the last token is never computed
 
 
-@dataclass(frozen=True)
-class Turn:
-    tokens: Tokens
-    cached: int
-    params: dict[str, Any] | None
-
-
 class Chat:
     """Prefill, decode and a single engine."""
 
@@ -106,65 +100,20 @@ class Chat:
         self.pair = pair
         self.single = single
 
-    def ask(self, engine: Client, prompt: Tokens, count: int, params: Any = None) -> Turn:
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **({} if params is None else {"kv_transfer_params": params}),
-        }
-        with httpx.Client(base_url=engine.url, timeout=TIMEOUT_S, **DIRECT) as client:
-            reply = client.post(COMPLETIONS, json=body).raise_for_status().json()
-        details = reply["usage"].get("prompt_tokens_details") or {}
-        tokens = reply["choices"][0]["token_ids"]
-        return Turn(tokens, details.get("cached_tokens") or 0, reply.get("kv_transfer_params"))
-
-    def forget(self) -> None:
-        """Empty prefill's own cache, which vLLM does only while nothing holds blocks."""
-        expect_free(self.pair.to_prefill)
-        url = f"{self.pair.prefill.url}/reset_prefix_cache"
-        httpx.post(url, **DIRECT).raise_for_status()
-
-    def prefill(self, prompt: Tokens, **params: Any) -> tuple[Turn, float]:
-        """The ticket, and how many tokens prefill has computed for it."""
-        since = CountersSince(self.pair.to_prefill)
-        turn = self.ask(self.pair.to_prefill, prompt, 1, {**WANT_TICKET, **params})
-        changed = since.wait_for(COMPUTED_TOKENS, timeout_s=EVENT_S)
-        return turn, changed[COMPUTED_TOKENS]
-
-    def turn(self, prompt: Tokens) -> tuple[Turn, Turn, float]:
-        """Both legs of a turn, and how many tokens prefill has computed."""
-        self.forget()
-        first, computed = self.prefill(prompt)
-        return first, self.ask(self.pair.to_decode, prompt, ANSWERED, first.params), computed
-
-
-def spec_of(base: EngineSpec, role: Role, block_size: int) -> EngineSpec:
-    return replace(
-        base,
-        name=f"conversations-{role}",
-        role=role,
-        block_size=block_size,
-        extra_args=(*base.extra_args, *DETAILS),
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},
-        connector_config={**base.connector_config, "conversations": "on", "insecure": False},
-    )
+    def turn(self, prompt: Tokens) -> tuple[Said, Said]:
+        """The answers of prefill, which has forgotten all, and of decode."""
+        forget(self.pair.to_prefill)
+        first = say_counted(self.pair.to_prefill, prompt, 1, WANT_TICKET)
+        return first, say(self.pair.to_decode, prompt, ANSWERED, first.params)
 
 
 @pytest.fixture(scope="module")
 def chat(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterator[Chat]:
-    prefill = spec_of(base_specs[0], "both", 2 * BLOCK)
-    decode = spec_of(base_specs[1], "decode", BLOCK)
+    prefill = conversing(base_specs[0], "conversations-both", "both", block_size=2 * BLOCK)
+    decode = conversing(base_specs[1], "conversations-decode", "decode", block_size=BLOCK)
     single = without_connector(decode, "conversations-single")
-    patience = ("--scheduler-cls", "support.patient_reader.HookedScheduler")
-    prefill = replace(
-        prefill, module="support.patient_reader", extra_args=(*prefill.extra_args, *patience)
-    )
     with (
-        started(cluster, prefill, decode, single) as (first, second, alone),
+        started(cluster, patient(prefill), decode, single) as (first, second, alone),
         Pair(first, second) as pair,
         Client(alone.url) as client,
     ):
@@ -184,37 +133,19 @@ def test_prefill_computes_what_decode_does_not_have(
     least = 0
     since = CountersSince(chat.pair.to_prefill)
     for number in range(TURNS):
-        said.append(words(number, seed=seed))
+        said.append(words(number, NEW, seed))
         prompt = remember(said)
-        expected = chat.ask(chat.single, prompt, ANSWERED)
+        expected = say(chat.single, prompt, ANSWERED)
         most = cached.computed(prompt)
         if number and remember is whole:
             assert most <= NEW + BLOCK
-        first, second, computed = chat.turn(prompt)
+        first, second = chat.turn(prompt)
         assert second.tokens == expected.tokens, f"turn {number + 1}"
-        assert most <= computed <= most + BLOCK, f"turn {number + 1}"
-        assert first.cached == len(prompt) - computed
+        assert most <= first.computed <= most + BLOCK, f"turn {number + 1}"
+        assert first.cached == len(prompt) - first.computed
         assert second.cached == first.cached
         least += max(0, len(prompt) - most - BLOCK)
         cached.add(prompt, second.tokens)
         said.append(second.tokens)
-    changed = since.wait(lambda now: now[FOUND] >= least, EVENT_S, step=True)
-    assert changed[FOUND] >= least, "its own cache was empty"
-
-
-def test_a_router_may_name_the_engine_that_had_the_conversation(chat: Chat) -> None:
-    """Prefill never had this prompt; decode's answer to another one names decode."""
-    other = words(0, seed=20)
-    first, _ = chat.prefill(other)
-    hint = chat.ask(chat.pair.to_decode, other, 1, first.params).params
-    assert hint is not None
-    prompt = words(0, 400, seed=21)
-    answer = chat.ask(chat.pair.to_decode, prompt, ANSWERED).tokens
-    prompt = [*prompt, *answer, *words(1, seed=21)]
-    # vLLM's multi-turn proxy changes these fields, and no others.
-    named = {**hint, "remote_host": chat.pair.decode.address, "do_remote_prefill": False}
-    expected = chat.ask(chat.single, prompt, ANSWERED)
-    first, computed = chat.prefill(prompt, **named)
-    end = (400 + ANSWERED - 1) // BLOCK * BLOCK
-    assert computed <= len(prompt) - end + BLOCK
-    assert chat.ask(chat.pair.to_decode, prompt, ANSWERED, first.params).tokens == expected.tokens
+    changed = since.wait(lambda now: now[FOUND_TOKENS] >= least, EVENT_S, step=True)
+    assert changed[FOUND_TOKENS] >= least, "its own cache was empty"

@@ -26,6 +26,8 @@ from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.waiting import wait_until
+from nixl_kv.connector.conversations.content import OWNER
+from nixl_kv.connector.legs import SOURCE
 from nixl_kv.protocol.ticket import FIELD
 from support.engines import started
 
@@ -58,7 +60,7 @@ VALUES: Final[tuple[Any, ...]] = (
 FIELDS: Final = (
     *("do_remote_decode", "do_remote_prefill", "remote_host", "remote_port", "remote_block_ids"),
     *("remote_engine_id", "remote_request_id", FIELD, "remote_decoder", "remote_prefiller"),
-    *("remote_ready", "tp_size", "remote_kv_source", "nixl_kv_x", "lmcache.x"),
+    *("remote_ready", "tp_size", SOURCE, OWNER, "nixl_kv_x", "lmcache.x"),
 )
 OPTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1, 2, 0),

@@ -94,6 +94,11 @@ def with_host_of_pod(request: Request, reply: Reply) -> Body:
     return {PARAMS: dict(reply[PARAMS]) | {"remote_host": request.pod_ip}}
 
 
+def with_host_or_as_asked(request: Request, reply: Reply) -> Body:
+    """Writes the host of prefill's URL. Without a ticket, decode gets the fields for prefill."""
+    return with_host_of_url(request, reply) if reply.get(PARAMS) else {PARAMS: dict(ASKED)}
+
+
 def nothing(_: Request, reply: Reply) -> Body:
     del reply
     return {}
@@ -137,7 +142,16 @@ class Replay:
         return self.for_decode(request) | self.hand_on(request, reply)
 
 
+MULTI_TURN: Final = Replay(
+    "vLLM's multi-turn proxy",
+    "0.33.0: vLLM's examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py",
+    with_host_or_as_asked,
+    dropped=(CHAT_LIMIT, FEWEST, STREAM),
+)
+"""The first turn of a conversation; `conversing.py` has the next ones."""
+
 REPLAYS: Final = (
+    MULTI_TURN,
     Replay(
         "vllm-router",
         "0.1.17: PyPI vllm-router, src/routers/http/vllm_pd_router.rs",
