@@ -15,6 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from nixl_kv.connector.vllm_config import (
     draft_model_of,
     dtype_name,
+    has_whole_blocks,
     holds_state,
     layer_spec,
     mappings,
@@ -124,9 +126,7 @@ def cache_layout(
     # Usually all layers are views of one storage.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return CacheLayout(
-        groups=tuple(
-            _group(vllm_config, spec, layers, kv_cache_config.num_blocks) for spec, layers in groups
-        ),
+        groups=tuple(_group(vllm_config, spec, layers, kv_cache_config) for spec, layers in groups),
         memory=memory,
         device=tensors[0].device.index or 0,
         spans=tuple(itertools.starmap(Span, storages.items())),
@@ -160,9 +160,16 @@ def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _group(
-    vllm_config: VllmConfig, spec: Any, layers: Sequence["Layer"], num_entries: int
+    vllm_config: VllmConfig,
+    spec: Any,
+    layers: Sequence["Layer"],
+    kv_cache_config: KVCacheConfig,
 ) -> Group:
+    num_entries = kv_cache_config.num_blocks
+    is_whole = has_whole_blocks(kv_cache_config) and not holds_state(spec)
     sizes = {(layer.tensor.shape[0], layer.tensor.shape[2]) for layer in layers}
+    if is_whole:  # any number of rows
+        sizes = {(blocks, spec.block_size * num_entries // blocks) for blocks, _ in sizes}
     if len(sizes) > 1:
         raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
     if not sizes:  # no layer of this group is on this pipeline stage
@@ -176,10 +183,23 @@ def _group(
         block_size=tokens,
         num_blocks=blocks,
         blocks_per_entry=blocks // num_entries,
-        regions=tuple(region for layer in layers for region in layer.regions()),
+        regions=tuple(
+            _whole_block(region, layer.tensor) if is_whole else region
+            for layer in layers
+            for region in layer.regions()
+        ),
         window=window(spec),
         stripe=own,
+        whole=is_whole,
     )
+
+
+def _whole_block(region: Region, tensor: torch.Tensor) -> Region:
+    """The region in a group of whole blocks: all rows of a head are one part."""
+    item, rows = tensor.element_size(), tensor.shape[2]
+    content, stride = tensor.shape[3] * item, tensor.stride(2) * item
+    part = Part(0, content, rows, stride) if stride > content else Part(0, rows * content)
+    return replace(region, parts=(part,), token_stride=region.block_stride)
 
 
 class Place(NamedTuple):

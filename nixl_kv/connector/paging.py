@@ -10,11 +10,11 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from nixl_kv.geometry.layout import ABSENT, WINDOW_EDGE, BlockIds, Table, entries
+from nixl_kv.geometry.layout import ABSENT, MAX_COUNT, WINDOW_EDGE, BlockIds, Table, entries
 from nixl_kv.ids import RequestId
 
 # vLLM's placeholder in a block table, where a sliding window has moved on.
@@ -32,11 +32,13 @@ class Paging:
     block_size: int  # in tokens
     window: int  # in tokens; 0 for full attention
 
+    # Decode fills its blocks, which may be larger, from their first token on.
+    edge: ClassVar = WINDOW_EDGE
+
     def wanted(self, num_tokens: int) -> range:
         """The block table entries that decode may read, of a prompt of `num_tokens`."""
         start = num_tokens - self.window if self.window else 0
-        # Decode fills its blocks, which may be larger, from their first token on.
-        begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
+        begin = max(0, start) // self.edge * self.edge
         return entries(begin, num_tokens - begin, self.block_size)
 
     def count(self, num_tokens: int) -> int:
@@ -47,6 +49,21 @@ class Paging:
         """Cut the entries for `tokens` out of vLLM's whole block table."""
         span = entries(tokens.start, len(tokens), self.block_size)
         return table_of(ids[span.start : span.stop], span.start)
+
+
+@dataclass(frozen=True)
+class WholePaging(Paging):
+    """How vLLM pages a cache group of whole blocks (`Group.whole`), which are as large on decode.
+
+    A window's blocks may have as few as 4 tokens, and each takes a block of the pool that all
+    groups share. So no block before the window is pinned.
+    """
+
+    most: int = MAX_COUNT  # blocks that a request has at a time
+    edge = 1
+
+    def count(self, num_tokens: int) -> int:
+        return min(super().count(num_tokens), self.most)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ else. The differences between vLLM versions are here too, at the top. `REFUSALS`
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -47,7 +48,7 @@ from nixl_kv.config import DYNAMO_VARIABLE, ON, Config
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.decode import Prompt, Rows
 from nixl_kv.connector.media import NO_MEDIA, Media, MediaItem, MediaRules
-from nixl_kv.connector.paging import Paging, StatePaging
+from nixl_kv.connector.paging import Paging, StatePaging, WholePaging
 from nixl_kv.errors import ConfigError, TicketRefused
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
@@ -97,6 +98,12 @@ SUPPORTED_SPECS: Final = {
     "ChunkedLocalAttentionSpec",
 }
 
+# Words for kinds that are not supported.
+OTHER_SPECS: Final = {
+    "CircularBufferSpec": " (a ring with the last tokens of each request)",
+    "KpoolTailSpec": " (the tokens that are not pooled yet)",  # vLLM 0.31
+}
+
 # The supported kinds of recurrent layers (vLLM's backend names), and how many states each has.
 STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
 
@@ -105,6 +112,11 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
             yield layer_spec(group.kv_cache_spec, layer)
+
+
+def other_kinds(kv_cache_config: KVCacheConfig) -> str:
+    names = {type(spec).__name__ for spec in specs(kv_cache_config)} - SUPPORTED_SPECS
+    return ", ".join(f"{name}{OTHER_SPECS.get(name, '')}" for name in sorted(names))
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:
@@ -144,8 +156,9 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig], bool]]] = {
     "caching): turn one of these on, or all media off (--language-model-only)": counts_media,
 }
 
-# The same for the cache, which vLLM describes after it has loaded the weights.
-CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
+# The same for the cache, which vLLM describes after it has loaded the weights. A condition may
+# return the names of its findings.
+CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool | str]]] = {
     f"recurrent state of kinds other than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
         for spec in specs(kv)
@@ -157,11 +170,13 @@ CACHE_REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]]
         and computed_on_decode(vllm) > 1
     ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
-    f"caches of kinds other than {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
-        type(spec).__name__ not in SUPPORTED_SPECS for spec in specs(kv)
+    f"caches of kinds other than {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: other_kinds(
+        kv
     ),
-    "several tokens in one stored state": lambda _, kv: any(
-        spec.tokens_per_state > 1 for spec in specs(kv)
+    "several tokens in one stored state together with decode context parallelism": (
+        lambda vllm, kv: (
+            has_whole_blocks(kv) and vllm.parallel_config.decode_context_parallel_size > 1
+        )
     ),
 }
 
@@ -182,9 +197,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | No
         raise ConfigError(f"NixlKVConnector does not support {NOR.join(refusals)}")
 
 
-def applying(refusals: Mapping[str, Callable[..., bool]], *about: object) -> list[str]:
-    """The reasons whose condition is true of these configurations."""
-    return [text for text, applies in refusals.items() if applies(*about)]
+def applying(refusals: Mapping[str, Callable[..., bool | str]], *about: object) -> list[str]:
+    """The reasons whose condition is true of these configurations, and what each has found."""
+    found = {text: applies(*about) for text, applies in refusals.items()}
+    return [text if it is True else f"{text}: {it}" for text, it in found.items() if it]
 
 
 # --- the configuration
@@ -414,12 +430,34 @@ def content_facts(vllm_config: VllmConfig, config: Config) -> ContentFacts:
 def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
     numbers = kv_cache_config.transfer_group_ids
     specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
-    return tuple(
-        StatePaging(number, spec.block_size)
-        if holds_state(spec)
-        else Paging(number, spec.block_size * num_stripes(vllm_config, spec), window(spec))
-        for number, spec in zip(numbers, specs, strict=True)
-    )
+    is_whole = has_whole_blocks(kv_cache_config)
+    # With several draft modules, decode computes more than the prompt's last token, so it attends
+    # to tokens before that one's window.
+    more = computed_on_decode(vllm_config) - 1
+
+    def paging(number: int, spec: Any) -> Paging:
+        if holds_state(spec):
+            return StatePaging(number, spec.block_size)
+        size, kept = spec.block_size * num_stripes(vllm_config, spec), window(spec)
+        kept += more if kept else 0
+        if not is_whole:
+            return Paging(number, size, kept)
+        if not kept:
+            return WholePaging(number, size, kept)
+        # Those of a step in progress and of the window, which are cut within a block each.
+        tokens = kept + vllm_config.max_in_flight_tokens
+        return WholePaging(number, size, kept, most=tokens // size + 2)
+
+    return tuple(itertools.starmap(paging, zip(numbers, specs, strict=True)))
+
+
+def has_whole_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether blocks are read whole: some layers keep one state for several tokens.
+
+    VLLM fixes the block sizes of such a model. The layers of a group may keep states for unequal
+    numbers of tokens, and the scheduler sees the first layer of each group alone.
+    """
+    return any(spec.tokens_per_state > 1 for spec in specs(kv_cache_config))
 
 
 def num_stripes(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:

@@ -35,6 +35,10 @@ multiple of the block sizes, the period:
 If a rank keeps only a stripe of the tokens, a segment has tokens that both sides keep and that are
 neighbours on both sides; there may be other tokens between them.
 
+In a group that is `whole`, bytes belong to a block, not to a token: `slot` is 0, and a part is that
+of a whole block. So one block may store any number of states, each for several tokens. Both sides
+have the same block size then.
+
 Peers send these records too, so each checks its own numbers and raises ValueError.
 """
 
@@ -210,7 +214,7 @@ class Group:
     `block_size` (in tokens) and `num_blocks` are those of the regions. An entry of vLLM's block
     table is `blocks_per_entry` consecutive blocks, and stands for the same tokens on all ranks.
     Tokens that are `window` or more before the prompt's last one are dropped; 0 keeps all. This
-    rank has the kept tokens of its `stripe`.
+    rank has the kept tokens of its `stripe`. `whole` blocks are read and compared in one piece.
     """
 
     block_size: int
@@ -219,6 +223,7 @@ class Group:
     regions: tuple[Region, ...]
     window: int = 0
     stripe: Stripe = ALL_TOKENS
+    whole: bool = False
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, high=1 << 20)
@@ -226,6 +231,8 @@ class Group:
         check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
         check_range("number of regions", len(self.regions), low=0, high=1 << 14)
         check_range("window", self.window, low=0, high=MAX_COUNT if self.stripe.count == 1 else 1)
+        if self.whole and self.stripe != ALL_TOKENS:
+            raise ValueError(f"ranks have {self.stripe.count} stripes of whole blocks; allowed: 1")
         if self.slots_per_entry % self.stripe.width:
             raise ValueError(
                 f"stripe width is {self.stripe.width}; "
@@ -245,6 +252,15 @@ class Group:
     def entry_size(self) -> int:
         """Tokens of the prompt per entry of the block table."""
         return self.slots_per_entry * self.stripe.count
+
+    @property
+    def unit(self) -> int:
+        """The number of tokens whose bytes have one place: 1, or those of a whole block."""
+        return self.block_size if self.whole else 1
+
+    @property
+    def units_per_block(self) -> int:
+        return self.block_size // self.unit
 
     @property
     def keeps_states(self) -> bool:
@@ -299,7 +315,7 @@ class CacheLayout:
     def bytes_per_token(self) -> int:
         """The average over the prompt's tokens, for all layers and heads of this rank."""
         return sum(
-            -(-region.num_heads * region.content // group.stripe.count)
+            -(-region.num_heads * region.content // (group.stripe.count * group.unit))
             for group in self.groups
             for region in group.regions
         )
@@ -336,7 +352,7 @@ def extent(region: Region, group: Group) -> int:
             part.offset
             + part.length
             + (part.count - 1) * part.stride
-            + (group.block_size - 1) * region.token_stride_of(part)
+            + (group.units_per_block - 1) * region.token_stride_of(part)
             for part in region.parts
         )
     )

@@ -210,11 +210,12 @@ class _Sizes(NamedTuple):
     window: int
     stripe_count: int
     stripe_width: int
+    whole: bool
 
     def group(self) -> Group:
         stripe = Stripe(self.stripe_count, 0, self.stripe_width)
         sizes = self.block_size, self.blocks_per_entry, self.blocks_per_entry
-        return Group(*sizes, (), self.window, stripe)
+        return Group(*sizes, (), self.window, stripe, self.whole)
 
 
 # A layer on one rank, without addresses: heads, bytes of each part of a head and token, sizes,
@@ -232,7 +233,9 @@ def pieces(layouts: Sequence[CacheLayout]) -> Pieces:
     for layout in layouts:
         for group in layout.groups:
             count, place, width = group.stripe.count, group.stripe.place, group.stripe.width
-            sizes = _Sizes(group.block_size, group.blocks_per_entry, group.window, count, width)
+            sizes = _Sizes(
+                group.block_size, group.blocks_per_entry, group.window, count, width, group.whole
+            )
             for r in group.regions:
                 heads = (r.first_head, r.first_head + r.num_heads)
                 lengths = tuple([part.count * part.length for part in r.parts])
@@ -295,11 +298,12 @@ def _layer_mismatches(mine: Sequence[_Piece], theirs: Sequence[_Piece]) -> list[
     if any(len(side) > 1 for side in kinds):
         return [Mismatch("number of kinds of cache among the ranks", *map(len, kinds))]
     ((lengths, sizes),), ((their_lengths, their_sizes),) = kinds
+    both_lengths = lengths, their_lengths
     elements = [", ".join(sorted({piece[4] for piece in side})) for side in (mine, theirs)]
     heads = _compare("number of KV heads", _count_heads(mine), _count_heads(theirs))
     return [
         *_compare("KV cache dtype", *elements),
-        *_compare("bytes per head", lengths, their_lengths),
+        *_compare("bytes per head and block" if sizes.whole else "bytes per head", *both_lengths),
         *heads,
         *([] if heads else _scale_mismatches(mine, theirs)),
         *_block_mismatches(sizes.group(), their_sizes.group()),
@@ -362,6 +366,9 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     # Prefill must keep all tokens that decode's window reaches.
     if theirs.window and not 0 < mine.window <= theirs.window:
         mismatches.append(Mismatch("sliding window", mine.window or None, theirs.window))
+    if mine.whole or theirs.whole:
+        sizes = [f"{g.block_size}{'' if g.whole else ', not whole'}" for g in (mine, theirs)]
+        return mismatches + _compare("block size (blocks are read whole)", *sizes)
     is_striped = max(mine.stripe.count, theirs.stripe.count) > 1
     limit = MAX_STRIPED_SEGMENTS if is_striped else MAX_TOKEN_SEGMENTS
     if num_token_segments(mine, theirs) > limit:

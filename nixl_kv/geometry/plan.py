@@ -150,6 +150,8 @@ class OverlapGroup:
         """The runs of `num_tokens` tokens in block 0, from two slots on; raises like `Overlap`."""
         layers: list[Runs] = []
         total = 0
+        if self.groups[0].whole:
+            num_tokens, slots = 1, (0, 0)
         for overlap, bases in self.bases.items():
             relative = overlap.runs(num_tokens, slots)
             total += len(relative.length) * bases.shape[1]

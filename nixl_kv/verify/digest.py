@@ -183,7 +183,7 @@ def describe_difference(local: Digest, remote: Digest, slices: Sequence[LocalSli
 
 def _content(local: LocalSlice) -> Iterator[tuple[Ints, Bytes]]:
     """Batches of token numbers and their content, shape (heads, tokens, bytes)."""
-    positions, size, content = local.positions, local.group.block_size, local.part.content
+    positions, size, content = local.positions, local.group.units_per_block, local.part.content
     blocks = _view_blocks(local)
     batch = max(1, STEP_BYTES // (local.num_heads * size * content))
     for first in range(0, len(local.ids), batch):
@@ -197,9 +197,9 @@ def _content(local: LocalSlice) -> Iterator[tuple[Ints, Bytes]]:
 
 
 def _view_blocks(local: LocalSlice) -> npt.NDArray[np.generic]:
-    """All blocks of the cache, shape (heads, blocks, tokens, pieces, units of a piece)."""
+    """All blocks of the cache, shape (heads, blocks, units, pieces, bytes of a piece)."""
     part, group, region = local.part, local.group, local.region
-    shape = (local.num_heads, group.num_blocks, group.block_size, part.count, part.length)
+    shape = (local.num_heads, group.num_blocks, group.units_per_block, part.count, part.length)
     strides = (region.head_stride, region.block_stride, local.token_stride, part.stride, 1)
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(local.base))

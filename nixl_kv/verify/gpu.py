@@ -201,7 +201,7 @@ class KernelDigester:
         numbers = np.repeat([row for row, _ in batch], counts) + within
         strides = np.repeat([one.region.head_stride for _, one in batch], counts)
         bases = np.repeat([one.base for _, one in batch], counts) + within * strides
-        size, begin = first.group.block_size, first.positions.start - first.first_position
+        size, begin = first.group.units_per_block, first.positions.start - first.first_position
         step_bytes = shape.step * shape.unit
         in_block = np.arange(size) * (first.token_stride // step_bytes)
         places = first.ids[:, None] * np.int64(first.region.block_stride // step_bytes) + in_block
@@ -251,7 +251,7 @@ def _shapes(groups: Sequence[Group], address: int) -> dict[tuple[int, ...], Shap
         number, length, count, stride = key
         unit = math.gcd(digest.WORD, alignment, length, stride)
         sizes = alignment // unit, length // unit, count, stride // unit
-        shapes[key] = Shape(unit, *sizes, groups[number].keeps_states)
+        shapes[key] = Shape(unit, *sizes, groups[number].keeps_states or groups[number].whole)
     return shapes
 
 

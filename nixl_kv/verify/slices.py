@@ -37,7 +37,8 @@ class LocalSlice(NamedTuple):
     It has the tokens that both this rank's stripe and the `other` rank's stripe hold. `ids` are the
     region's blocks, from the block with this rank's first of these tokens to the block with its
     last. In an opaque region `end` is the end of a block, because any byte of a block may belong to
-    its last token.
+    its last token. In a group of whole blocks a position is that of a block, which has the number
+    of its first token.
     """
 
     region: Region
@@ -75,17 +76,17 @@ class LocalSlice(NamedTuple):
 
     @property
     def positions(self) -> range:
-        stripe = self.group.stripe
-        return range(stripe.num_before(self.begin), stripe.num_before(self.end))
+        stripe, unit = self.group.stripe, self.group.unit
+        return range(stripe.num_before(self.begin) // unit, -(-stripe.num_before(self.end) // unit))
 
     @property
     def first_position(self) -> int:
         """The position at which the first block begins."""
-        size = self.group.block_size
+        size = self.group.units_per_block
         return self.positions.start // size * size
 
     def tokens(self, positions: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        tokens = self.group.stripe.token(positions)
+        tokens = self.group.stripe.token(positions * self.group.unit)
         return tokens, self.other.holds(tokens)
 
 

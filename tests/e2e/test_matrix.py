@@ -31,6 +31,7 @@ from harness.cluster.engines import (
     Engine,
     EngineSpec,
     halves,
+    shim_env,
 )
 from harness.cluster.metrics import (
     COMPUTED_TOKENS,
@@ -44,7 +45,14 @@ from harness.cluster.models.families import FAMILIES
 from harness.cluster.models.files import REPO, ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt
-from support.engines import EVENT_S, OFFER_TTL_S, expect_free, without_connector
+from support.engines import (
+    EVENT_S,
+    HAS_BFLOAT16,
+    NO_BFLOAT16,
+    OFFER_TTL_S,
+    expect_free,
+    without_connector,
+)
 from support.gpus import visible
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
@@ -119,6 +127,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuda_env: dict[str, str] = {}
     devices: tuple[Device, ...] = ("cpu", "cuda")  # for which vLLM has what it needs
     answer_tokens: int = 16
+    lengths: tuple[int, ...] = LENGTHS  # of prompts
+    cpu_shim: str | None = None  # a folder of harness/cluster that mends vLLM's CPU build
+    rounds_by_tp: bool = False  # so the single engine needs decode's TP
 
 
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +147,8 @@ def why_not(model: str, cell: Cell) -> str:
         return f"not for {DEVICE}"
     if DEVICE == "cuda" and ranks > NUM_GPUS:
         return f"needs {ranks} GPUs"
+    if DEVICE == "cpu" and MATRIX.models[model].cpu_shim and not HAS_BFLOAT16:
+        return NO_BFLOAT16
     # In a vLLM 0.33 that scripts/install has repacked, decode steps of an MLA model give other
     # tokens than a prefill of the same text.
     versions = [each.metadata["Version"] for each in distributions(name="vllm")]
@@ -145,6 +158,8 @@ def why_not(model: str, cell: Cell) -> str:
     # `_apply_grammar_bitmask_kernel`, "mask has unsupported dtype".
     if os.environ.get(MODEL_RUNNER) == "v2" and max(cell.prefill.pp, cell.decode.pp) > 1:
         return "vLLM's V2 runner has no pipelines on CPU"
+    if os.environ.get(MODEL_RUNNER) == "v2" and MATRIX.models[model].cpu_shim:
+        return "one shim at a time"  # both are a sitecustomize.py
     return ""
 
 
@@ -178,7 +193,8 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
     if DEVICE == "cpu":
         flags = (*arguments, *served.cpu_flags, *shape.flags)
         cores = halves(os.sched_getaffinity(0))[side]
-        return replace(spec, dtype=served.cpu_dtype, extra_args=flags, cores=cores)
+        env = shim_env(served.cpu_shim) if served.cpu_shim else {}
+        return replace(spec, dtype=served.cpu_dtype, extra_args=flags, cores=cores, extra_env=env)
     # Engines of one rank have a GPU each, if there are as many; larger ones begin at the first.
     gpus = [side % NUM_GPUS] if shape.ranks == 1 else range(shape.ranks)
     return replace(
@@ -206,29 +222,36 @@ def reference_of(
     """Asks a model's single engine the prompts of all chosen cells at once."""
 
     @functools.cache
-    def references(model: str) -> dict[str, Reference]:
+    def references(model: str, tp: int) -> dict[str, Reference]:
         items = [one.callspec.params for one in request.session.items if one.path == request.path]  # type: ignore[attr-defined]
         chosen = [params["cell"] for params in items if params["model"] == model]
         if model == "qwen3" and DEVICE == "cpu":
             engine: Engine = request.getfixturevalue("base_engines")[2]
         else:
-            spec = without_connector(spec_of(model, Shape(), 0), f"{model}-single")
+            spec = without_connector(spec_of(model, Shape(tp=tp), 0), f"{model}-single-{tp}")
             (engine,) = engines.start(replace(spec, cores=frozenset()))
         with Client(engine.url, timeout_s=REQUEST_TIMEOUT_S) as single:
-            return {cell.name: ask_single(single, model, cell) for cell in chosen}
+            cells = [cell for cell in chosen if tp_of_single(model, cell) == tp]
+            return {cell.name: ask_single(single, model, cell) for cell in cells}
 
-    return lambda model, cell: references(model)[cell.name]
+    return lambda model, cell: references(model, tp_of_single(model, cell))[cell.name]
+
+
+def tp_of_single(model: str, cell: Cell) -> int:
+    return cell.decode.tp if MATRIX.models[model].rounds_by_tp else 1
 
 
 def ask_single(single: Client, model: str, cell: Cell) -> Reference:
     """Each cell has prompts of its own; the last ones are second turns of earlier ones."""
     since, tokens = CountersSince(single), MATRIX.models[model].answer_tokens
     seed = FIRST_SEED + MATRIX.cells.index(cell)
-    first = {n: Question.of(single, random_prompt(n, seed), tokens) for n in LENGTHS}
+    lengths = MATRIX.models[model].lengths
+    first = {n: Question.of(single, random_prompt(n, seed), tokens) for n in lengths}
     later = [
         f"{first[length].prompt} {first[length].expected.text.strip()} "
         f"{random_prompt(NEW_WORDS, seed)}"
         for length in CONTINUED
+        if length in first
     ]
     more = [Question.of(single, prompt, tokens) for prompt in later]
     return [*first.values(), *more], accepted_share(since.changed())

@@ -24,6 +24,8 @@ from support.digest_caches import (
     layout_of,
     reference,
     slices_of,
+    whole_layout,
+    whole_slices,
 )
 
 torch = pytest.importorskip("torch")
@@ -84,6 +86,12 @@ def test_the_sums_are_those_of_the_reference(order: str, sizes: Sizes) -> None:
 def test_the_sums_of_states_beside_kv_are_those_of_the_reference(end: int) -> None:
     both = Both(hybrid_layout)
     assert is_equal(*both.digests(partial(hybrid_slices, end=end)))
+
+
+@pytest.mark.parametrize(("end", "begin"), [(1, 0), (300, 256), (511, 0)])
+def test_the_sums_of_whole_blocks_are_those_of_the_reference(end: int, begin: int) -> None:
+    both = Both(whole_layout)
+    assert is_equal(*both.digests(partial(whole_slices, end=end, begin=begin)))
 
 
 def test_each_flipped_bit_changes_one_row_and_one_column() -> None:

@@ -227,6 +227,7 @@ def typical(
     stripes: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
     model: Sequence[Layer] = (Layer("a", 4, 3, 3), Layer("b", 4, 3, 3), Layer("c", 4, 3, 3)),
     tokens: range = range(21),
+    whole: bool = False,
 ) -> Case:
     """Three layers in one group; pairs are (decode, prefill), stripes (how many, width)."""
     names = tuple(layer.name for layer in model)
@@ -234,7 +235,8 @@ def typical(
     engines = []
     for side in (0, 1):
         count, width = stripes[side]
-        blocks = Blocks(tokens=block[side], per_entry=per_entry[side], stripes=count, width=width)
+        sizes = {"tokens": block[side], "per_entry": per_entry[side]}
+        blocks = Blocks(**sizes, stripes=count, width=width, whole=whole)
         groups = Groups((names,), (0,), (blocks,), stacked=False)
         edges = np.linspace(0, len(names), pp[side] + 1).astype(int).tolist()
         stages = tuple(names[first:last] for first, last in itertools.pairwise(edges))

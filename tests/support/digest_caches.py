@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -93,6 +94,48 @@ def hybrid_slices(layout: CacheLayout, end: int) -> list[LocalSlice]:
         KVSlice(region.layer, 0, region.num_heads, begin)
         for group, begin in zip(layout.groups, (0, end - 1), strict=True)
         for region in group.regions
+    ]
+    return find_slices(layout, wanted, tables, end=end)
+
+
+WHOLE: Final = {
+    "long": (256, 37376),
+    "short": (256, 1168),
+    "odd": (64, 8451),
+    "states": (4, 32768),
+}
+"""The tokens of a block, and its bytes, of layers in groups of whole blocks."""
+
+
+def whole_layout(base: int, *, gpu: bool = False) -> CacheLayout:
+    """Groups of whole blocks, which share one pool of 12."""
+    page = 40000
+    groups = tuple(
+        Group(
+            tokens,
+            12,
+            1,
+            tuple(
+                Region(name, base + 4 * n, page, size, page, 0, 1, (Part(0, size),))
+                for n, (name, (own, size)) in enumerate(WHOLE.items())
+                if own == tokens
+            ),
+            whole=True,
+        )
+        for tokens in dict.fromkeys(tokens for tokens, _ in WHOLE.values())
+    )
+    return CacheLayout(groups, "VRAM" if gpu else "DRAM", 0, (Span(base, 12 * page),))
+
+
+def whole_slices(layout: CacheLayout, end: int, begin: int = 0) -> list[LocalSlice]:
+    """All layers; their blocks may be those of other groups as well."""
+    ids = np.random.default_rng(1).permutation(12)
+    tables = [
+        Table.of(np.resize(ids, -(-end // group.block_size)).astype(np.int32))
+        for group in layout.groups
+    ]
+    wanted = [
+        KVSlice(region.layer, 0, 1, begin) for group in layout.groups for region in group.regions
     ]
     return find_slices(layout, wanted, tables, end=end)
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from harness.cluster.client import Client, Counters
 from harness.cluster.cluster import Cluster
@@ -39,6 +40,9 @@ EVENT_S = 90.0
 """How long an event may take on a busy machine. Nothing but a failed test waits so long."""
 
 SETTLING = 8  # tokens, each a step: then an engine has published all that it had counted before
+
+HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+NO_BFLOAT16 = "vLLM's kernels of this model need bfloat16 (AVX512-BF16 or AMX)"
 
 
 def without_connector(spec: EngineSpec, name: str) -> EngineSpec:

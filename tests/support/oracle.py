@@ -53,7 +53,8 @@ class Layer:
 @dataclass(frozen=True)
 class Blocks:
     """How a group's memory is divided. After each content `pad` bytes, after each block `gap`
-    bytes are unused. Of `stripes` ranks each has `width` tokens in turn."""
+    bytes are unused. Of `stripes` ranks each has `width` tokens in turn. `whole` blocks are told to
+    the planner without their tokens."""
 
     count: int = 1
     tokens: int = 1
@@ -62,6 +63,7 @@ class Blocks:
     gap: int = 0
     stripes: int = 1
     width: int = 1
+    whole: bool = False
 
     @property
     def entry_size(self) -> int:
@@ -184,8 +186,23 @@ def _group(store: Store, base: int, tp_rank: int) -> Group:
     layers = [layer for layer in store.layers if not layer.name.startswith(UNUSED)]
     blocks, window = store.blocks, max((layer.window for layer in layers), default=0)
     regions = tuple(store.region(layer, base) for layer in layers)
+    if blocks.whole:
+        regions = tuple(_whole(region, blocks.tokens) for region in regions)
     stripe = Stripe(blocks.stripes, tp_rank % blocks.stripes, blocks.width)
-    return Group(blocks.tokens, blocks.count, blocks.per_entry, regions, window, stripe)
+    sizes = blocks.tokens, blocks.count, blocks.per_entry
+    return Group(*sizes, regions, window, stripe, blocks.whole)
+
+
+def _whole(region: Region, tokens: int) -> Region:
+    """Each part has all tokens of a block."""
+    steps = [region.token_stride_of(part) for part in region.parts]
+    parts = tuple(
+        Part(part.offset, part.length, tokens, step)
+        if step > part.length
+        else Part(part.offset, part.length * tokens)
+        for part, step in zip(region.parts, steps, strict=True)
+    )
+    return replace(region, parts=parts, token_stride=1)
 
 
 @dataclass(frozen=True)

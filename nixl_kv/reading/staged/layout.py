@@ -91,17 +91,14 @@ def staged_layout(
                 f"heads of {layer!r} are {heads[0]} to {heads[1]}; allowed: within {first} to {end}"
             )
     wanted = sorted((regions[layer] for layer in share), key=lambda region: region.base)
-    cut, size = _cut(wanted, share, source.block_size)
+    cut, size = _cut(wanted, share, source.units_per_block)
     num_entries = ring.length // (size * source.blocks_per_entry)
     if not cut or not num_entries:
         raise ValueError(f"a block has {size} bytes; allowed: at most {ring.length}, the ring's")
-    group = Group(
-        source.block_size,
-        num_entries * source.blocks_per_entry,
-        source.blocks_per_entry,
-        tuple(replace(r, base=ring.address - 1 + r.base, block_stride=size) for r in cut),
-        source.window,
-        source.stripe,
+    group = replace(
+        source,
+        num_blocks=num_entries * source.blocks_per_entry,
+        regions=tuple(replace(r, base=ring.address - 1 + r.base, block_stride=size) for r in cut),
     )
     return CacheLayout((group,), memory, device, (ring,))
 

@@ -324,6 +324,11 @@ def python_path(first: Path) -> str:
     return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
 
 
+def shim_env(name: str) -> dict[str, str]:
+    """For engines with a folder of this one that has a sitecustomize.py for vLLM on CPU."""
+    return {"PYTHONPATH": python_path(TRITON_ON_CPU.parent / name), "TRITON_INTERPRET": "1"}
+
+
 def halves(cores: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
     """The cores in two parts, for prefill and decode; a single core is in both.
 

@@ -16,13 +16,17 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
 
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import Region, Span, Stripe
+from nixl_kv.geometry.layout import Part, Region, Span, Stripe
 from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
 from support.vllm_objects import LAYERS, kv_cache_config, kv_caches, vllm_config
 
@@ -216,6 +220,74 @@ def test_a_backend_that_is_not_known_is_read_in_whole_blocks_by_its_likes(
     del module.attn_backend  # a cache without attention
     module.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
     assert kv_layout.Layer(config, name, group.kv_cache_spec, tensor).backend == "INDEXER"
+
+
+# --- whole blocks
+
+
+@pytest.fixture
+def compressed() -> tuple[VllmConfig, KVCacheConfig, dict[str, torch.Tensor]]:
+    """Layers a and b keep a state for 4 or 128 tokens, c rows of a window; their pages are padded.
+
+    All share one pool of blocks.
+    """
+    latent = {"num_kv_heads": 1, "head_size": 584, "dtype": torch.uint8, "max_tp_shards": 1}
+    full = {
+        name: MLAAttentionSpec(**latent, block_size=256, tokens_per_state=tokens)
+        for name, tokens in (("a", 4), ("b", 128))
+    }
+    short = SlidingWindowMLASpec(
+        **{**latent, "head_size": 512, "dtype": torch.float32}, block_size=4, sliding_window=8
+    )
+    groups = [
+        KVCacheGroupSpec(["a", "b"], UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=full)),
+        KVCacheGroupSpec(["c"], short),
+    ]
+    page, pool = 40000, torch.zeros(3 * 40000, dtype=torch.uint8)
+    caches = {
+        "a": pool.as_strided((3, 1, 64, 584), (page, 64 * 584, 584, 1)),
+        "b": pool.as_strided((3, 1, 2, 584), (page, 2 * 584, 584, 1), 37440),
+        "c": pool.view(torch.float32).as_strided((3, 1, 4, 512), (page // 4, 2048, 512, 1)),
+    }
+    config = vllm_config()
+    for name in caches:
+        backend = SimpleNamespace(get_name=lambda: "SPARSE")
+        layer = SimpleNamespace(attn_backend=backend)
+        config.compilation_config.static_forward_context[name] = layer
+    return config, KVCacheConfig(3, [], groups), caches
+
+
+def test_groups_of_states_for_several_tokens_are_of_whole_blocks(
+    compressed: tuple[VllmConfig, KVCacheConfig, dict[str, torch.Tensor]],
+) -> None:
+    """A block is one part, without its padding, however many tokens a state is for."""
+    layout = kv_layout.cache_layout(*compressed)
+    groups = [(group.block_size, group.window, group.whole) for group in layout.groups]
+    assert groups == [(256, 0, True), (4, 8, True)]
+    base = layout.spans[0].address
+    assert [
+        (region.layer, region.base - base, region.block_stride, region.parts, region.opaque)
+        for group in layout.groups
+        for region in group.regions
+    ] == [
+        ("a", 0, 40000, (Part(0, 37376),), True),
+        ("b", 37440, 40000, (Part(0, 1168),), True),
+        ("c", 0, 40000, (Part(0, 8192),), False),
+    ]
+
+
+def test_whole_blocks_may_be_in_rows_and_divided_for_kernels(
+    compressed: tuple[VllmConfig, KVCacheConfig, dict[str, torch.Tensor]],
+) -> None:
+    """The rows of a head lie apart where another head's are between them."""
+    config, cache, _ = compressed
+    cache.kv_cache_groups[0].layer_names.remove("b")
+    tensor = torch.zeros(6, 16, 2, 8, dtype=torch.uint8).transpose(1, 2)
+    group = kv_layout.cache_layout(config, cache, {"a": tensor}).groups[0]
+    assert (group.block_size, group.blocks_per_entry, group.num_entries) == (128, 2, 3)
+    (region,) = group.regions
+    assert (region.num_heads, region.head_stride) == (2, 8)
+    assert region.parts == (Part(0, 8, 16, 16),)
 
 
 # --- what the bytes mean

@@ -4,7 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nixl_kv.connector.paging import Paging, Pins, RequestBlocks, StatePaging, table_of
+from nixl_kv.connector.paging import (
+    Paging,
+    Pins,
+    RequestBlocks,
+    StatePaging,
+    WholePaging,
+    table_of,
+)
 from nixl_kv.geometry.layout import Table
 from support.cache_manager import CacheManager
 from support.records import P1, written_out
@@ -27,6 +34,23 @@ def test_decode_may_ask_for_the_blocks_of_the_window(
     paging: Paging, num_tokens: int, wanted: range
 ) -> None:
     """From a multiple of 256 tokens on: its own blocks may be as large."""
+    assert paging.wanted(num_tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    ("paging", "num_tokens", "wanted"),
+    [
+        pytest.param(WholePaging(0, 256, 0), 513, range(3), id="all"),
+        pytest.param(WholePaging(0, 4, 8), 20, range(3, 5), id="the window is two blocks"),
+        pytest.param(WholePaging(0, 4, 8), 21, range(3, 6), id="or three"),
+        pytest.param(WholePaging(0, 8, 128), 300, range(21, 38), id="or 17, but not 38"),
+        pytest.param(WholePaging(0, 4, 8), 3, range(1), id="a prompt shorter than the window"),
+    ],
+)
+def test_of_whole_blocks_decode_asks_for_those_of_the_window_alone(
+    paging: Paging, num_tokens: int, wanted: range
+) -> None:
+    """Its own are as large."""
     assert paging.wanted(num_tokens) == wanted
 
 
@@ -59,7 +83,10 @@ def test_a_group_has_the_entries_of_the_tokens_or_the_last_state(
 
 @pytest.mark.parametrize(
     ("paging", "num_tokens", "count"),
-    [(FULL, 0, 0), (FULL, 5, 2), (STATES, 0, 0), (STATES, 1, 1), (STATES, 100, 1)],
+    [
+        *[(FULL, 0, 0), (FULL, 5, 2), (STATES, 0, 0), (STATES, 1, 1), (STATES, 100, 1)],
+        *[(WholePaging(0, 4, 8, most=9), count, blocks) for count, blocks in ((5, 2), (100, 9))],
+    ],
 )
 def test_how_many_blocks_tokens_take(paging: Paging, num_tokens: int, count: int) -> None:
     assert paging.count(num_tokens) == count
@@ -156,3 +183,15 @@ def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
     assert manager.block_pool.touched == {}
     assert blocks.tables(20, blocks.current(P1), pins) == (Table.of([7], first=19),)
     assert blocks.count(20) == 1
+
+
+def test_of_whole_blocks_those_before_the_window_are_not_pinned() -> None:
+    """Each takes a whole block of the pool, however few tokens it has."""
+    pins: Pins = {}
+    manager = CacheManager({P1: ([1, 2], list(range(3, 78)))})
+    blocks = blocks_of(manager, WholePaging(0, 256, 0), WholePaging(1, 4, 8))
+    blocks.pin(P1, 300, pins)
+    assert manager.block_pool.pinned == {76, 77}
+    full, window = blocks.tables(300, blocks.current(P1), pins)
+    assert (written_out(full), window) == ([1, 2], Table.of([76, 77], first=73))
+    assert not blocks.are_kept

@@ -14,11 +14,14 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -26,7 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector import vllm_config as module
 from nixl_kv.connector.kv_layout import choose_interleave
-from nixl_kv.connector.paging import Paging, StatePaging
+from nixl_kv.connector.paging import Paging, StatePaging, WholePaging
 from nixl_kv.connector.plugin import Where, run_checks
 from nixl_kv.connector.vllm_config import (
     CACHE_REFUSALS,
@@ -123,6 +126,10 @@ class NewSpec(FullAttentionSpec):
     """A later vLLM's."""
 
 
+class CircularBufferSpec(AttentionSpec):
+    """VLLM 0.31 has none."""
+
+
 PCP = changing("parallel_config.prefill_context_parallel_size", 2)
 BUFFER = changing("kv_transfer_config.kv_buffer_device", "tpu")
 EXPERTS = changing("aux_output_config", SimpleNamespace(enable_return_routed_experts=True))
@@ -134,8 +141,11 @@ REFUSED: dict[str, tuple[Callable[[VllmConfig], None] | None, KVCacheConfig]] = 
     "the experts of each token": (EXPERTS, cache_of(FULL)),
     "images, audio and video without content hashes": (media(), cache_of(FULL)),
     "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1": (None, OTHER_STATES),
-    "several tokens in one stored state": (None, cache_of(STATES)),
-    "than ChunkedLocalAttentionSpec, Full": (None, cache_of(NewSpec(**ATTENTION))),
+    "than ChunkedLocalAttentionSpec, Full.*: NewSpec$": (None, cache_of(NewSpec(**ATTENTION))),
+    r"caches of kinds .*: CircularBufferSpec \(a ring with the last tokens of each request\)$": (
+        None,
+        cache_of(FULL, CircularBufferSpec(**ATTENTION)),
+    ),
 }
 if not has_sleep_hooks():
     REFUSED["sleep mode"] = changing("model_config.enable_sleep_mode", value=True), cache_of(FULL)
@@ -575,6 +585,46 @@ def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch
 def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
     assert window(spec) == tokens
     assert pagings(vllm_config(), cache_of(spec)) == (Paging(0, 32, tokens),)
+
+
+LATENT = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.uint8, "max_tp_shards": 1}
+SHORT = SlidingWindowMLASpec(**LATENT, block_size=4, sliding_window=8)
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        MLAAttentionSpec(**LATENT, block_size=256, tokens_per_state=4),
+        UniformTypeKVCacheSpecs(
+            block_size=256,
+            kv_cache_specs={
+                "layers.0": MLAAttentionSpec(**LATENT, block_size=256, tokens_per_state=4),
+                "layers.1": MLAAttentionSpec(**LATENT, block_size=256, tokens_per_state=128),
+            },
+        ),
+    ],
+    ids=["as the scheduler sees a group", "as a worker does"],
+)
+def test_blocks_are_whole_where_a_layer_keeps_one_state_for_several_tokens(full: Any) -> None:
+    """In all groups: vLLM fixes the sizes of their blocks."""
+    config = vllm_config()
+    most = (8 + config.max_in_flight_tokens) // 4 + 2
+    cache = cache_of(full, SHORT)
+    check_supported(config, cache)
+    assert pagings(config, cache) == (WholePaging(0, 256, 0), WholePaging(1, 4, 8, most=most))
+    assert pagings(config, cache_of(FULL, SHORT)) == (Paging(0, 32, 0), Paging(1, 4, 8))
+    config.parallel_config.decode_context_parallel_size = 2
+    words = "several tokens in one stored state together with decode context parallelism$"
+    with pytest.raises(ConfigError, match=words):
+        check_supported(config, cache)
+
+
+def test_prefill_keeps_the_window_of_the_first_token_that_decode_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several draft modules that is not the prompt's last one."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", 3)
+    assert [paging.window for paging in pagings(vllm_config(), cache_of(FULL, SHORT))] == [0, 10]
 
 
 # --- tokens that are divided among ranks

@@ -31,6 +31,14 @@ EVEN = tuple(Layer(name, 4, 6, 4) for name in "abc")
 MIXED = (Layer("a", 1, 5, 0), Layer("b", 4, 2, 3), Layer("c", 12, 1, 4))
 
 
+WHOLE = [
+    pytest.param({"whole": True, "tokens": range(8, 21)}, id="whole blocks"),
+    pytest.param({"whole": True, "model": LATENT, "tp": (2, 3)}, id="whole blocks on all ranks"),
+    pytest.param(
+        {"whole": True, "orders": ("LBNHC", "BHLNC"), "tp": (2, 1), "per_entry": (2, 2)},
+        id="whole blocks of a head in rows and in one run",
+    ),
+]
 TYPICAL = [
     pytest.param({"tp": (8, 8)}, id="TP 8 to 8, each head twice on both sides"),
     pytest.param({"tp": (4, 2), "pp": (1, 2)}, id="PP 2 TP 2 to TP 4"),
@@ -55,6 +63,7 @@ TYPICAL = [
         {"tp": (4, 2), "block": (4, 6), "orders": ("BHLNC", "LB2NHC")},
         id="TP, block size and order differ",
     ),
+    *WHOLE,
 ]
 
 

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -352,7 +353,7 @@ def test_layers_with_equal_overlaps_are_planned_once() -> None:
     ],
 )
 def test_which_layouts_have_all_tokens_in_one_line(
-    orders: tuple[str, str], heads: int, changes: dict[str, int], *, expected: bool
+    orders: tuple[str, str], heads: int, changes: dict[str, Any], *, expected: bool
 ) -> None:
     layers = [Layer(name, heads, 2, 2) for name in "ab"]
     blocks = Blocks(3, 4, **changes), Blocks(3, 4)

@@ -25,6 +25,8 @@ from support.digest_caches import (
     noise,
     reference,
     slices_of,
+    whole_layout,
+    whole_slices,
     window,
     with_opaque_layer,
 )
@@ -83,6 +85,15 @@ def test_states_are_digested_beside_kv(end: int) -> None:
     digester, slices = digester_of(layout), hybrid_slices(layout, end)
     assert is_equal(digest(digester, slices), reference(slices))
     assert is_equal(digest(digester, slices[5:-1]), reference(slices[5:-1]))
+
+
+@pytest.mark.parametrize(("end", "begin"), [(1, 0), (300, 256), (511, 0)])
+def test_whole_blocks_are_digested(end: int, begin: int) -> None:
+    (span,) = whole_layout(4).spans
+    host = noise(span.length)
+    layout = whole_layout(host.ctypes.data)
+    slices = whole_slices(layout, end, begin)
+    assert is_equal(digest(digester_of(layout), slices), reference(slices))
 
 
 def test_long_columns_are_summed() -> None:

@@ -6,6 +6,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from harness.cluster.models.deepseek_v4 import DeepseekV4
 from harness.cluster.models.recipe import (
     ATTENTION_GAIN,
     FULL,
@@ -419,6 +420,7 @@ _ALL: Final = (
     Gemma3,
     Gemma4,
     DeepseekV2,
+    DeepseekV4,
     Qwen3Next,
     Qwen3NextMtp,
     Granite4,

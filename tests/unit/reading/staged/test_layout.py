@@ -203,7 +203,7 @@ def _check_dense(packed: CacheLayout, remote: CacheLayout) -> None:
     """An entry has no gap, and each of its bytes once."""
     group = packed.groups[0]
     block = group.regions[0].block_stride
-    content = sum(r.content * r.num_heads * group.block_size for r in group.regions)
+    content = sum(r.content * r.num_heads * group.units_per_block for r in group.regions)
     assert content == block
     table = Table.of(np.zeros(1, dtype=np.int32))
     others = [Table.of(np.zeros(1, dtype=np.int32)) for _ in remote.groups]
@@ -216,6 +216,11 @@ def _check_dense(packed: CacheLayout, remote: CacheLayout) -> None:
 def test_typical_engines_exchange_all_kv() -> None:
     for changes in ({}, {"tp": (4, 2)}, {"block": (48, 32), "tokens": range(48, 150)}):
         check(typical(**changes), StagedPair)
+
+
+@pytest.mark.parametrize("orders", [("LBHNC", "LBNHC"), ("LBNHC", "LBHNC"), ("BHLNC", "BLNHC")])
+def test_whole_blocks_are_staged_as_well(orders: tuple[str, str]) -> None:
+    check(typical(whole=True, tp=(2, 1), orders=orders, tokens=range(8, 21)), StagedPair)
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)])
