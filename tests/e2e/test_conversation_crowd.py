@@ -85,15 +85,16 @@ CROWDS: Final = (
 def talk(prefill: Engine, decode: Engine, number: int) -> list[tuple[str, Ended]]:
     """The prompts of one conversation, and how they ended; it ends with the first error."""
     history, said = random_prompt(FIRST, seed=880_000 + number), list[tuple[str, Ended]]()
-    with Pair(prefill, decode, timeout_s=CLIENT_TIMEOUT_S) as pair:
-        for turn in range(TURNS):
+    for turn in range(TURNS):
+        # Each turn has its own connections: engines close those that are idle for 5 s.
+        with Pair(prefill, decode, timeout_s=CLIENT_TIMEOUT_S) as pair:
             complete = partial(pair.complete, history, ANSWERED, skip_special_tokens=False)
             said.append((history, ask(complete)))
-            answer = said[-1][1].answer
-            if answer is None:
-                break
-            more = random_prompt(NEW, seed=890_000 + number * TURNS + turn)
-            history = f"{history} {answer.text} {more}"
+        answer = said[-1][1].answer
+        if answer is None:
+            break
+        more = random_prompt(NEW, seed=890_000 + number * TURNS + turn)
+        history = f"{history} {answer.text} {more}"
     return said
 
 
@@ -135,7 +136,7 @@ def test_conversations_with_full_caches(cluster: Cluster, crowd: Crowd) -> None:
     print(f"preempted on decode: {on_decode.get(PREEMPTIONS, 0):.0f}")
     judged = zip(questions, [ended for _, ended in said], strict=True)
     assert kinds(judged) == {"right": crowd.num_chats * TURNS}
-    assert on_decode[TOKENS] > 2 * crowd.decode * BLOCK, "decode's cache was not full"
+    assert on_decode[TOKENS] > crowd.decode * BLOCK, "all of it fits into the cache of decode"
     assert outcomes["read"] > 0
     assert found >= outcomes["read"] * BLOCK
     assert sum(outcomes.values()) <= crowd.num_chats * (TURNS - 1)
