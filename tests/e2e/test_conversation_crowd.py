@@ -62,10 +62,10 @@ class Crowd:
         name = f"crowd-of-{self.num_chats}"
         config = {**PATIENT, "request_timeout_s": CLIENT_TIMEOUT_S}
         lengths = ("--max-model-len", "1024")
-        model, block = ensure_tiny_model(), {"block_size": BLOCK}
-        one, two = pair_specs(model, connector_config=config, extra_args=lengths)
-        prefill = conversing(one, f"{name}-prefill", "both", num_blocks=self.prefill, **block)
-        decode = conversing(two, f"{name}-decode", "decode", num_blocks=self.decode, **block)
+        model = ensure_tiny_model()
+        one, two = pair_specs(model, connector_config=config, extra_args=lengths, block_size=BLOCK)
+        prefill = conversing(one, f"{name}-prefill", "both", num_blocks=self.prefill)
+        decode = conversing(two, f"{name}-decode", "decode", num_blocks=self.decode)
         bounded = (*decode.extra_args, "--max-num-seqs", str(self.running))
         single = without_connector(decode, f"{name}-single")
         everything = 2 * self.num_chats * BLOCKS_OF_CHAT

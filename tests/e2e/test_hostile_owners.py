@@ -153,8 +153,8 @@ def target(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Target]
         conversing(decode, decode.name, "decode", is_insecure=not request.param),
     ]
     with (
-        started(cluster, *specs) as engines,
-        Pair(*engines, timeout_s=TIMEOUT_S) as pair,
+        started(cluster, *specs) as (first, second),
+        Pair(first, second, timeout_s=TIMEOUT_S) as pair,
         listening(ELSEWHERE, HOST) as servers,
     ):
         yield Target(pair, *servers)
@@ -227,10 +227,13 @@ def test_other_servers_of_a_peer(target: Target) -> None:
 def test_tampered_owners(target: Target) -> None:
     owner = owner_of(target)
     version, mac, payload = owner.split(".")
+    wrong: tuple[object, ...] = (None, -1, 2**63, "", "x" * 300, [], {"a": 1})
     for name in values({FIELD: owner}):
-        for value in (None, -1, 2**63, "", "x" * 300, [], {"a": 1}):
+        for value in wrong:
             target.expect_right({OWNER: changed({FIELD: owner}, **{name: value})[FIELD]})
-    for entries in ([], [HOST], [HOST, 1], {}, 7, [[[]]], [HOST, target.port, "0" * 32] * 100):
+    many = [HOST, target.port, "0" * 32] * 100
+    lists: tuple[object, ...] = ([], [HOST], [HOST, 1], {}, 7, [[[]]], many)
+    for entries in lists:
         target.expect_right({OWNER: sealed({FIELD: owner}, entries)[FIELD]})
     other = "0" * 32 if mac != "0" * 32 else "1" * 32
     for text in (
