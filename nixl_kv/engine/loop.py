@@ -708,6 +708,10 @@ class Loop:
         if failure.kind is events.FailureKind.DROPPED:
             self._request_log.info("request %s: its load was cancelled", request)
             return
+        if report.is_cached:  # its owner may have reused the blocks
+            message = "request %s: cached KV of %s not read: %s"
+            self._request_log.info(message, request, report.peer, failure.detail)
+            return
         where = f"{failure.kind.value}; {report.peer}" if report.peer else failure.kind.value
         message = "request %s: KV not loaded: %s (%s)"
         if failure.is_known:

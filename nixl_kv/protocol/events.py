@@ -568,6 +568,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
     waits: tuple[float, ...] = ()  # seconds in each of PHASES; one that did not begin has 0
     ended_at: float = 0.0  # in monotonic seconds, if `waits` is known
     num_cached: int | None = None  # see `messages.Landed`
+    is_cached: bool = False  # of blocks that its owner may reuse at any time
 
 
 class OfferEnd(enum.Enum):

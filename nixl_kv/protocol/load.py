@@ -779,7 +779,8 @@ class Load:
         ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
         num_cached = self.num_cached if is_good else None
         hint = self.tell(self.landed()) if is_good else []
-        return [events.LoadEnded(*ended, self._waits(now), now, num_cached), *hint]
+        facts = self._waits(now), now, num_cached, bool(self.found)
+        return [events.LoadEnded(*ended, *facts), *hint]
 
     def _waits(self, now: float) -> tuple[float, ...]:
         """The seconds in each of PHASES. The slowest read decides; a failed load stops early."""

@@ -1,5 +1,7 @@
 """Two ranks: one reads from the other's prefix cache what no offer pins."""
 
+import logging
+
 import pytest
 from msgspec.structs import replace
 
@@ -121,10 +123,15 @@ def test_a_reader_waits_for_the_step_that_fills_the_blocks(world: World) -> None
     assert is_idle(world.prefill)
 
 
-def test_a_reuse_after_the_answer_is_denied(world: World) -> None:
+def test_a_reuse_after_the_answer_is_denied(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """It is usual in a full cache, so nothing warns of it."""
     step(world.prefill, 2, 3)
     load(world, found(*CACHED))
-    world.run()
+    with caplog.at_level(logging.INFO):
+        world.run()
+    (line,) = [each for each in caplog.records if "cached KV" in each.getMessage()]
+    assert line.levelno == logging.INFO
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
     assert world.decode.failed_load().kind is FailureKind.DENIED
     counts = [each for each in world.prefill.engine.pop_results() if isinstance(each, Counts)]
     assert all(("denied_asks", "") not in each.amounts for each in counts), "a usual end"
