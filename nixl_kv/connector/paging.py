@@ -59,7 +59,7 @@ class WholePaging(Paging):
     groups share. So no block before the window is pinned.
     """
 
-    most: int = MAX_COUNT  # blocks that a request has at a time
+    most: int = MAX_COUNT  # blocks that a request has at a time, at the most
     edge = 1
 
     def count(self, num_tokens: int) -> int:

@@ -323,7 +323,7 @@ PARTS: Final = (
             *("model_config", "cache_config", "parallel_config", "scheduler_config"),
             *("kv_transfer_config", "attention_config", "compilation_config"),
             *("speculative_config", "observability_config", "aux_output_config"),
-            "num_prefill_lookahead_tokens",
+            *("num_prefill_lookahead_tokens", "max_in_flight_tokens"),
         ),
         "the engine's configuration",
     ),

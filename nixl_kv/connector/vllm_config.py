@@ -444,9 +444,9 @@ def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Pa
             return Paging(number, size, kept)
         if not kept:
             return WholePaging(number, size, kept)
-        # Those of a step in progress and of the window, which are cut within a block each.
-        tokens = kept + vllm_config.max_in_flight_tokens
-        return WholePaging(number, size, kept, most=tokens // size + 2)
+        # Those of the window and of steps in progress; both ends may be within a block.
+        most = (kept + vllm_config.max_in_flight_tokens) // size + 2
+        return WholePaging(number, size, kept, most)
 
     return tuple(itertools.starmap(paging, zip(numbers, specs, strict=True)))
 

@@ -100,6 +100,7 @@ LAYOUT_WIRE = {
             ],
             "window": 0,
             "stripe": {"count": 1, "place": 0, "width": 1},
+            "whole": False,
         }
     ],
     "memory": "DRAM",
