@@ -13,8 +13,8 @@ from harness.cluster.answers import Question
 from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import python_path, shim_env
-from harness.cluster.metrics import COMPUTED_TOKENS, LOADS, VERIFIED
-from harness.cluster.models.deepseek_v4 import DeepseekV4
+from harness.cluster.metrics import LOADS, VERIFIED
+from harness.cluster.models.deepseek_v4 import TIE, DeepseekV4
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
@@ -69,7 +69,7 @@ def engines(cluster: Cluster) -> Iterator[tuple[Pair, Client]]:
 
 def expect_answer(question: Question, pair: Pair) -> None:
     answer = pair.complete(question.prompt, question.num_tokens)
-    assert question.compare(answer, "bfloat16") != "other"
+    assert question.compare(answer, tie=TIE) != "other"
 
 
 def test_prompts_are_read_but_for_their_last_token(engines: tuple[Pair, Client]) -> None:
@@ -108,7 +108,7 @@ def test_decode_writes_the_last_tokens_rows_again_as_they_were(
     pair, _ = engines
     before, accounts = pair.decode.log_size(), Accounts(pair)
     pair.complete(random_prompt(length, seed=next(SEEDS)), 1)
-    assert accounts.expect_loaded(length - 1)[COMPUTED_TOKENS] == 1
+    accounts.expect_loaded(length - 1)
 
     def has_ended() -> bool:
         pair.to_decode.complete("step", 1, kv_transfer_params=None)

@@ -42,11 +42,11 @@ class Question:
         tokens, likely = answer.tokens[:num_tokens], answer.likely[:num_tokens]
         return replace(self, expected=replace(answer, tokens=tokens, likely=likely))
 
-    def compare(self, answer: Answer, dtype: str = CPU_DTYPE) -> Likeness:
+    def compare(self, answer: Answer, dtype: str = CPU_DTYPE, tie: float | None = None) -> Likeness:
         """How another engine's answer compares; one of another length is another one."""
         if len(answer.tokens) != self.num_tokens:
             return "other"
-        return likeness(self.expected, answer, TIES[dtype])
+        return likeness(self.expected, answer, TIES[dtype] if tie is None else tie)
 
 
 def questions_of(single: Client, prompts: Sequence[str], num_tokens: int) -> list[Question]:

@@ -13,6 +13,8 @@ ALL: Final = 0
 """As published files name the ratio of a layer that compresses nothing."""
 OVERLAPPING: Final = 4
 """The ratio of layers that have an indexer, and whose windows overlap."""
+TIE: Final = 1.0
+"""As `answers.TIES`, but for this model: it quantizes what it keeps, and mixes streams."""
 EXPERT: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -41,10 +43,8 @@ class DeepseekV4(Family):
     experts: ClassVar = 64
     latent: ClassVar = 512
     index_dim: ClassVar = 128
-    index_heads: ClassVar = 8
     query_rank: ClassVar = 128
     output_rank: ClassVar = 64
-    output_groups: ClassVar = 2
     streams: ClassVar = 4  # of hidden states, which a layer mixes
 
     heads: int = 4
@@ -52,6 +52,8 @@ class DeepseekV4(Family):
     head_dim: int = 512
     intermediate: int = 64
     window: int = 128
+    index_heads: int = 8  # GPUs: 64, and as many of attention
+    output_groups: int = 2
     dtype: str = "bfloat16"  # vLLM's kernels know no other
 
     def config(self, vocab_size: int) -> dict[str, object]:
