@@ -92,6 +92,10 @@ FP8: Final = {
     "fp8_per_token_head": tuple(f"{name} with scales" for name in _E4M3),
 }
 
+# vLLM's class names for rings, which hold the last tokens of a request in one block. Each TP rank has
+# all of a ring; its "heads" may be K and a gate.
+RINGS: Final = {"CircularBufferSpec", "KpoolTailSpec"}
+
 # Keys of model configurations that give the number of KV heads of some or all layers.
 HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
 
@@ -264,6 +268,8 @@ class Layer:
         tp = self._place.size
         if self.spec.max_tp_shards is not None:
             return int(min(tp, self.spec.max_tp_shards))
+        if self._is_replicated:
+            return 1
         if tp == 1 or self.spec.num_kv_heads > 1:
             return tp
         # One head per rank: either there are as many heads as ranks, or ranks hold copies.
@@ -275,6 +281,16 @@ class Layer:
                 "exactly one divisor of the number of ranks"
             )
         return fitting.pop()
+
+    @property
+    def _is_replicated(self) -> bool:
+        """Whether each TP rank has the whole cache. Some specs leave `max_tp_shards` unset."""
+        is_latent = self._is_latent and self.spec.num_kv_heads == 1
+        return is_latent or type(self.spec).__name__ in RINGS
+
+    @property
+    def _is_latent(self) -> bool:
+        return isinstance(self.spec, MLAAttentionSpec | SlidingWindowMLASpec)
 
     def check_copies(self, num_stripes: int) -> None:
         """Refuse DCP ranks that would divide the tokens of different heads; vLLM admits them."""
@@ -333,8 +349,7 @@ class Layer:
             return False
         if spec.kv_quant_mode and self._stored in IN_ONE_PIECE.get(self.backend, ()):
             return True
-        latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        known = spec.dtype in WIDE if latent else self.backend in PLAIN
+        known = spec.dtype in WIDE if self._is_latent else self.backend in PLAIN
         return known and spec.state_content_bytes is None
 
     def element(self) -> str:

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.config.model_arch import ModelArchitectureConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -424,6 +425,67 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
     assert (
         kv_layout.Layer(config, layer, spec_of(1), torch.empty(3, 1, 32, 128)).first_head == first
     )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("spec", "heads", "changed"),
+    [
+        pytest.param("FullAttentionSpec", 4, {}, id="heads of MiniMax-M3"),
+        pytest.param("MLAAttentionSpec", 0, {"block_size": 128}, id="indexer of MiniMax-M3"),
+        pytest.param(
+            "MLAAttentionSpec",
+            0,
+            {"tokens_per_state": 2, "state_content_bytes": 528, "alignment": 528},
+            id="records of DeepSeek-V4.1",
+        ),
+        pytest.param(
+            "SlidingWindowMLASpec", 0, {"sliding_window": 128}, id="window of DeepSeek-V4.1"
+        ),
+        pytest.param(
+            "CircularBufferSpec", 0, {"head_size_v": 0, "block_size": 8}, id="ring of DeepSeek-V4.1"
+        ),
+        pytest.param("MLAAttentionSpec", 0, {"tokens_per_state": 4}, id="keys of Qwen4-exp"),
+        pytest.param("CircularBufferSpec", 0, {"head_size_v": 0}, id="ring of Qwen4-exp"),
+        pytest.param(
+            "CircularBufferSpec",
+            0,
+            {"num_kv_heads": 2, "head_size_v": 0, "dcp_sharded": False},
+            id="ring of GLM 5 Next: keys and gates",
+        ),
+        pytest.param(
+            "KpoolTailSpec",
+            0,
+            {"num_kv_heads": 2, "head_size_v": 0, "sliding_window": 8, "dcp_sharded": False},
+            id="ring of GLM 5 Next, vLLM 0.31",
+        ),
+    ],
+)
+def test_all_ranks_hold_the_whole_of_a_latent_and_of_a_ring(
+    monkeypatch: pytest.MonkeyPatch, spec: str, heads: int, tp: int, changed: dict[str, Any]
+) -> None:
+    """Their specs leave `max_tp_shards` unset. `heads`: of the model, 0 where all ranks hold all."""
+    kind = getattr(kv_cache_interface, spec, None)
+    if kind is None:
+        pytest.skip(f"this vLLM has no {spec}")
+    values = {"block_size": 64, "num_kv_heads": max(1, heads // tp), "head_size": 128}
+    made = kind(**{**values, "dtype": torch.uint8, **changed})
+    assert made.max_tp_shards is None
+    config = vllm_config()
+    config.parallel_config.tensor_parallel_size = tp
+    config.model_config.model_arch_config.total_num_kv_heads = 4
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: {"num_kv_heads": 4})
+    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: tp - 1)
+    cache = torch.empty(3, made.num_heads, made.num_states, made.state_content_size_bytes)
+    layer = kv_layout.Layer(config, "layers.0", made, cache)
+    assert layer.num_shards() == (min(tp, heads) or 1)
+    assert layer.first_head == (heads - made.num_heads if heads else 0)
+    for count in (each for each in (2, 4, 8, 16) if tp % each == 0):
+        if heads and tp // min(tp, heads) % count:
+            with pytest.raises(ConfigError, match=f"decode_context_parallel_size is {count}"):
+                layer.check_copies(count)
+        else:
+            layer.check_copies(count)
 
 
 # --- quantised caches
