@@ -1,4 +1,4 @@
-"""Write tables into the docs, from the code: the protocol's transitions, and all timeouts.
+"""Write tables into the docs, from the code: transitions, timeouts and attention backends.
 
 .venv/bin/python scripts/protocol_tables.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from nixl_kv.config import Config
-from nixl_kv.connector import decode
+from nixl_kv.connector import backends, decode
 from nixl_kv.connector import prefill as offers
 from nixl_kv.conversations import finding, owners
 from nixl_kv.early import asks as early
@@ -21,8 +21,11 @@ from nixl_kv.verify import queue
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = ROOT / "nixl_kv"
-DOCUMENTS: Final = (ROOT / "docs" / "protocol.md", ROOT / "docs" / "faults.md")
+DOCUMENTS: Final = tuple(
+    ROOT / "docs" / name for name in ("protocol.md", "faults.md", "compatibility.md")
+)
 TIMEOUTS: Final = "timeouts"
+BACKENDS: Final = "backends"
 BLOCK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Table: TypeAlias = Mapping[Any, Mapping[Any, Any]]
@@ -53,7 +56,8 @@ def rewrite(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    return render_timeouts() if name == TIMEOUTS else render(TABLES[name])
+    others = {TIMEOUTS: render_timeouts, BACKENDS: render_backends}
+    return others[name]() if name in others else render(TABLES[name])
 
 
 def render(table: Table) -> str:
@@ -137,6 +141,28 @@ def render_timeouts() -> str:
     lines = ["| after | what happens | name | file |", "|--:|---|---|---|"]
     lines += [f"| {e.seconds:g} s | {e.ends} | `{e.name}` | `{e.file}` |" for e in timeouts()]
     return "\n".join(lines) + "\n"
+
+
+# --- attention backends
+
+
+def render_backends() -> str:
+    lines = ["| backends | cache | may be exchanged | reason |", "|---|---|---|---|"]
+    for row in backends.ROWS:
+        names = ", ".join(f"`{name}`" for name in row.backends)
+        lines.append(f"| {names} | {_cache_of(row)} | {row.form.value} | {row.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cache_of(row: backends.Row) -> str:
+    """The stored types and the fields of the spec that the row asks for."""
+    types = ", ".join(f"`{name}`" for name in sorted(row.stored or ()))
+    fields = {
+        "`num_head_slots`": row.has_slots,
+        "`state_content_bytes`": row.has_content,
+        "several tokens per state": row.has_groups,
+    }
+    return "; ".join(filter(None, [types, *(name for name, asked in fields.items() if asked)]))
 
 
 if __name__ == "__main__":

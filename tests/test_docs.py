@@ -111,11 +111,12 @@ def test_the_table_of_metrics_is_the_code() -> None:
     assert described == metrics()
 
 
-def test_the_tables_of_the_protocol_and_of_the_timeouts_are_the_code() -> None:
+def test_the_tables_of_transitions_timeouts_and_backends_are_the_code() -> None:
     written = [document.read_text(encoding="utf-8") for document in protocol_tables.DOCUMENTS]
     assert [protocol_tables.rewrite(text) for text in written] == written
     names = [block[2] for text in written for block in protocol_tables.BLOCK.finditer(text)]
-    assert sorted(names) == sorted([*protocol_tables.TABLES, protocol_tables.TIMEOUTS])
+    others = (protocol_tables.TIMEOUTS, protocol_tables.BACKENDS)
+    assert sorted(names) == sorted([*protocol_tables.TABLES, *others])
 
 
 def test_the_comment_beside_each_timeout_begins_with_a_sentence_about_its_end() -> None:

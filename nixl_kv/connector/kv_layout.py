@@ -1,8 +1,8 @@
 """Turns vLLM's cache tensors into a `CacheLayout`: where this rank's KV lives.
 
 Every attention backend gets a view [blocks, heads, tokens, content] of each layer, but some store
-other bytes in it than the axes suggest. The known backends are listed here, as data. Engines
-exchange whole blocks of an unknown backend, and only if they are sharded alike.
+other bytes in it than the axes suggest. `backends.py` lists the known ones. Engines exchange whole
+blocks of an unknown backend, and only if they are sharded alike.
 
 A page of recurrent state contains the convolution state, if any, and then the temporal state. The
 convolution state has a row of channels for each of the last tokens. vLLM shards each projection in
@@ -11,6 +11,7 @@ sharding, its block is one token, and it has one part for each row. In vLLM's DS
 the rows of a channel together, a part has one piece for each channel.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -31,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
+from nixl_kv.connector.backends import UNKNOWN, Cache, Form, Row, find
 from nixl_kv.connector.vllm_config import (
     draft_model_of,
     dtype_name,
@@ -51,37 +53,8 @@ logger = get_logger(__name__)
 # The axes of vLLM's views. Within the content C, V follows K.
 AXES: Final = "BHNC"
 
-# Backends whose bytes follow the axes of the view.
-PLAIN: Final = {
-    "FLASH_ATTN",
-    "FLASH_ATTN_DIFFKV",
-    "FLASHINFER",
-    "FLEX_ATTENTION",
-    "TRITON_ATTN",
-    "TRITON_ATTN_DIFFKV",
-}
-
-# Types of latent caches that keep a token in one piece. Quantised ones may store scales apart.
-WIDE: Final = {torch.float32, torch.bfloat16, torch.float16}
-
-# Quantised caches that keep a token of a head, and its own scales, in one piece: for each backend,
-# the values of --kv-cache-dtype as the layer resolves them.
-_PER_TENSOR: Final = {"fp8", "fp8_e4m3"}
-IN_ONE_PIECE: Final = {
-    "CUTLASS_MLA": _PER_TENSOR,
-    "FLASHINFER_MLA": _PER_TENSOR,
-    "FLASHMLA": _PER_TENSOR,
-    "FLASHMLA_SPARSE": {"fp8_ds_mla", "nvfp4_ds_mla"},
-    "TOKENSPEED_MLA": _PER_TENSOR,
-    "TRITON_ATTN": {"fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"},
-    "TRITON_MLA": _PER_TENSOR,
-}
-
 # Backends whose kernels need a DCP interleave of one token.
 ONE_BY_ONE: Final = {"FLASHINFER_MLA"}
-
-# The instruction sets for which CPU_ATTN stores a head's block as K [D, N], then V [N, D].
-TRANSPOSED_K: Final = {"vec", "vec16"}
 
 # vLLM's type names: the stored type, and the one on platforms whose FP8 has no negative zero.
 _E4M3: Final = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -92,8 +65,8 @@ FP8: Final = {
     "fp8_per_token_head": tuple(f"{name} with scales" for name in _E4M3),
 }
 
-# vLLM's class names for rings, which hold the last tokens of a request in one block. Each TP rank has
-# all of a ring; its "heads" may be K and a gate.
+# vLLM's class names for rings, which hold the last tokens of a request in one block. Each TP rank
+# has all of a ring; its "heads" may be K and a gate.
 RINGS: Final = {"CircularBufferSpec", "KpoolTailSpec"}
 
 # Keys of model configurations that give the number of KV heads of some or all layers.
@@ -126,6 +99,18 @@ def cache_layout(
     tensors = [layer.tensor for _, layers in groups for layer in layers]
     if not tensors:
         raise ConfigError("this rank has no layer with a KV cache; allowed: one or more")
+    unknown = {
+        layer.backend
+        for spec, layers in groups
+        for layer in layers
+        if not holds_state(spec) and layer.row is UNKNOWN
+    }
+    for backend in sorted(unknown):
+        logger.warning(
+            "attention backend %s is not known: engines exchange whole blocks of its layers, "
+            "between equal shards only",
+            backend,
+        )
     memory: Memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
     # Usually all layers are views of one storage.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -248,7 +233,7 @@ class Layer:
             self.name,
             tensor,
             self.spec,
-            is_transposed=self._is_transposed,
+            is_transposed=self.row.form is Form.TRANSPOSED,
             first_head=self.first_head,
             opaque=bool(opaque_kind),
             element=f"{self.element()} {opaque_kind}".rstrip(),
@@ -320,37 +305,35 @@ class Layer:
 
     # --- bytes
 
+    @functools.cached_property
+    def row(self) -> Row:
+        """The form of an attention layer's cache, as far as it is known."""
+        spec, stored = self.spec, dtype_name(self.spec.dtype)
+        if spec.kv_quant_mode:
+            stored = self._stored or spec.kv_quant_mode.name
+        sizes = (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
+        return find(Cache(self._kind, stored, *sizes))
+
     @property
-    def _is_transposed(self) -> bool:
-        plain = self.backend == "CPU_ATTN" and not self.spec.kv_quant_mode
-        return plain and self._isa() in TRANSPOSED_K
+    def _kind(self) -> str:
+        """The backend, and for CPU_ATTN the instruction set, which decides the layout of blocks."""
+        return f"{self.backend} {self._isa()}" if self.backend == "CPU_ATTN" else self.backend
 
     def opaque_kind(self) -> str:
         """The kind of block, which two engines must share to exchange blocks whole.
 
         Empty if the bytes are known, so that engines may exchange any part of a block.
         """
-        if self._is_transposed or self._is_plain:
+        if self.row.form in (Form.PLAIN, Form.TRANSPOSED):
             return ""
-        kind = f"{self.backend} {self._isa()}" if self.backend == "CPU_ATTN" else self.backend
         # The axes of a block, in decreasing order of stride. One head has no stride.
         shape, strides = self.tensor.shape, self.tensor.stride()
         axes = sorted(range(1, len(AXES)), key=lambda axis: -strides[axis])
         order = f" in the order {''.join(AXES[axis] for axis in axes)}" if shape[1] > 1 else ""
         own = stripe(self._vllm_config, self.spec)
         turns = f", {own.width} of every {own.period} tokens" if own.count > 1 else ""
-        return f"in {kind} blocks of {shape[2]} tokens and {self.num_shards()} shards{order}{turns}"
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the bytes follow the axes of the view."""
-        spec = self.spec
-        if spec.num_head_slots is not None:
-            return False
-        if spec.kv_quant_mode and self._stored in IN_ONE_PIECE.get(self.backend, ()):
-            return True
-        known = spec.dtype in WIDE if self._is_latent else self.backend in PLAIN
-        return known and spec.state_content_bytes is None
+        shards = f"{shape[2]} tokens and {self.num_shards()} shards"
+        return f"in {self._kind} blocks of {shards}{order}{turns}"
 
     def element(self) -> str:
         """The stored type, such as 'bfloat16' or 'float8_e4m3fn'."""

@@ -97,6 +97,34 @@ def test_a_new_reader_of_our_flags_is_named(tmp_path: Path) -> None:
     assert other.startswith("v1/engine/core.py:3: Core.f reads one of ")
 
 
+def test_the_table_has_each_backend_of_vllm() -> None:
+    script, vllm = load(), installed()
+    assert script.new_backends(vllm) == []
+    names = {name for *_, name in script.backend_names(vllm)}
+    assert names >= {"FLASH_ATTN", "MINIMAX_M3_SPARSE_INDEXER", "TRITON_FLASH_ATTN"}
+    registered = importlib.import_module("vllm.v1.attention.backends.registry")
+    without_cache = {"TORCH_SDPA", "NO_ATTENTION", "CUSTOM"}
+    other_names = {"ROCM_AITER_FA": "FLASH_ATTN", "ROCM_AITER_TRITON_MLA": "AITER_TRITON_MLA"}
+    members = set(registered.AttentionBackendEnum.__members__) - without_cache
+    assert {other_names.get(name, name) for name in members} <= names
+
+
+def test_a_backend_that_the_table_lacks_is_named(tmp_path: Path) -> None:
+    """It may derive from another one, or a function may make it."""
+    files = {
+        "one.py": "class BaseBackend(AttentionBackend): pass",
+        "two.py": "class Two(one.BaseBackend):\n    def get_name():\n        return 'NEW_ATTN'",
+        "three.py": "def make(kind):\n class C(BaseBackend):\n  def get_name():\n   return kind",
+        "four.py": "made = (\n    make(kind='MADE_ATTN'),\n    make(kind='FLASH_ATTN'),\n)",
+        "five.py": "class Other(Backend):\n    def get_name():\n        return 'NOT_ATTENTION'",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    one, other = load().new_backends(tmp_path)
+    assert one.startswith("four.py:2: attention backend 'MADE_ATTN' is not in connector/")
+    assert other.startswith("two.py:3: attention backend 'NEW_ATTN' is not in ")
+
+
 @pytest.mark.slow
 def test_a_changed_part_without_a_promise_is_named(tmp_path: Path) -> None:
     shutil.copytree(installed(), tmp_path / "vllm", copy_function=os.symlink)

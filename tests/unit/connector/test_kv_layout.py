@@ -1,6 +1,7 @@
 """Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from nixl_kv.connector import kv_layout
+from nixl_kv.connector.backends import Cache, Form, find
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Part, Region, Span, Stripe
 from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
@@ -65,7 +67,8 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
         block_size=tokens, num_kv_heads=HEADS, head_size=head_size, dtype=dtype
     )
     isa = _get_attn_isa(dtype, tokens, head_size)
-    if isa not in kv_layout.TRANSPOSED_K:
+    stored = str(dtype).removeprefix("torch.")
+    if find(Cache(f"CPU_ATTN {isa}", stored)).form is not Form.TRANSPOSED:
         pytest.skip(f"{isa} is exchanged in whole blocks")
     cache = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_size, dtype=dtype)
     key, value = torch.randn(2, BLOCKS * tokens, HEADS, head_size).to(dtype)
@@ -223,6 +226,14 @@ def test_a_backend_that_is_not_known_is_read_in_whole_blocks_by_its_likes(
     assert kv_layout.Layer(config, name, group.kv_cache_spec, tensor).backend == "INDEXER"
 
 
+def test_the_log_names_a_backend_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    kv_layout.cache_layout(vllm_config(), kv_cache_config(), kv_caches())
+    assert not caplog.messages
+    kv_layout.cache_layout(with_new_backend(vllm_config()), kv_cache_config(), kv_caches())
+    (line,) = caplog.messages  # for two layers
+    assert line.startswith("attention backend NEW_ATTN is not known: engines exchange whole blocks")
+
+
 # --- whole blocks
 
 
@@ -252,7 +263,8 @@ def compressed() -> tuple[VllmConfig, KVCacheConfig, dict[str, torch.Tensor]]:
     }
     config = vllm_config()
     for name in caches:
-        backend = SimpleNamespace(get_name=lambda: "SPARSE")
+        kernels = "CompressorBackend" if name == "c" else "FLASHMLA_SPARSE_DSV4"
+        backend = SimpleNamespace(get_name=lambda kernels=kernels: kernels)
         layer = SimpleNamespace(attn_backend=backend)
         config.compilation_config.static_forward_context[name] = layer
     return config, KVCacheConfig(3, [], groups), caches
@@ -464,7 +476,7 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
 def test_all_ranks_hold_the_whole_of_a_latent_and_of_a_ring(
     monkeypatch: pytest.MonkeyPatch, spec: str, heads: int, tp: int, changed: dict[str, Any]
 ) -> None:
-    """Their specs leave `max_tp_shards` unset. `heads`: of the model, 0 where all ranks hold all."""
+    """Their specs leave `max_tp_shards` unset. `heads` is 0 where all ranks hold all."""
     kind = getattr(kv_cache_interface, spec, None)
     if kind is None:
         pytest.skip(f"this vLLM has no {spec}")
@@ -514,6 +526,7 @@ def quantised(
         spec = TritonAttentionBackend.customize_spec(spec)
     content = spec.state_content_size_bytes
     tensor = torch.zeros(3, spec.num_heads, block_size, content, dtype=torch.uint8)
+    tensor = tensor.view(spec.dtype)
     (region,) = kv_layout.Layer(config, "a", spec, tensor).regions()
     return region
 
@@ -540,6 +553,45 @@ def test_a_latent_that_is_quantised_token_by_token_is_read_by_any_engine_with_it
     expected = "float8_e4m3fn" if content == 576 else cache_dtype
     assert {region.element for region in sizes} == {expected}
     assert {region.content for region in sizes} == {content}
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        *("CUTLASS_MSA", "HPC_ATTN", "INKLING_SCONV_SWA", "MINIMAX_M3_SPARSE"),
+        *("QWEN4_EXP_QSA_TRITON", "STEP5_DSA", "TRITON_FLASHINFER", "TRITON_FLASH_ATTN"),
+        "TRITON_MSA",
+    ],
+)
+def test_kernels_that_take_the_strides_of_the_view_store_plain_bytes(
+    backend: str, cache_dtype: str
+) -> None:
+    dtype = torch.uint8 if cache_dtype == "fp8" else torch.bfloat16
+    region = quantised(backend, cache_dtype, latent=False, dtype=dtype)
+    expected = quantised("FLASH_ATTN", cache_dtype, latent=False, dtype=dtype)
+    assert not region.opaque
+    assert replace(region, base=1) == replace(expected, base=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_keys_of_an_indexer_without_scales_are_read_token_by_token(dtype: torch.dtype) -> None:
+    """Its spec has no quantisation."""
+    sizes = [
+        quantised(
+            "MINIMAX_M3_SPARSE_INDEXER",
+            "auto",
+            latent=True,
+            block_size=size,
+            head_size=128,
+            dtype=dtype,
+            max_tp_shards=None,
+        )
+        for size in (128, 256)
+    ]
+    assert {region.opaque for region in sizes} == {False}
+    assert {region.element for region in sizes} == {str(dtype).removeprefix("torch.")}
+    assert {region.content for region in sizes} == {128 * dtype.itemsize}
 
 
 @pytest.mark.parametrize(
