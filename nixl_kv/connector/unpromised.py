@@ -101,6 +101,7 @@ CHUNKS: Final = Absence(
 )
 OVERLAP: Final = Absence("overlap has no effect on decode", rests_on_order=True)
 WHOLE_BLOCKS: Final = Absence("engines exchange whole blocks only")
+LAYOUT: Final = Absence("layers with pages of several sizes are read in runs of a token")
 EARLY_CHECKS: Final = Absence("some settings are checked later in the start")
 CONVERSATIONS: Final = Absence("conversations has no effect", rests_on_order=True)
 USAGE: Final = Absence("decode tells its clients that all loaded tokens were cached")
@@ -282,6 +283,12 @@ PARTS: Final = (
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         ("get_attn_backend()", "is_draft_layer"),
         "kernels; layers of a draft model",
+    ),
+    Part(
+        "vllm.v1.attention.backends.utils:resolve_kv_cache_layout",
+        ("candidates",),
+        "tells which layouts vLLM accepts",
+        LAYOUT,
     ),
     Part(
         "vllm.v1.attention.backends.cpu_attn",
@@ -652,7 +659,9 @@ PARTS: Final = (
 )
 
 
-FEATURES: Final = (CHUNKS, OVERLAP, CONVERSATIONS, WHOLE_BLOCKS, USAGE, EARLY_CHECKS, MODULE_PATH)
+FEATURES: Final = (
+    *(CHUNKS, OVERLAP, CONVERSATIONS, WHOLE_BLOCKS, LAYOUT, USAGE, EARLY_CHECKS, MODULE_PATH),
+)
 
 # --- at the start
 
@@ -780,11 +789,13 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a class, one of its instances, or a module has it, or a function sets it."""
+    """Whether a class, one of its instances, or a module has it, or a function sets or knows it."""
     if hasattr(owner, name):
         return True
     if not inspect.isclass(owner):
-        return name in _assigned(owner) or name in _texts(owner)
+        code = getattr(inspect.unwrap(owner), "__code__", None)
+        is_local = code is not None and name in code.co_varnames
+        return is_local or name in _assigned(owner) or name in _texts(owner)
     classes = list(map(vars, inspect.getmro(owner)))
     if any(name in each.get("__annotations__", ()) for each in classes):
         return True

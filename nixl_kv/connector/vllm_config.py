@@ -239,13 +239,19 @@ def is_read(vllm_config: VllmConfig) -> bool:
     )
 
 
-# Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed
-# block into smaller kernel blocks, and refuses to start. FlashInfer takes kernel blocks of at most
-# 64 tokens.
+# Backends known to work with packed layouts, and the largest --block-size for each. vLLM cannot cut
+# a packed block into smaller kernel blocks, and refuses to start. FlashInfer takes kernel blocks of
+# at most 64 tokens.
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 
 # The backend that vLLM chooses for a GPU's major compute capability, where that is known.
 DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
+
+
+# In BHLNC, any range of heads of a block is one contiguous run over all layers. vLLM does not
+# accept it if layers have pages of several sizes. In BLHNC, such a range is a run in each layer.
+# vLLM's own choice may be LBNHC, where it is a run for each token.
+PACKED: Final = ("BHLNC", "BLHNC")
 
 
 def required_layout(vllm_config: VllmConfig) -> str | None:
@@ -263,9 +269,21 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     default = DEFAULT_BACKEND.get(capability.major, "") if capability else ""
     chosen = vllm_config.attention_config.backend
     backend = default if chosen is None else chosen.name
-    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
-    is_good = (cache.block_size or 0) <= MAX_PACKED_BLOCK_SIZE.get(backend, 0)
-    return "BHLNC" if is_good else None
+    if (cache.block_size or 0) > MAX_PACKED_BLOCK_SIZE.get(backend, 0):
+        return None
+    accepted = _accepted_layouts()
+    return next((each for each in PACKED if accepted is None or each in accepted), None)
+
+
+def _accepted_layouts() -> list[str] | None:
+    """The layouts that vLLM would accept now; None if it does not ask."""
+    # vLLM passes the configuration alone, and the layers are in other processes. But its function
+    # that asks has compared the pages of all layers and the layouts of all backends.
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "resolve_kv_cache_layout":
+        frame = frame.f_back
+    found = None if frame is None else frame.f_locals.get("candidates")
+    return None if found is None else [layout.name for layout in found]
 
 
 # --- the facts of the model that two engines must share, so that equal bytes mean the same KV

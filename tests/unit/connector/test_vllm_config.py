@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig, V
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector import vllm_config as module
@@ -504,6 +506,41 @@ def test_the_packed_layout_is_asked_for_where_it_is_known_good(
     config.cache_config.cache_dtype = given["cache_dtype"]
     config.attention_config = SimpleNamespace(backend=backend)
     assert required_layout(config) == expected
+
+
+ALL_LAYOUTS = [layout.name for layout in KVCacheLayout]
+
+
+@pytest.mark.parametrize(
+    ("expected", "supported", "has_several_sizes"),
+    [
+        pytest.param("BHLNC", ALL_LAYOUTS, False, id="pages of one size"),
+        pytest.param("BLHNC", ALL_LAYOUTS, True, id="pages of several sizes"),
+        pytest.param("BLHNC", ["LBHNC", "BLHNC"], False, id="kernels that need whole heads"),
+        pytest.param("LBNHC", ["LBNHC", "LBHNC"], True, id="kernels that need layers apart"),
+    ],
+)
+def test_vllm_takes_the_best_layout_that_all_layers_allow(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expected: str,
+    supported: list[str],
+    *,
+    has_several_sizes: bool,
+) -> None:
+    """A layer with KV heads, and one that stores a key for each token, as an indexer does."""
+    capability = SimpleNamespace(major=9)
+    hopper = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
+    monkeypatch.setattr(module, "current_platform", hopper)
+    heads = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    key = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
+    specs = [heads, key] if has_several_sizes else [heads]
+    config = vllm_config()
+    config.attention_config.backend = None
+    config.cache_config.kv_cache_layout = None
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    assert resolve_kv_cache_layout(config, [supported], specs).name == expected
+    assert not any("does not satisfy" in line for line in caplog.messages)
 
 
 def with_media_at(offset: int) -> dict[str, Any]:
