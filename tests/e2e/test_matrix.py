@@ -38,6 +38,7 @@ from harness.cluster.metrics import (
     FAILURES,
     LOADS,
     READS,
+    VERIFIED,
     CountersSince,
     accepted_share,
 )
@@ -125,10 +126,12 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     cuda_env: dict[str, str] = {}
+    ties: str | None = None  # the type whose rounding decides; None: the engines' dtype
     devices: tuple[Device, ...] = ("cpu", "cuda")  # for which vLLM has what it needs
     answer_tokens: int = 16
     lengths: tuple[int, ...] = LENGTHS  # of prompts
     cpu_shim: str | None = None  # a folder of harness/cluster that mends vLLM's CPU build
+    cuda_shim: str | None = None  # the same for GPUs
     rounds_by_tp: bool = False  # so the single engine needs decode's TP
     tie: float | None = None  # see `answers.TIES`
 
@@ -148,7 +151,8 @@ def why_not(model: str, cell: Cell) -> str:
         return f"not for {DEVICE}"
     if DEVICE == "cuda" and ranks > NUM_GPUS:
         return f"needs {ranks} GPUs"
-    if DEVICE == "cpu" and MATRIX.models[model].cpu_shim and not HAS_BFLOAT16:
+    served = MATRIX.models[model]
+    if DEVICE == "cpu" and served.cpu_shim and served.cpu_dtype != CPU_DTYPE and not HAS_BFLOAT16:
         return NO_BFLOAT16
     # In a vLLM 0.33 that scripts/install has repacked, decode steps of an MLA model give other
     # tokens than a prefill of the same text.
@@ -159,7 +163,7 @@ def why_not(model: str, cell: Cell) -> str:
     # `_apply_grammar_bitmask_kernel`, "mask has unsupported dtype".
     if os.environ.get(MODEL_RUNNER) == "v2" and max(cell.prefill.pp, cell.decode.pp) > 1:
         return "vLLM's V2 runner has no pipelines on CPU"
-    if os.environ.get(MODEL_RUNNER) == "v2" and MATRIX.models[model].cpu_shim:
+    if os.environ.get(MODEL_RUNNER) == "v2" and served.cpu_shim:
         return "one shim at a time"  # both are a sitecustomize.py
     return ""
 
@@ -191,10 +195,11 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
     )
     if shape.layout:
         spec = replace(spec, connector_config={**spec.connector_config, "layout": shape.layout})
+    shim = served.cpu_shim if DEVICE == "cpu" else served.cuda_shim
+    env = shim_env(shim, is_interpreted=DEVICE == "cpu") if shim else {}
     if DEVICE == "cpu":
         flags = (*arguments, *served.cpu_flags, *shape.flags)
         cores = halves(os.sched_getaffinity(0))[side]
-        env = shim_env(served.cpu_shim) if served.cpu_shim else {}
         return replace(spec, dtype=served.cpu_dtype, extra_args=flags, cores=cores, extra_env=env)
     # Engines of one rank have a GPU each, if there are as many; larger ones begin at the first.
     gpus = [side % NUM_GPUS] if shape.ranks == 1 else range(shape.ranks)
@@ -202,7 +207,7 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
         spec,
         dtype=served.cuda_dtype,
         extra_args=("--enforce-eager", *arguments, *served.cuda_flags, *shape.flags),
-        extra_env={**served.cuda_env, **visible(*gpus)},
+        extra_env={**env, **served.cuda_env, **visible(*gpus)},
         gpu_memory_utilization=CUDA_MEMORY,
         kv_cache_bytes=CUDA_KV_BYTES,
     )
@@ -295,7 +300,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     reference_of: Callable[[str, Cell], Reference], pair: Pair, model: str, cell: Cell
 ) -> None:
     questions, accepted = reference_of(model, cell)
-    dtype = pair.decode.spec.actual_dtype
+    dtype = MATRIX.models[model].ties or pair.decode.spec.actual_dtype
     since, log_before = CountersSince(pair.to_decode), pair.decode.log_size()
     answers = [pair.complete(one.prompt, one.num_tokens) for one in questions]
     loads = len(questions)
@@ -312,6 +317,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     assert not reasons
     assert (changed[LOADS], changed[FAILURES]) == (loads, 0)
     assert changed[COMPUTED_TOKENS] <= len(questions)
+    assert since.wait(lambda now: now[VERIFIED] >= loads, EVENT_S)[VERIFIED] == loads
     if path := PATHS.get(f"{model}/{cell.name}"):
         read = since.wait(lambda now: now[READS[path]] > 0, EVENT_S, step=True)
         assert {name for name, counter in READS.items() if read[counter]} == {path}

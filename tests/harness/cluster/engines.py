@@ -324,9 +324,13 @@ def python_path(first: Path) -> str:
     return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
 
 
-def shim_env(name: str) -> dict[str, str]:
-    """For engines with a folder of this one that has a sitecustomize.py for vLLM on CPU."""
-    return {"PYTHONPATH": python_path(TRITON_ON_CPU.parent / name), "TRITON_INTERPRET": "1"}
+def shim_env(name: str, *, is_interpreted: bool = True) -> dict[str, str]:
+    """For engines with a folder of this one that has a sitecustomize.py.
+
+    `is_interpreted`: Triton runs its kernels on the CPU.
+    """
+    env = {"PYTHONPATH": python_path(TRITON_ON_CPU.parent / name)}
+    return env | {"TRITON_INTERPRET": "1"} if is_interpreted else env
 
 
 def halves(cores: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:

@@ -1,6 +1,6 @@
 """The families of tiny models, each as small as vLLM's kernels and its cuts over ranks allow."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -326,6 +326,99 @@ class Granite4(Family):
 
 
 @dataclass(frozen=True)
+class MiniMaxM3(Family):
+    """Full attention in the first layer, chosen blocks in the others; no experts.
+
+    An indexer keeps a key in bfloat16 for each token and chooses blocks of 128 tokens, so prompts
+    of more than `chosen` blocks depend on it. Sizes of heads and keys are the real model's: kernels
+    know no others.
+    """
+
+    family = "minimax-m3"
+    architecture = "MiniMaxM3SparseForCausalLM"
+    model_type = "minimax_m3_text"
+    neutral_norm = 0.0  # a norm's weight is 1 less than what it multiplies by
+    gains = SHARP_ATTENTION
+    constants: ClassVar = {"q_norm": SHARPNESS - 1.0, "k_norm": SHARPNESS - 1.0}
+
+    heads: int = 16
+    kv_heads: int = 4
+    head_dim: int = 128
+    chosen: int = 8  # blocks that a token attends to
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        text = super().config(vocab_size)
+        is_sparse = [int(layer > 0) for layer in range(self.layers)]
+        text |= {
+            "hidden_act": "swigluoai",
+            "swiglu_alpha": 1.702,
+            "swiglu_beta": 1.0,
+            "swiglu_limit": 7.0,
+            "dense_intermediate_size": self.intermediate,
+            "moe_layer_freq": [0] * self.layers,
+            "num_mtp_modules": 0,
+            "rotary_dim": self.head_dim // 2,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+            "use_gemma_norm": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_head",
+            "attention_output_gate": False,
+            "sparse_attention_config": {
+                "use_sparse_attention": True,
+                "sparse_index_dim": self.head_dim,
+                "sparse_num_index_heads": self.kv_heads,
+                "sparse_topk_blocks": self.chosen,
+                "sparse_block_size": 128,
+                "sparse_disable_index_value": is_sparse,
+                "sparse_score_type": "max",
+                "sparse_init_block": 0,
+                "sparse_local_block": 1,
+                "sparse_attention_freq": is_sparse,
+            },
+        }
+        # vLLM knows the type of the model that takes pictures alone. The architecture takes none.
+        outer = ("architectures", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+        return {name: text[name] for name in outer} | {
+            "model_type": "minimax_m3_vl",
+            "text_config": text,
+            "tie_word_embeddings": False,
+        }
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """transformers has no class for the text model alone."""
+        random = np.random.Generator(np.random.PCG64(self.seed))
+        shapes = dict(self._shapes(vocab_size))
+        return {
+            f"{name}.weight": self.values(name, shape, random) for name, shape in shapes.items()
+        }
+
+    def _shapes(self, vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, size = self.hidden, self.head_dim
+        queries, keys = self.heads * size, self.kv_heads * size
+        yield "model.embed_tokens", (vocab_size, hidden)
+        yield "lm_head", (vocab_size, hidden)
+        yield "model.norm", (hidden,)
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield f"{at}.input_layernorm", (hidden,)
+            yield f"{at}.post_attention_layernorm", (hidden,)
+            yield f"{at}.mlp.gate_proj", (self.intermediate, hidden)
+            yield f"{at}.mlp.up_proj", (self.intermediate, hidden)
+            yield f"{at}.mlp.down_proj", (hidden, self.intermediate)
+            yield f"{at}.self_attn.o_proj", (hidden, queries)
+            for name, width in (("q", queries), ("k", keys), ("v", keys)):
+                yield f"{at}.self_attn.{name}_proj", (width, hidden)
+            for name in ("q", "k"):
+                yield f"{at}.self_attn.{name}_norm", (size,)
+            if layer:
+                yield f"{at}.self_attn.index_q_proj", (keys, hidden)
+                yield f"{at}.self_attn.index_k_proj", (size, hidden)
+                yield f"{at}.self_attn.index_q_norm", (size,)
+                yield f"{at}.self_attn.index_k_norm", (size,)
+
+
+@dataclass(frozen=True)
 class Llava(Family):
     """A Llama that sees: a CLIP tower makes 64 tokens of a picture of any size.
 
@@ -425,6 +518,7 @@ _ALL: Final = (
     Qwen3NextMtp,
     Granite4,
     KimiLinear,
+    MiniMaxM3,
     Llava,
 )
 FAMILIES: Final[Mapping[str, Callable[..., Family]]] = {family.family: family for family in _ALL}
