@@ -15,6 +15,7 @@ class Form(Enum):
 
     PLAIN = "any part"  # the bytes follow the axes of vLLM's view
     TRANSPOSED = "any part: K is stored as [size, tokens]"
+    SCALES_LAST = "any part: keys, then scales"
     STATE = "any part: one state for all tokens"  # the spec describes it
     ENTRIES = "whole entries of block tables"
     WHOLE = "whole blocks of equal shards"
@@ -24,7 +25,7 @@ class Form(Enum):
 class Cache(NamedTuple):
     """The facts about a layer's cache that decide its form."""
 
-    backend: str  # vLLM's name; for CPU_ATTN, its instruction set follows
+    backend: str  # vLLM's name; the instruction set of CPU_ATTN or "rocm" may follow
     stored: str  # --kv-cache-dtype as the layer resolves it if that quantises, else the dtype
     num_head_slots: int | None = None
     state_content_bytes: int | None = None
@@ -50,7 +51,7 @@ class Row(NamedTuple):
             (self.has_groups, cache.tokens_per_state != 1),
         )
         return (
-            # With an instruction set, or for any one.
+            # With what follows the name, or with anything.
             not {cache.backend, cache.backend.split()[0]}.isdisjoint(self.backends)
             and (self.stored is None or cache.stored in self.stored)
             and all(wanted in (None, found) for wanted, found in facts)
@@ -203,9 +204,17 @@ ROWS: Final = (
         _WIDE | {"float8_e4m3fn"},
     ),
     Row(
-        ("DEEPSEEK_V32_INDEXER",),
+        ("DEEPSEEK_V32_INDEXER rocm",),
         Form.WHOLE,
+        "tiles of 16 tokens",
+        has_content=None,
+        has_groups=None,
+    ),
+    Row(
+        ("DEEPSEEK_V32_INDEXER",),
+        Form.SCALES_LAST,
         "the scales lie behind the keys of a kernel block",
+        frozenset(("uint8",)),
     ),
     _any(
         (

@@ -69,6 +69,10 @@ FP8: Final = {
 # has all of a ring; its "heads" may be K and a gate.
 RINGS: Final = {"CircularBufferSpec", "KpoolTailSpec"}
 
+# An indexer has a scale of 4 bytes for each 128 of a key.
+SCALED: Final = 128
+SCALE: Final = 4
+
 # Keys of model configurations that give the number of KV heads of some or all layers.
 HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
 
@@ -233,7 +237,7 @@ class Layer:
             self.name,
             tensor,
             self.spec,
-            is_transposed=self.row.form is Form.TRANSPOSED,
+            form=self.form,
             first_head=self.first_head,
             opaque=bool(opaque_kind),
             element=f"{self.element()} {opaque_kind}".rstrip(),
@@ -315,16 +319,25 @@ class Layer:
         return find(Cache(self._kind, stored, *sizes))
 
     @property
+    def form(self) -> Form:
+        bound = getattr(self._module, "kv_cache", self.tensor)  # the kernels' view
+        if self.row.form is Form.SCALES_LAST and bound.shape[-2] != self.tensor.shape[2]:
+            return Form.WHOLE  # several kernel blocks in a block, each with its own scales
+        return self.row.form
+
+    @property
     def _kind(self) -> str:
-        """The backend, and for CPU_ATTN the instruction set, which decides the layout of blocks."""
-        return f"{self.backend} {self._isa()}" if self.backend == "CPU_ATTN" else self.backend
+        """The backend, and what else decides the layout of its blocks."""
+        if self.backend == "CPU_ATTN":
+            return f"{self.backend} {self._isa()}"
+        return f"{self.backend} rocm" if current_platform.is_rocm() else self.backend
 
     def opaque_kind(self) -> str:
         """The kind of block, which two engines must share to exchange blocks whole.
 
         Empty if the bytes are known, so that engines may exchange any part of a block.
         """
-        if self.row.form in (Form.PLAIN, Form.TRANSPOSED):
+        if self.form in (Form.PLAIN, Form.TRANSPOSED, Form.SCALES_LAST):
             return ""
         # The axes of a block, in decreasing order of stride. One head has no stride.
         shape, strides = self.tensor.shape, self.tensor.stride()
@@ -370,18 +383,24 @@ def _backend_name(module: Any) -> str:
 
 
 def region_of(
-    layer: str, tensor: torch.Tensor, spec: AttentionSpec, *, is_transposed: bool, **options: Any
+    layer: str, tensor: torch.Tensor, spec: AttentionSpec, *, form: Form, **options: Any
 ) -> Region:
     """Address the bytes of an attention layer's view. `options` are further fields."""
-    item = tensor.element_size()
+    item, tokens = tensor.element_size(), tensor.shape[2]
     block_stride, head_stride, token_stride = (step * item for step in tensor.stride()[:3])
-    if is_transposed:
+    if form is Form.TRANSPOSED:
         # A head's block is K as [head size, tokens], then V as [tokens, head size].
-        tokens, size = tensor.shape[2], tensor.shape[3] // 2
+        size = tensor.shape[3] // 2
         key = Part(0, item, size, tokens * item, token_stride=item)
         value = Part(size * tokens * item, size * item, token_stride=size * item)
         parts: tuple[Part, ...] = (key, value)
         token_stride = item
+    elif form is Form.SCALES_LAST:
+        # A block is the keys of all tokens, then their scales.
+        scale = tensor.shape[3] * item // (SCALED + SCALE) * SCALE
+        token_stride = tensor.shape[3] * item - scale
+        behind = Part(tokens * token_stride, scale, token_stride=scale)
+        parts = (Part(0, token_stride), behind)
     else:
         # K and V if they fill the content; else one piece, as for a latent cache.
         content = tensor.shape[3] * item

@@ -269,7 +269,7 @@ PARTS: Final = (
     # --- layers
     Part(
         f"{_LAYERS}.attention:Attention",
-        ("attn_backend", "kv_cache_dtype"),
+        ("attn_backend", "kv_cache", "kv_cache_dtype"),
         "tells which kernels read the cache, and so what its bytes mean",
         WHOLE_BLOCKS,
     ),

@@ -74,7 +74,7 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
     key, value = torch.randn(2, BLOCKS * tokens, HEADS, head_size).to(dtype)
     halves = cache.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(BLOCKS * tokens), isa)
-    region = kv_layout.region_of("layers.0", cache, spec, first_head=0, is_transposed=True)
+    region = kv_layout.region_of("layers.0", cache, spec, first_head=0, form=Form.TRANSPOSED)
     stored = cache.view(-1).view(torch.uint8).numpy()
     found = stored[addresses(region, Blocks(BLOCKS, tokens)) - cache.data_ptr()]
     written = torch.cat([key, value], dim=2).view(BLOCKS, tokens, HEADS, -1).view(torch.uint8)
@@ -111,7 +111,8 @@ def test_the_region_of_any_view_addresses_the_oracles_bytes(
         head_size_v=value,
         dtype=torch.uint8,
     )
-    region = kv_layout.region_of("b", view, spec, first_head=4, is_transposed=order in TRANSPOSED)
+    form = Form.TRANSPOSED if order in TRANSPOSED else Form.PLAIN
+    region = kv_layout.region_of("b", view, spec, first_head=4, form=form)
     expected = [part.reshape(*part.shape[:3], -1) for part in store.parts["b"]]
     found = addresses(region, blocks) - memory.data_ptr()
     np.testing.assert_array_equal(found, np.concatenate(expected, axis=-1))
@@ -594,6 +595,40 @@ def test_keys_of_an_indexer_without_scales_are_read_token_by_token(dtype: torch.
     assert {region.content for region in sizes} == {128 * dtype.itemsize}
 
 
+def indexer(tokens: int, kernel_tokens: int) -> tuple[Region, torch.Tensor]:
+    """The cache of one indexer, whose keys have 128 bytes and a scale of 4 each."""
+    config = vllm_config()
+    stored = torch.zeros(BLOCKS, tokens * 132, dtype=torch.uint8)
+    name = SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER")
+    bound = stored.view(-1, kernel_tokens, 132)
+    module = SimpleNamespace(attn_backend=name, kv_cache=bound)
+    config.compilation_config.static_forward_context = {"a": module}
+    spec = MLAAttentionSpec(
+        block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8
+    )
+    view = stored.view(BLOCKS, 1, tokens, 132)
+    (region,) = kv_layout.Layer(config, "a", spec, view).regions()
+    return region, stored
+
+
+def test_the_scales_of_an_indexer_lie_behind_the_keys_of_a_block() -> None:
+    """As vLLM's CUDA kernel `indexer_k_quant_and_cache` writes them."""
+    region, stored = indexer(tokens=64, kernel_tokens=64)
+    assert not region.opaque
+    token = np.arange(BLOCKS * 64, dtype=np.uint8).reshape(BLOCKS, 64, 1)
+    blocks = stored.numpy()
+    blocks[:, : 64 * 128].reshape(BLOCKS, 64, 128)[:] = token
+    blocks[:, 64 * 128 :].reshape(BLOCKS, 64, 4)[:] = token
+    found = stored.view(-1).numpy()[addresses(region, Blocks(BLOCKS, 64)) - stored.data_ptr()]
+    np.testing.assert_array_equal(found[:, 0], np.broadcast_to(token, (BLOCKS, 64, 132)))
+
+
+def test_several_kernel_blocks_in_a_block_of_an_indexer_are_read_whole() -> None:
+    region, _ = indexer(tokens=128, kernel_tokens=64)
+    assert region.opaque
+    assert region.element == "uint8 in DEEPSEEK_V32_INDEXER blocks of 128 tokens and 1 shards"
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "element", "content"),
     [
@@ -616,7 +651,6 @@ def test_a_head_with_its_scales_beside_it_is_one_piece(
     [
         pytest.param("FLASHMLA", "fp8_ds_mla", True, {"state_content_bytes": 656}, id="another's"),
         pytest.param("ROCM_AITER_MLA", "fp8", True, {}, id="an unknown backend"),
-        pytest.param("DEEPSEEK_V32_INDEXER", "fp8", True, {"head_size": 132}, id="an indexer"),
         pytest.param("FLASHINFER", "nvfp4", False, {"state_content_bytes": 36}, id="NVFP4"),
         pytest.param("FLASH_ATTN", "fp8", False, {"num_head_slots": 4}, id="packed heads"),
     ],
