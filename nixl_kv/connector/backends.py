@@ -17,7 +17,7 @@ class Form(Enum):
     TRANSPOSED = "any part: K is stored as [size, tokens]"
     SCALES_LAST = "any part: keys, then scales"
     STATE = "any part: one state for all tokens"  # the spec describes it
-    ENTRIES = "whole entries of block tables"
+    ENTRIES = "whole blocks, at any TP"
     WHOLE = "whole blocks of equal shards"
     REFUSED = "not at all: the engine does not start"
 
