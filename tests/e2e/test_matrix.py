@@ -126,7 +126,6 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     cuda_env: dict[str, str] = {}
-    ties: str | None = None  # the type whose rounding decides; None: the engines' dtype
     devices: tuple[Device, ...] = ("cpu", "cuda")  # for which vLLM has what it needs
     answer_tokens: int = 16
     lengths: tuple[int, ...] = LENGTHS  # of prompts
@@ -300,7 +299,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     reference_of: Callable[[str, Cell], Reference], pair: Pair, model: str, cell: Cell
 ) -> None:
     questions, accepted = reference_of(model, cell)
-    dtype = MATRIX.models[model].ties or pair.decode.spec.actual_dtype
+    dtype = pair.decode.spec.actual_dtype
     since, log_before = CountersSince(pair.to_decode), pair.decode.log_size()
     answers = [pair.complete(one.prompt, one.num_tokens) for one in questions]
     loads = len(questions)
