@@ -60,8 +60,7 @@ class Row(NamedTuple):
 
 # Types that vLLM stores without scales.
 _WIDE: Final = frozenset(("float32", "bfloat16", "float16"))
-_FP8: Final = frozenset(("fp8", "fp8_e4m3", "fp8_e5m2"))
-_LATENT_FP8: Final = frozenset(("fp8", "fp8_e4m3"))
+_E4M3: Final = frozenset(("fp8", "fp8_e4m3"))
 
 
 def _any(backends: tuple[str, ...], form: Form, reason: str) -> Row:
@@ -101,7 +100,7 @@ ROWS: Final = (
         ("MINIMAX_M3_SPARSE", "CUTLASS_MSA", "TRITON_MSA"),
         Form.PLAIN,
         "as `FLASH_ATTN`, with blocks of 128 tokens",
-        _WIDE | _FP8,
+        _WIDE | _E4M3 | {"fp8_e5m2"},
     ),
     Row(
         ("INKLING_SCONV_SWA",),
@@ -147,14 +146,9 @@ ROWS: Final = (
     # --- one latent per token
     Row(
         (
-            *(
-                "AITER_TRITON_MLA",
-                "AMX_MLA",
-                "CPU_MLA",
-                "CUTLASS_MLA",
-                "DOTS3_NOTE_PADDED_MLA_SPARSE",
-            ),
-            *("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"),
+            *("AITER_TRITON_MLA", "AMX_MLA", "CPU_MLA", "CUTLASS_MLA"),
+            *("DOTS3_NOTE_PADDED_MLA_SPARSE", "FLASHINFER_MLA"),
+            *("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"),
             *("FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA"),
             *("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4", "ROCM_AITER_MLA"),
             *("ROCM_AITER_MLA_SPARSE", "TOKENSPEED_MLA", "TRITON_MLA", "XPU_MLA_SPARSE"),
@@ -165,17 +159,12 @@ ROWS: Final = (
     ),
     Row(
         (
-            *(
-                "CUTLASS_MLA",
-                "FLASHINFER_MLA",
-                "FLASHINFER_MLA_SPARSE",
-                "FLASHINFER_MLA_SPARSE_SM90",
-            ),
-            *("FLASHMLA", "TOKENSPEED_MLA", "TRITON_MLA"),
+            *("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
+            *("FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "TOKENSPEED_MLA", "TRITON_MLA"),
         ),
         Form.PLAIN,
         "a token's latent lies together; one scale for all",
-        _LATENT_FP8,
+        _E4M3,
     ),
     Row(
         ("FLASHINFER_MLA_SPARSE_SM120", "FLASHMLA_SPARSE"),
@@ -187,7 +176,7 @@ ROWS: Final = (
     Row(
         ("FLASHMLA_SPARSE",),
         Form.PLAIN,
-        "the same",
+        "a token's latent and its scales lie together",
         frozenset(("nvfp4_ds_mla",)),
         has_content=True,
     ),

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 
 from nixl_kv.connector.backends import UNKNOWN, Cache, Form, Row, find
 from nixl_kv.connector.vllm_config import (
+    RINGS,
     draft_model_of,
     dtype_name,
     has_whole_blocks,
@@ -64,10 +65,6 @@ FP8: Final = {
     "fp8_e5m2": ("float8_e5m2", "float8_e5m2fnuz"),
     "fp8_per_token_head": tuple(f"{name} with scales" for name in _E4M3),
 }
-
-# vLLM's class names for rings, which hold the last tokens of a request in one block. Each TP rank
-# has all of a ring; its "heads" may be K and a gate.
-RINGS: Final = {"CircularBufferSpec", "KpoolTailSpec"}
 
 # An indexer has a scale of 4 bytes for each 128 of a key.
 SCALED: Final = 128
@@ -274,12 +271,9 @@ class Layer:
     @property
     def _is_replicated(self) -> bool:
         """Whether each TP rank has the whole cache. Some specs leave `max_tp_shards` unset."""
-        is_latent = self._is_latent and self.spec.num_kv_heads == 1
-        return is_latent or type(self.spec).__name__ in RINGS
-
-    @property
-    def _is_latent(self) -> bool:
-        return isinstance(self.spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        is_latent = isinstance(self.spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        # The "heads" of a ring may be K and a gate.
+        return (is_latent and self.spec.num_kv_heads == 1) or type(self.spec).__name__ in RINGS
 
     def check_copies(self, num_stripes: int) -> None:
         """Refuse DCP ranks that would divide the tokens of different heads; vLLM admits them."""

@@ -71,7 +71,7 @@ from nixl_kv.errors import (
     printable,
     shown_id,
 )
-from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_nonce, short
+from nixl_kv.ids import Nonce, RequestId, new_nonce, short
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import MAX_WHY, Ticket
@@ -553,7 +553,7 @@ class Scheduler:
         own = self._publish()
         if self._overlaps and self._is_decode and not self.takes_hints:
             logger.info(NO_HINTS)
-        here = endpoint_at(own.host, own.port)
+        here = own.endpoint
         hints_at = here if self.takes_hints else None
         finds_at = None if self._first(lambda part: part.find) is None else here
         self._next_step = [events.SetEngine(self._engine_id, layouts, hints_at, finds_at)]

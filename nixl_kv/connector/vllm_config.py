@@ -98,8 +98,9 @@ SUPPORTED_SPECS: Final = {
     "ChunkedLocalAttentionSpec",
 }
 
-# Words for kinds that are not supported.
-OTHER_SPECS: Final = {
+# Rings: vLLM's names of the kinds that hold the last tokens of a request in one block, and words
+# for each. They are not supported.
+RINGS: Final = {
     "CircularBufferSpec": " (a ring with the last tokens of each request)",
     "KpoolTailSpec": " (the tokens that are not pooled yet)",  # vLLM 0.31
 }
@@ -116,7 +117,7 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
 
 def other_kinds(kv_cache_config: KVCacheConfig) -> str:
     names = {type(spec).__name__ for spec in specs(kv_cache_config)} - SUPPORTED_SPECS
-    return ", ".join(f"{name}{OTHER_SPECS.get(name, '')}" for name in sorted(names))
+    return ", ".join(f"{name}{RINGS.get(name, '')}" for name in sorted(names))
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:

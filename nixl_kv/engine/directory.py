@@ -38,6 +38,7 @@ from nixl_kv.ids import (
     Endpoint,
     EngineId,
     Incarnation,
+    endpoint_at,
     engine_incarnation,
     short,
 )
@@ -163,6 +164,10 @@ class DirectoryServer:
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
         self._thread = threading.Thread(target=self._main, name="nixl-kv-directory", daemon=True)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return endpoint_at(self.host, self.port)
 
     def start(self) -> None:
         self._thread.start()

@@ -19,7 +19,6 @@ Figures are medians over chats, of turn 2 on.
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from benchmarks.shapes import Row
 from harness.cluster.client import DIRECT, WANT_TICKET, Client, Ticket
 from harness.cluster.engines import MODEL_NAME, Connector, Engine, EngineSpec
 from harness.cluster.metrics import COMPUTED_TOKENS, PROBE, PROMPT_TOKENS, CountersSince
+from harness.cluster.waiting import wait_or_fail
 
 ARMS: Final = ("off", "on", "in-tree")
 CACHES: Final = ("cold", "warm")
@@ -92,16 +92,12 @@ class Arm:
         Raises:
             TimeoutError: blocks stay in use.
         """
-        ends_at = time.monotonic() + PATIENCE_S
-        while not self._is_reset():
-            if time.monotonic() > ends_at:
-                raise TimeoutError(f"{self.name}: no reset; see {self.prefill.log_path}")
-            self.to_prefill.complete(PROBE, 1)
+        why = f"{self.name}: no reset; see {self.prefill.log_path}"
+        wait_or_fail(self._is_reset, PATIENCE_S, why)
 
     def _is_reset(self) -> bool:
-        reply = httpx.post(f"{self.prefill.url}/reset_prefix_cache", timeout=PATIENCE_S, **DIRECT)
-        reply.raise_for_status()
-        return bool(reply.json()["success"])
+        self.to_prefill.complete(PROBE, 1)
+        return self.to_prefill.reset_prefix_cache()
 
     def ask(self, chat: Chat, length: int, pool: ThreadPoolExecutor) -> tuple[Turn, Future[None]]:
         """Ask both engines. Returns once decode has the first token; the rest of the answer comes.

@@ -44,6 +44,7 @@ from harness.cluster.metrics import (
 )
 from harness.cluster.models.families import FAMILIES
 from harness.cluster.models.files import REPO, ensure_tiny_model
+from harness.cluster.models.recipe import Family
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import NEW_WORDS, random_prompt
 from support.engines import (
@@ -132,7 +133,6 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_shim: str | None = None  # a folder of harness/cluster that mends vLLM's CPU build
     cuda_shim: str | None = None  # the same for GPUs
     rounds_by_tp: bool = False  # so the single engine needs decode's TP
-    tie: float | None = None  # see `answers.TIES`
 
 
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,6 +174,11 @@ def param_of(model: str, cell: Cell) -> Any:
     return pytest.param(model, cell, id=name, marks=marks)
 
 
+def family_of(model: str) -> Family:
+    served = MATRIX.models[model]
+    return FAMILIES[served.family](**served.numbers)
+
+
 def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec:
     """Prefill is side 0, decode side 1."""
     served, role = MATRIX.models[model], ("prefill", "decode")[side]
@@ -182,7 +187,7 @@ def spec_of(model: str, shape: Shape, side: int, **config: object) -> EngineSpec
         arguments += ["--prefill-context-parallel-size", str(shape.pcp)]
     spec = EngineSpec(
         f"{model}-{role}-{shape}",
-        ensure_tiny_model(model=FAMILIES[served.family](**served.numbers)),
+        ensure_tiny_model(model=family_of(model)),
         role="decode" if side else "prefill",
         connector="nixl-kv",
         # The engines that all tests share have no key.
@@ -304,7 +309,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     answers = [pair.complete(one.prompt, one.num_tokens) for one in questions]
     loads = len(questions)
     changed = since.wait(lambda now: now[LOADS] + now[FAILURES] >= loads, EVENT_S)
-    tie = MATRIX.models[model].tie
+    tie = family_of(model).tie
     pairs = zip(questions, answers, strict=True)
     likenesses = [one.compare(got, dtype, tie) for one, got in pairs]
     assert "other" not in likenesses

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from harness.cluster.client import (
-    DIRECT,
     Answer,
     BrokenStreamError,
     Client,
@@ -333,14 +332,8 @@ def draining(pair: Pair) -> Iterator[None]:
 
 def revoke(pair: Pair) -> None:
     """Prefill ends its offers."""
-    reset(pair.prefill, reset_external=True)
+    pair.to_prefill.reset_prefix_cache(reset_external=True)
     expect_free(pair.to_prefill)
-
-
-def reset(engine: Engine, **options: bool) -> None:
-    """Empty the prefix cache."""
-    url = f"{engine.url}/reset_prefix_cache"
-    httpx.post(url, params=options, **DIRECT).raise_for_status()
 
 
 FAULTS: Final = (
@@ -404,7 +397,7 @@ def test_a_preempted_request_is_right_or_an_error(pair: Pair, single: Client, se
         asking = [pool.submit(ask, leg) for leg in legs]
         running = pair.to_decode.counters
         assert wait_until(lambda: running()[RUNNING] == len(legs), EVENT_S, interval_s=0.02)
-        reset(pair.decode, reset_running_requests=True)
+        pair.to_decode.reset_prefix_cache(reset_running_requests=True)
         answers = [each.result() for each in asking]
     failures = {
         leg.scene.has: "" if setting == "auto" and leg.scene.has is Has.PICTURE else "preempted"

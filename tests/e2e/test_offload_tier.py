@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 
 from harness.cluster.answers import Question
 from harness.cluster.client import Answer, Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import Engine, EngineSpec
+from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
@@ -57,7 +56,7 @@ def multi_spec(name: str) -> EngineSpec:
         kv_cache_bytes=256 << 20,
         block_size=BLOCK,
         extra_args=("--kv-transfer-config", json.dumps(transfer)),
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # for `forget`
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # for `reset_prefix_cache`
     )
 
 
@@ -71,11 +70,6 @@ def tiered(cluster: Cluster) -> Iterator[Pair]:
         Accounts(pair).expect_free()
 
 
-def forget(engine: Engine) -> None:
-    """Its own prefix cache is empty; what the tier has stays."""
-    httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False).raise_for_status()
-
-
 def ask(complete: Callable[[str], Answer], question: Question) -> None:
     assert question.compare(complete(question.prompt)) != "other"
 
@@ -86,8 +80,8 @@ def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: 
     ask(tiered.complete, question)
     accounts.expect_loaded(NUM_TOKENS - 1)
     accounts.expect_free()
-    for engine in tiered.engines:
-        forget(engine)
+    for client in (tiered.to_prefill, tiered.to_decode):
+        client.reset_prefix_cache()  # what the tier has stays
     accounts = Accounts(tiered)
     ask(tiered.complete, question)
     expect(accounts.prefill, {EXTERNAL: IN_TIER})
@@ -99,7 +93,7 @@ def test_what_decode_has_read_comes_back_from_its_tier(tiered: Pair, single: Cli
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=51), 16)
     ask(tiered.complete, question)
     Accounts(tiered).expect_free()
-    forget(tiered.decode)
+    tiered.to_decode.reset_prefix_cache()
     accounts, since = Accounts(tiered), CountersSince(tiered.to_decode)
     ask(tiered.to_decode.complete, question)
     expect(since, {EXTERNAL: IN_TIER})
@@ -111,7 +105,7 @@ def test_the_tier_serves_a_request_whose_ticket_is_of_no_use(tiered: Pair, singl
     with_ticket = partial(tiered.decode_with, tiered.to_prefill.ticket(question.prompt))
     ask(with_ticket, question)
     Accounts(tiered).expect_free()
-    forget(tiered.decode)
+    tiered.to_decode.reset_prefix_cache()
     accounts = Accounts(tiered)
     ask(with_ticket, question)
     expect(accounts.decode, {TICKETS_REFUSED: 1, EXTERNAL: IN_TIER, LOADS: 0})

@@ -14,7 +14,7 @@ from harness.cluster.client import Client
 from harness.cluster.cluster import Cluster, pair_specs
 from harness.cluster.engines import python_path, shim_env
 from harness.cluster.metrics import LOADS, VERIFIED
-from harness.cluster.models.deepseek_v4 import TIE, DeepseekV4
+from harness.cluster.models.deepseek_v4 import DeepseekV4
 from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
@@ -69,7 +69,7 @@ def engines(cluster: Cluster) -> Iterator[tuple[Pair, Client]]:
 
 def expect_answer(question: Question, pair: Pair) -> None:
     answer = pair.complete(question.prompt, question.num_tokens)
-    assert question.compare(answer, tie=TIE) != "other"
+    assert question.compare(answer, tie=DeepseekV4.tie) != "other"
 
 
 def test_prompts_are_read_but_for_their_last_token(engines: tuple[Pair, Client]) -> None:

@@ -12,6 +12,7 @@ import httpx
 from harness.cluster.client import COMPLETIONS, DIRECT, TIMEOUT_S, Client
 from harness.cluster.engines import MODEL_NAME, EngineSpec, Role
 from harness.cluster.metrics import COMPUTED_TOKENS, PREFIX, PROMPT_TOKENS, CountersSince
+from harness.cluster.waiting import wait_until
 from support.engines import EVENT_S, expect_free
 
 VOCABULARY: Final = range(10, 4000)
@@ -71,7 +72,7 @@ def say_counted(engine: Client, prompt: Tokens, count: int, params: Params | Non
 def forget(engine: Client) -> None:
     """Empty an engine's own prefix cache, which vLLM does only while nothing holds blocks."""
     expect_free(engine)
-    httpx.post(f"{engine.url}/reset_prefix_cache", **DIRECT).raise_for_status()
+    assert wait_until(engine.reset_prefix_cache, EVENT_S), f"{engine.url} keeps its cache"
 
 
 def conversing(

@@ -59,6 +59,14 @@ class Request:
         return [paging.wanted(self.num_tokens) for paging in self.pagings()]
 
 
+GROUPS: Final = (
+    Entries(256, 0, {"four": 64, "hundred": 2}),
+    Entries(64, 128, {"window": 9}),
+    Entries(4, 8, {"state": 16}),
+)
+"""As of a model that keeps states for 4 and for 100 tokens, a window, and its last states."""
+
+
 class WholeEngine:
     """One rank's memory: noise, and the blocks of the entries that it keeps."""
 

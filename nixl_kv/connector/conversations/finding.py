@@ -162,9 +162,8 @@ class Finder(SchedulerPart):
             return
         named, table = self._named(request.kv_transfer_params), self.finds.table
         source = Source(named, math.inf) if named else table.find(hashes, self.own.block_size)
-        here = self.directory
-        own_directory = None if here is None else endpoint_at(here.host, here.port)
-        if source is not None and source.owner != own_directory:
+        own = None if self.directory is None else self.directory.endpoint
+        if source is not None and source.owner != own:
             self.finds.add(request_id, source)
 
     def on_match(self, request: Request, num_computed_tokens: int) -> None:

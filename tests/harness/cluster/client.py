@@ -183,6 +183,14 @@ class Client:
                     totals[name] = totals.get(name, 0.0) + sample.value
         return totals
 
+    def reset_prefix_cache(self, **options: bool) -> bool:
+        """Empty the engine's prefix cache; vLLM refuses while a request holds blocks.
+
+        The engine needs VLLM_SERVER_DEV_MODE.
+        """
+        reply = self._http.post("/reset_prefix_cache", params=options)
+        return bool(_checked(reply).json()["success"])
+
     def vllm_version(self) -> str:
         """The engine's, such as 0.32.0."""
         return str(_checked(self._http.get("/version")).json()["version"])

@@ -32,7 +32,7 @@ from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.probe import probe_ticket
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import Endpoint, EngineId, Nonce, RequestId, endpoint_at, new_nonce
+from nixl_kv.ids import Endpoint, EngineId, Nonce, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Failure,
@@ -86,7 +86,7 @@ class Owner:
 
     @property
     def endpoint(self) -> Endpoint:
-        return endpoint_at(self.server.host, self.server.port)
+        return self.server.endpoint
 
     def _find(self, find: Find) -> Found:
         self.may_answer.wait(30.0)
@@ -655,8 +655,7 @@ def test_a_router_may_name_the_owner_by_its_own_words(make: Make, own: Own) -> N
 def test_an_engine_does_not_ask_itself(make: Make) -> None:
     """A router may send both legs of a request to one engine."""
     engine = make()
-    directory = engine.connector._directory
-    engine.turn("first", FIRST, endpoint_at(directory.host, directory.port))
+    engine.turn("first", FIRST, engine.connector._directory.endpoint)
     engine.add("next", NEXT, WANT_TICKET)
     assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
 

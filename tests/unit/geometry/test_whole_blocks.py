@@ -16,7 +16,7 @@ from nixl_kv.geometry.match import Mismatch, holdings, layout_mismatches, routes
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank
 from support.oracle import byte_pairs, check_rows, copy_pieces
-from support.whole_blocks import Entries, Request, WholeEngine, alignment, dense_of
+from support.whole_blocks import GROUPS, Entries, Request, WholeEngine, alignment, dense_of
 
 TOKENS = (256, 64, 8, 4)
 WINDOWS = (0, 2, 5, 8, 128, 300)
@@ -86,15 +86,7 @@ def test_all_entries_of_a_load_are_read_whole_and_nothing_else_is_touched(
         assert np.array_equal(decode.memory, expected)
 
 
-ENTRIES = Request(
-    (
-        Entries(256, 0, {"four": 64, "hundred": 2}),
-        Entries(64, 128, {"window": 9}),
-        Entries(4, 8, {"state": 16}),
-    ),
-    256,
-    299,
-)
+ENTRIES = Request(GROUPS, 256, 299)
 
 
 def test_prefill_keeps_what_the_window_needs_and_no_more() -> None:

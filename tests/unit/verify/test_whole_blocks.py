@@ -10,17 +10,9 @@ from nixl_kv.verify.digest import describe_difference
 from nixl_kv.verify.slices import LocalSlice, find_slices, name_slices
 from support.digest_caches import is_equal, reference
 from support.records import D1
-from support.whole_blocks import Entries, Request, WholeEngine, dense_of
+from support.whole_blocks import GROUPS, Request, WholeEngine, dense_of
 
-REQUEST = Request(
-    (
-        Entries(256, 0, {"four": 64, "hundred": 2}),
-        Entries(64, 128, {"window": 9}),
-        Entries(4, 8, {"state": 16}),
-    ),
-    256,
-    598,
-)
+REQUEST = Request(GROUPS, 256, 598)
 LAYERS = ["four", "hundred", "window", "state"]
 
 
@@ -63,16 +55,27 @@ def test_both_sides_digest_the_entries_that_were_read() -> None:
     assert is_equal(reference(mine), reference(theirs))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_any_byte_of_an_entry_counts(layer: str) -> None:
-    """The last byte of the last entry, of which the load fills a part."""
+@pytest.mark.parametrize(
+    ("layer", "tokens"),
+    [
+        ("four", "512 to 575"),
+        ("hundred", "512 to 575"),
+        ("window", "576 to 597"),
+        ("state", "588 to 597"),
+    ],
+)
+def test_any_byte_of_an_entry_counts(layer: str, tokens: str) -> None:
+    """The last byte of the last entry, of which the load fills a part.
+
+    A digest has columns of 64 tokens; the entry is in that of its first token.
+    """
     both = Both()
     mine, theirs = both.slices()
     blocks, ids = both.decode.blocks(layer), mine[LAYERS.index(layer)].ids
     blocks[ids[-1], -1] ^= 1
     told = describe_difference(reference(mine), reference(theirs), mine)
     assert told is not None
-    assert f"of layer {layer} differs in tokens " in told
+    assert f"of layer {layer} differs in tokens {tokens} (" in told
 
 
 def test_other_bytes_of_a_block_do_not_count() -> None:

@@ -5,11 +5,8 @@ model for CPUs, and Triton's interpreter takes minutes for a prompt. The caches,
 what is stored in them are vLLM's own.
 """
 
-import importlib.abc
-import importlib.machinery
 import runpy
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,8 +14,10 @@ from typing import Any, NamedTuple
 BLOCK = 128  # tokens of a block of the caches, and of one that attention takes or leaves
 SIZE = 128  # of a head, and of an index key
 
+FOLDER = Path(__file__).resolve().parent.parent
+
 # The model's module also imports code for pictures.
-runpy.run_path(str(Path(__file__).parent.parent / "no_torchvision" / "sitecustomize.py"))
+runpy.run_path(str(FOLDER / "no_torchvision" / "sitecustomize.py"))
 
 
 def normalized(x: Any, weight: Any, epsilon: float) -> Any:
@@ -184,26 +183,4 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     f"{MODEL}.common.sparse_attention": replace_attention,
 }
 
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Changes vLLM's modules when they are imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in CHANGES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_change(module: ModuleType) -> None:
-            execute(module)
-            CHANGES[fullname](module)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
+runpy.run_path(str(FOLDER / "after_import.py"))["change"](CHANGES)

@@ -340,6 +340,7 @@ class MiniMaxM3(Family):
     neutral_norm = 0.0  # a norm's weight is 1 less than what it multiplies by
     gains = SHARP_ATTENTION
     constants: ClassVar = {"q_norm": SHARPNESS - 1.0, "k_norm": SHARPNESS - 1.0}
+    tie: ClassVar = 0.2  # keys are in bfloat16, also on CPU: rounding chooses blocks
 
     heads: int = 16
     kv_heads: int = 4

@@ -42,6 +42,7 @@ class Family(ABC):
     neutral_norm: ClassVar[float] = 1.0  # the weight of a norm that scales nothing
     auto_class: ClassVar[str] = "AutoModelForCausalLM"  # the class of transformers that makes it
     special_words: ClassVar[Sequence[str]] = ()  # after those of all families
+    tie: ClassVar[float | None] = None  # as `answers.TIES`, if this family rounds more than others
     chat_template: ClassVar[str] = (
         "{% for message in messages %}"
         "{{ message['role'] + ' ' + message['content'] + ' ' }}"
