@@ -286,8 +286,8 @@ PARTS: Final = (
     ),
     Part(
         "vllm.v1.attention.backends.utils:resolve_kv_cache_layout",
-        ("candidates",),
-        "tells which layouts vLLM accepts",
+        ("candidates", "kv_cache_specs"),
+        "tell which layouts vLLM accepts, and which layers store keys",
         LAYOUT,
     ),
     Part(

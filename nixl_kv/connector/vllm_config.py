@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -254,6 +255,11 @@ DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
 # vLLM's own choice may be LBNHC, where it is a run for each token.
 PACKED: Final = ("BHLNC", "BLHNC")
 
+# For models whose layers store keys beside KV: in packed layouts, vLLM's kernel overwrites KV with
+# keys (docs/upstream/vllm-minimax-m3-packed-layout.md). In LBHNC, a range of heads is a run in each
+# layer too.
+APART: Final = ("LBHNC",)
+
 
 def required_layout(vllm_config: VllmConfig) -> str | None:
     """The physical order of the KV cache to ask vLLM for; None leaves the choice to vLLM."""
@@ -272,19 +278,25 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     backend = default if chosen is None else chosen.name
     if (cache.block_size or 0) > MAX_PACKED_BLOCK_SIZE.get(backend, 0):
         return None
-    accepted = _accepted_layouts()
-    return next((each for each in PACKED if accepted is None or each in accepted), None)
+    accepted, has_keys = _what_vllm_knows()
+    wished = APART if has_keys else PACKED
+    return next((each for each in wished if accepted is None or each in accepted), None)
 
 
-def _accepted_layouts() -> list[str] | None:
-    """The layouts that vLLM would accept now; None if it does not ask."""
+def _what_vllm_knows() -> tuple[list[str] | None, bool]:
+    """The layouts that vLLM would accept now, and whether a layer stores keys apart from its KV.
+
+    None if vLLM does not compare them: then it accepts all.
+    """
     # vLLM passes the configuration alone, and the layers are in other processes. But its function
     # that asks has compared the pages of all layers and the layouts of all backends.
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "resolve_kv_cache_layout":
         frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get("candidates")
-    return None if found is None else [layout.name for layout in found]
+    found = {} if frame is None else frame.f_locals
+    candidates, specs = found.get("candidates"), found.get("kv_cache_specs") or ()
+    accepted = None if candidates is None else [layout.name for layout in candidates]
+    return accepted, any(isinstance(spec, MLAAttentionSpec) for spec in specs)
 
 
 # --- the facts of the model that two engines must share, so that equal bytes mean the same KV

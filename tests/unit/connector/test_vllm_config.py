@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -509,15 +510,26 @@ def test_the_packed_layout_is_asked_for_where_it_is_known_good(
 
 
 ALL_LAYOUTS = [layout.name for layout in KVCacheLayout]
+SIZES: Any = {"block_size": 128, "head_size": 128, "dtype": torch.bfloat16}
+TWO_HEADS = FullAttentionSpec(num_kv_heads=2, **SIZES)
+FOUR_HEADS = FullAttentionSpec(num_kv_heads=4, **SIZES)
+KEY = MLAAttentionSpec(num_kv_heads=1, **SIZES)  # for each token, as an indexer stores it
 
 
 @pytest.mark.parametrize(
-    ("expected", "supported", "has_several_sizes"),
+    ("expected", "supported", "specs"),
     [
-        pytest.param("BHLNC", ALL_LAYOUTS, False, id="pages of one size"),
-        pytest.param("BLHNC", ALL_LAYOUTS, True, id="pages of several sizes"),
-        pytest.param("BLHNC", ["LBHNC", "BLHNC"], False, id="kernels that need whole heads"),
-        pytest.param("LBNHC", ["LBNHC", "LBHNC"], True, id="kernels that need layers apart"),
+        pytest.param("BHLNC", ALL_LAYOUTS, [TWO_HEADS], id="pages of one size"),
+        pytest.param("BLHNC", ALL_LAYOUTS, [TWO_HEADS, FOUR_HEADS], id="pages of several sizes"),
+        pytest.param("BLHNC", ["LBHNC", "BLHNC"], [TWO_HEADS], id="kernels that need whole heads"),
+        pytest.param("LBHNC", ALL_LAYOUTS, [TWO_HEADS, KEY], id="keys beside KV"),
+        pytest.param(
+            "LBNHC",
+            ["LBNHC", "LBHNC"],
+            [TWO_HEADS, FOUR_HEADS],
+            id="kernels that know only layers apart",
+        ),
+        pytest.param("BLNHC", ["BLNHC", "BLHNC"], [TWO_HEADS, KEY], id="keys, nothing apart"),
     ],
 )
 def test_vllm_takes_the_best_layout_that_all_layers_allow(
@@ -525,16 +537,11 @@ def test_vllm_takes_the_best_layout_that_all_layers_allow(
     caplog: pytest.LogCaptureFixture,
     expected: str,
     supported: list[str],
-    *,
-    has_several_sizes: bool,
+    specs: list[KVCacheSpec],
 ) -> None:
-    """A layer with KV heads, and one that stores a key for each token, as an indexer does."""
     capability = SimpleNamespace(major=9)
     hopper = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
     monkeypatch.setattr(module, "current_platform", hopper)
-    heads = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    key = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
-    specs = [heads, key] if has_several_sizes else [heads]
     config = vllm_config()
     config.attention_config.backend = None
     config.cache_config.kv_cache_layout = None
