@@ -660,6 +660,14 @@ def test_an_engine_does_not_ask_itself(make: Make) -> None:
     assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
 
 
+def test_a_reader_outside_peers_is_not_asked(make: Make, own: Own) -> None:
+    """A reader states its address itself."""
+    engine = make(peers=["10.0.0.0/8"])
+    engine.turn("first", FIRST, own(engine, num_blocks=HELD).endpoint)
+    engine.add("next", NEXT, WANT_TICKET)
+    assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
+
+
 @pytest.mark.parametrize("value", ["forged", 7, None, "12..AAAA"])
 def test_other_words_are_ignored(make: Make, value: object) -> None:
     engine = make()
