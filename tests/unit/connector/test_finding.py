@@ -147,13 +147,16 @@ class Engine(SteppedScheduler):
 
     def turn(self, name: str, tokens: Sequence[int], reader: Endpoint) -> None:
         """Compute and offer a prompt, which an engine with this directory reads."""
+        self.step(**read_by(name, self.offer(name, tokens), reader))
+        assert name not in self.vllm.requests
+
+    def offer(self, name: str, tokens: Sequence[int]) -> Nonce:
         self.add(name, tokens, WANT_TICKET)
         while name in self.vllm.requests and not self.vllm.requests[name].is_finished():
             self.step()
         commands, _, _ = self.step()
         (publish,) = [one for one in commands if isinstance(one, PublishOffer)]
-        self.step(**read_by(name, publish.nonce, reader))
-        assert name not in self.vllm.requests
+        return publish.nonce
 
     def seek(self, name: str = "next", tokens: Sequence[int] = NEXT, **params: Any) -> Request:
         request = self.add(name, tokens, {**WANT_TICKET, **params})
@@ -501,6 +504,18 @@ def test_without_an_answer_a_request_is_computed_in_time(
     assert engine.sought == {"late": 1}
 
 
+def test_a_request_is_computed_in_time_if_the_thread_that_asks_hangs(
+    make: Make, own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    engine.turn("first", FIRST, own(engine, num_blocks=HELD).endpoint)
+    monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", FIND_S)
+    engine.finder.finds.ask = lambda _: None
+    engine.seek()
+    engine.await_computed()
+    assert engine.sought == {"late": 1}
+
+
 @pytest.mark.parametrize("end", ["abort", "reset"])
 def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
     make: Make, own: Own, end: str
@@ -537,6 +552,17 @@ def test_after_a_reset_no_owner_is_known_that_read_an_offer_before(make: Make, o
     assert engine.vllm.reset_prefix_cache(reset_connector=True)
     engine.add("next", NEXT, WANT_TICKET)
     assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT)}
+    assert not owner.asked
+
+
+def test_the_reader_of_an_offer_from_before_a_reset_is_not_asked(make: Make, own: Own) -> None:
+    engine = make()
+    owner = own(engine, num_blocks=HELD)
+    nonce = engine.offer("first", FIRST)
+    engine.vllm.reset_prefix_cache(reset_connector=True)  # the own blocks are still offered
+    engine.step(**read_by("first", nonce, owner.endpoint))
+    engine.add("next", NEXT, WANT_TICKET)
+    assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
     assert not owner.asked
 
 
