@@ -464,7 +464,10 @@ def test_the_ticket_names_a_data_parallel_rank_of_the_node_that_a_router_chooses
 
 
 # The matrix says why MLA needs this on CPU.
-MLA_ON_CPU: Final = ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}')
+MLA_ON_CPU: Final = (
+    *("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
+    *("--attention-backend", "CPU_MLA"),
+)
 
 
 @contextmanager
