@@ -12,6 +12,7 @@ from nixl_kv.keys import USER_DIRECTORY, USER_KEY, write_key_file
 pytest.register_assert_rewrite("support")
 
 from support.seeds import ENVIRONMENT, GIVEN  # noqa: E402 - after the line above
+from support.skips import pytest_sessionfinish  # noqa: E402, F401 - a hook
 
 # A run repeats the one before, unless it is given a seed. Where CI sets CI, hypothesis would
 # otherwise draw the same in each run, seed or not.

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, Protocol, TypeAlias, get_args
 
 import msgspec
@@ -68,20 +69,45 @@ A number before the event is the second in which it comes; without one no time h
 failure that is expected has some of the words of the real one: a rank, a time, a reason.
 """
 
+MOST = 300  # characters of an event or an action in a failure
+
 
 class Machine(Protocol):
     def handle(self, event: Any, now: float, /) -> list[Action]: ...
 
 
 def play(machine: Machine, script: Script, now: float = 100.0) -> None:
+    __tracebackhide__ = True  # a failure shows the line of the test
+    before: Any = None
     for number, step in enumerate(script, 1):
         has_time = isinstance(step[0], float)
         now = step[0] if has_time else now
         event, *expected = step[1:] if has_time else step
         actions = machine.handle(event, now)
-        assert [*map(_reworded, actions, expected), *actions[len(expected) :]] == expected, (
-            f"step {number} of {len(script)}, at {now}: {event}"
-        )
+        actions = [*map(_reworded, actions, expected), *actions[len(expected) :]]
+        if actions != expected:
+            at = f"step {number} of {len(script)}, at {now}: {_cut(event)}\nafter {_cut(before)}"
+            raise AssertionError("\n".join([at, *_differences(actions, expected)]))
+        before = event
+
+
+def _differences(actual: Any, expected: Any, where: str = "action") -> Iterator[str]:
+    """A line for each field that differs."""
+    if isinstance(actual, list):
+        for index, both in enumerate(zip_longest(actual, expected, fillvalue="no action"), 1):
+            yield from _differences(*both, f"{where} {index}")
+    elif type(actual) is type(expected) and isinstance(actual, msgspec.Struct):
+        for name in actual.__struct_fields__:
+            both = getattr(actual, name), getattr(expected, name)
+            yield from _differences(*both, f"{where}, {type(actual).__name__}.{name}")
+    elif actual != expected:
+        yield f"{where}: {_cut(actual)}, expected: {_cut(expected)}"
+
+
+def _cut(value: Any) -> str:
+    """Its `repr`; long ids and texts keep both ends."""
+    text = re.sub(r"([0-9a-f]{4})[0-9a-f]{20,}([0-9a-f]{4})", r"\1..\2", repr(value))
+    return text if len(text) <= MOST else f"{text[: MOST // 2]} .. {text[-MOST // 2 :]}"
 
 
 def _reworded(action: Action, expected: Any) -> Action:
