@@ -3,7 +3,7 @@
 #
 #     NIXL_KV_KEY=$(openssl rand -hex 32) configs/dynamo/launch.sh [MODEL]
 #
-# They find each other by files in a folder: no etcd, no NATS. See docs/deploy/dynamo.md.
+# They find each other by files in a folder: no etcd, no NATS. See docs/deploy/README.md.
 set -euo pipefail
 
 model="${1:-Qwen/Qwen3-0.6B}"

@@ -1,4 +1,4 @@
-"""Count the engine loop's steps and pauses before a request's first token; see README.md.
+"""Count the engine loop's steps and pauses before a request's first token; see engine-loop.patch.
 
 vLLM's engine loop and scheduler run with this connector. A fake executor ends each load in the step
 that starts it.

@@ -82,18 +82,6 @@ def chunk_of(name: str) -> str:
     return name.partition("-")[2] or "default"
 
 
-def point_table(record: Record) -> str:
-    """All rates, with the objective in the middle."""
-    return markdown(rows(record))
-
-
-def rows(record: Record) -> list[dict[str, Any]]:
-    """What `point_table` shows, without what is the same in all rows."""
-    found = points.rows(record, OBJECTIVE)
-    same = {name for name in ("card", "vLLM") if len({row[name] for row in found}) == 1}
-    return [{name: figure for name, figure in row.items() if name not in same} for row in found]
-
-
 def ratio_table(record: Record) -> str:
     """The ratio from `nixl-kv plan` where the split was good, and at the next rate."""
     lines = []
@@ -177,7 +165,6 @@ def about(record: Record) -> str:
 TABLES: Final[Mapping[str, Callable[[Record], str]]] = {
     "about": about,
     "verdicts": verdict_table,
-    "points": point_table,
     "ratios": ratio_table,
     "rule": rule,
 }

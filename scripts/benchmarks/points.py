@@ -254,24 +254,6 @@ def figures(points: Sequence[Point], objective: Objective) -> dict[str, Any]:
     return row | ({"failed": failed} if failed else {})
 
 
-def rows(record: Record, objective: Objective) -> list[dict[str, Any]]:
-    """A row for each arm and rate: the shares are those of this objective."""
-    found = grouped(record.runs)
-    ordered = sorted(found, key=lambda key: (key[:3], Shape.parse(key.shape), key.rate, key.arm))
-    return [
-        {
-            "prompt/answer": Shape.parse(key.shape).shown,
-            "engines": key.engines,
-            "arm": key.arm,
-            "a second and GPU": key.rate,
-            **figures(found[key], objective),
-            "card": key.card,
-            "vLLM": key.vllm,
-        }
-        for key in ordered
-    ]
-
-
 # --- what to measure next
 
 

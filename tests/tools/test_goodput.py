@@ -193,9 +193,10 @@ def test_points_of_several_runs_count_together_on_the_same_card() -> None:
         run(point("overlap", 2, 0, 60), hardware="2 x NVIDIA H100, 580.1"),
         run(point("overlap", 2, 0, 60), versions={"vllm": "0.32.0"}),
     ]
-    rows = points.rows(Record(runs), OBJECTIVE)
-    seen = [(row["card"], row["vLLM"], row["a second and GPU"], row["good %"]) for row in rows]
-    assert seen == [
+    found = sorted(points.grouped(runs).items())
+    rows = [points.figures(some, OBJECTIVE) for _, some in found]
+    keys = [(key.card, key.vllm, key.rate) for key, _ in found]
+    assert [(*key, row["good %"]) for key, row in zip(keys, rows, strict=True)] == [
         ("NVIDIA H100", "0.33.0", 2, 0),
         ("NVIDIA H200", "0.32.0", 2, 0),
         ("NVIDIA H200", "0.33.0", 2, 80),

@@ -71,7 +71,7 @@ def test_prefill_ranks_that_no_rank_reads_are_released() -> None:
 
 
 def test_documented_output_is_what_the_command_prints() -> None:
-    block, _ = (DOCS / "plan.md").read_text(encoding="utf-8").split("```")[1::2]
+    (block,) = (DOCS / "runbook.md").read_text(encoding="utf-8").split("```")[1::2]
     _, command, shown = block.split("\n", 2)
     assert command.startswith("$ nixl-kv plan --prefill-at 10.0.0.1:5600 --decode-at 10.0.0.2:5600")
     shapes = {"P": EngineShape(order="BHLNC"), "D": EngineShape(tp=2, order="BHLNC")}

@@ -104,7 +104,7 @@ def test_bad_options_exit_2_and_are_named(arguments: str, error: str) -> None:
 
 
 def test_documented_output_is_what_the_command_prints() -> None:
-    _, block = (DOCS / "plan.md").read_text(encoding="utf-8").split("```")[1::2]
+    (block,) = (DOCS / "goodput.md").read_text(encoding="utf-8").split("```")[1::2]
     _, command, shown = block.split("\n", 2)
     result = nixl_kv(command.removeprefix("$ nixl-kv "))
     assert result.exit_code == 0

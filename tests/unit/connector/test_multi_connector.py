@@ -374,7 +374,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed(
 
 @pytest.mark.xfail(Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it")
 def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
-    """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/multi-connector.md."""
+    """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/README.md."""
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
     output = decode.vllm.schedule()
