@@ -11,6 +11,7 @@ from nixl_kv.keys import USER_DIRECTORY, USER_KEY, write_key_file
 
 pytest.register_assert_rewrite("support")
 
+from harness.cluster.processes import END_CODES  # noqa: E402
 from support.seeds import ENVIRONMENT, GIVEN  # noqa: E402 - after the line above
 from support.skips import pytest_sessionfinish  # noqa: E402, F401 - a hook
 
@@ -33,8 +34,14 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    # By then `end_on_signals` is in force. Pytest itself takes its SystemExit for a failed test.
+    ended_by = call.excinfo.value if call.excinfo else None
+    if isinstance(ended_by, SystemExit) and ended_by.code in END_CODES:
+        pytest.exit(f"a signal has ended {report.nodeid}", returncode=ended_by.code)
     if GIVEN and report.failed:
         report.sections.append(("seed of random tests", f"{ENVIRONMENT}={GIVEN}"))
     return report

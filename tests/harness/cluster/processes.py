@@ -17,6 +17,9 @@ import psutil
 from harness.cluster.waiting import wait_until
 
 GRACE_S: Final = 8.0
+END_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+END_CODES: Final = tuple(128 + number for number in END_SIGNALS)
+"""The exit status of a program that `end_on_signals` ends."""
 PORT_RANGE: Final = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 
 
@@ -189,7 +192,7 @@ def kill_descendants(pid: int) -> None:
 
 def end_on_signals() -> None:
     """SIGTERM and SIGHUP end `with` blocks, as Ctrl-C does; what nohup ignores stays ignored."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in END_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _exit_on_signal)
 
