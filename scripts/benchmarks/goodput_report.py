@@ -88,7 +88,7 @@ def point_table(record: Record) -> str:
 
 
 def rows(record: Record) -> list[dict[str, Any]]:
-    """What `point_table` shows, without what is the same in all rows."""
+    """The rows of `point_table`, without the columns that are the same in all of them."""
     found = points.rows(record, OBJECTIVE)
     same = {name for name in ("card", "vLLM") if len({row[name] for row in found}) == 1}
     return [{name: figure for name, figure in row.items() if name not in same} for row in found]
@@ -164,7 +164,7 @@ def count(number: int, noun: str) -> str:
 
 
 def about(record: Record) -> str:
-    """What was measured, and where."""
+    """The measurements, and the machine that made them."""
     requests = sum(point.requests for one in record.runs for point in one.points)
     dates = sorted({one.date for one in record.runs})
     cards = " and ".join(sorted({f"{one.card} with vLLM {one.vllm}" for one in record.runs}))
