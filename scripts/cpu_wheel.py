@@ -51,7 +51,7 @@ def main(published_path: str, cpu_path: str, folder: str) -> None:
 
 
 def metadata(version: str, published: ZipFile, cpu: ZipFile) -> str:
-    """What the wheel requires: the published version's needs, on the platform of the CPU build."""
+    """The requirements of the wheel: the published version's, on the platform of the CPU build."""
     lines, cpu_lines = read_metadata(published), read_metadata(cpu)
     both = lines[: first_of_platform(lines)] + cpu_lines[first_of_platform(cpu_lines) :]
     needs = [line for line in both if line.startswith(REQUIRES) and "extra ==" not in line]

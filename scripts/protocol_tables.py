@@ -61,7 +61,7 @@ def _table(name: str) -> str:
 
 
 def render(table: Table) -> str:
-    """One row per state, one column per type of event; a dot where there is no transition."""
+    """One row per state, one column per type of event; a dot if a state has no transition."""
     events = list(dict.fromkeys(event for moves in table.values() for event in moves))
     names = [event.__name__ if isinstance(event, type) else str(event.name) for event in events]
     lines = [f"| {' | '.join(['state', *names])} |", "|---" * (len(events) + 1) + "|"]

@@ -20,7 +20,7 @@ DOCUMENTS = sorted(
     path for pattern in ("*.md", "docs/**/*.md", "configs/**/*.md") for path in REPO.glob(pattern)
 )
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
-WRITTEN = {  # what the environment gives, or what is another value in the code
+WRITTEN = {  # defaults that the environment gives, or that the code writes otherwise
     "host": "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "port": "VLLM_NIXL_SIDE_CHANNEL_PORT",
     "verify": "off",
@@ -71,7 +71,7 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def our_part(path: Path) -> dict[str, Any]:
-    """Of an example: all of it, or what stands first in its MultiConnector."""
+    """The whole example, or the first connector of its MultiConnector."""
     transfer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if transfer["kv_connector"] == "MultiConnector":
         # vLLM looks at the whole for how loads are ordered, and for what becomes of failed ones.
@@ -144,7 +144,7 @@ def test_the_plot_shows_its_records() -> None:
     assert read(plot.PLOT) == plot.draw()
 
 
-# --- what is named exists
+# --- names in the docs exist
 
 
 def test_the_slow_lane_names_files_that_exist() -> None:
@@ -200,7 +200,7 @@ def test_each_row_of_the_security_table_names_hostile_tests_that_exist() -> None
 
 @each_document
 def test_functions_that_are_named_exist(document: Path) -> None:
-    """As `file.py: function`, of the product; more functions follow in backticks of their own."""
+    """Functions of the product as `file.py: function`; more may follow, in their own backticks."""
     named = re.findall(r"`([\w/]+\.py): (\w+)`((?:, `\w+`)*)", read(document))
     missing = []
     for file, first, others in named:

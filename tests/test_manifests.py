@@ -55,17 +55,17 @@ DEVICES: Final = {
     "rdma-sriov": "nvidia.com/sriov-rdma-vf",
     "rdma-efa": "vpc.amazonaws.com/efa",
 }
-"""What the device plugins that llm-d's guides use call their devices."""
+"""Device names of the device plugins in llm-d's guides."""
 
 VERSIONS: Final = ("1.29", "1.37")
 """The first with containers that start before the others and stay, and the newest schema."""
 NEWER: Final = {"ResourceClaimTemplate": "1.37"}
 COMPOSE: Final = yaml.safe_load((REPO / "configs/compose.yaml").read_text(encoding="utf-8"))
 LATER_THAN_SCHEMA: Final = "pre_stop"
-"""Of compose 2.30, which compose_spec does not know yet."""
+"""A key of compose 2.30, which compose_spec does not know yet."""
 
 MOST_RANKS: Final = 64
-"""Of an engine: so many ports the network policy keeps for its descriptions, and for its ranks."""
+"""The network policy keeps this number of ports for an engine's descriptions, and for its ranks."""
 UCX_PORTS_PER_RANK: Final = 100  # docs/operations.md, Firewall
 IDLE_S: Final = 90  # how long llm-d's sidecar and vllm-router keep an idle connection
 STRANGER: Final = {"app": "a-stranger"}
@@ -536,7 +536,7 @@ def test_wide_ep_has_all_ranks_once() -> None:
 
 
 def edits() -> list[tuple[str, list[str]]]:
-    """What llm-d's page says that a stranger edits: the value, and the files that have it."""
+    """The edits that llm-d's page asks a stranger for: the value, and the files that have it."""
     page = (REPO / "docs/deploy/llm-d.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
     return [

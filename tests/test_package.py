@@ -1,4 +1,4 @@
-"""The wheel, as `python -m build` makes it, in an environment that has it and what it asks for."""
+"""The wheel, as `python -m build` makes it, in an environment with it and its requirements."""
 
 import json
 import os
@@ -29,7 +29,7 @@ print(json.dumps({
 
 
 def run(folder: Path, *command: str | Path) -> str:
-    """What a program prints that is run in a folder, where nothing of this checkout is found."""
+    """The output of a program in a folder from which nothing of this checkout can be found."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     ended = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, check=False, cwd=folder, env=bare

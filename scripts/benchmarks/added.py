@@ -1,4 +1,4 @@
-"""Measure what a second engine adds to the time to the first token.
+"""Measure how much a second engine adds to the time to the first token.
 
 Each round asks with new prompts, in each way, in random order, each time just after prefill has
 computed another prompt: prefill alone ("alone"), prefill and then decode as a router does

@@ -22,7 +22,7 @@ POLL_S: Final = 0.5
 
 
 class Result(msgspec.Struct):
-    """What the client wrote, with --save-detailed; times in seconds, one for each request."""
+    """The client's file (--save-detailed); times in seconds, one for each request."""
 
     duration: float
     completed: int
@@ -70,7 +70,7 @@ class Result(msgspec.Struct):
         )
 
     def common_gap_ms(self) -> float | None:
-        """The mean gap while all answers were generated; None if there was no such time."""
+        """The mean gap while all answers were generated; None if they never were at once."""
         firsts = np.array(self.start_times) + self.ttfts
         times = [first + np.cumsum(gaps) for first, gaps in zip(firsts, self.itls, strict=True)]
         begin, end = max(firsts), min(each[-1] if len(each) else 0.0 for each in times)
@@ -80,7 +80,7 @@ class Result(msgspec.Struct):
 
 
 class Client:
-    """Answers of engines and routers, by one process; what it prints goes to a log."""
+    """Answers of engines and routers, by one process, which prints to a log."""
 
     def __init__(self, model: Path, log_dir: Path) -> None:
         self._model = model
@@ -110,7 +110,7 @@ class Client:
         while_waiting: Callable[[], None],
         give_up: float,
     ) -> Result:
-        """Send so many requests; `extra` are further options of the client.
+        """Send this number of requests; `extra` are further options of the client.
 
         `while_waiting` may raise what shall end the wait, which ends at the monotonic time
         `give_up` at the latest.

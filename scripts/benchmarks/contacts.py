@@ -130,7 +130,7 @@ def meet(
     monitor: Monitor,
 ) -> Iterator[Contact]:
     prefills, decodes = started[: options.prefills], started[options.prefills :]
-    for engine in started:  # its own first steps are not what is measured
+    for engine in started:  # the measurement excludes an engine's own first steps
         with Pair(engine, engine) as alone:
             alone.to_decode.complete(prompt(options.tokens, f"{seed}/{engine.name}"), 2)
     pairs = list(itertools.product(prefills, decodes))

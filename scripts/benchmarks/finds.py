@@ -26,7 +26,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromPeer
 from support.vllm_scheduler import BLOCK, OURS, SteppedScheduler, make_config
 
-TURN: Final = 16  # steps; in so many, each request fills a block
+TURN: Final = 16  # steps, in which each request fills a block
 HOOKS: Final = ("get_new_blocks", "cache_full_blocks", "reset_prefix_cache")
 ANSWER: Final = 1 << 12  # tokens; more than there are steps
 PROMPT: Final = 16_000  # tokens of a cached conversation

@@ -5,9 +5,9 @@ decode's request to its first token. Then decode is asked for the same prompt, o
 but the last token in its prefix cache: the hit. Figures are medians; "leg over hit" and "leg to
 hit" are the difference and the ratio of each round. "transfer" is the mean of all ranks.
 
-With `--streams`, decode generates so many other answers meanwhile, and is asked at random times
-within a step. "step" is its time between two tokens, and "steps over hit" the mean of "leg over
-hit" in steps. "fast" is a decode engine with `overlap`, which is measured after the
+With `--streams`, decode generates this number of other answers meanwhile, and requests come at
+random times within a step. "step" is its time between two tokens, and "steps over hit" the mean of
+"leg over hit" in steps. "fast" is a decode engine with `overlap`, which is measured after the
 other, on the same GPUs.
 """
 
@@ -81,7 +81,7 @@ def row_of(prefill: Engine, decode: Engine, length: int, options: argparse.Names
 
 @contextmanager
 def busy(decode: Client, count: int) -> Iterator[None]:
-    """Let decode generate so many answers. Their client reads nothing, and hangs up at the end."""
+    """Let decode generate answers. Their client reads nothing, and hangs up at the end."""
     address = urllib.parse.urlsplit(decode.url).netloc
     since = CountersSince(decode)
     tokens = prompt(16, "streams")

@@ -225,7 +225,7 @@ def cache_bytes(options: argparse.Namespace, setup: Setup, beside: int) -> int:
     """How large each engine's cache is on each of its GPUs.
 
     Raises:
-        SystemExit: so many engines do not fit.
+        SystemExit: the machine has not enough GPUs for these engines.
     """
     if options.kv_gib:
         return int(options.kv_gib * (1 << 30))
@@ -283,7 +283,7 @@ def interrupt(cluster: Cluster) -> None:
 
 
 class Session:
-    """A run: what it measures next, and where that is kept."""
+    """A run: it chooses each next measurement, and keeps the results in a file."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class Session:
         """The mean gap of the last point."""
 
     def points(self) -> Iterator[Row]:
-        """Measure until nothing is missing, or time is over."""
+        """Measure until nothing is missing, or the deadline has passed."""
         for shape in self._options.shapes:
             self._measure_capacity(shape)
         while chosen := self._next():
@@ -354,7 +354,7 @@ class Session:
         return step._replace(requests=max(step.requests, min(least, self._options.many)))
 
     def _shares(self, name: str, shape: Shape) -> dict[float, Share]:
-        """By rate, also those of earlier runs on such a machine."""
+        """The shares by rate, also those of earlier runs on such a machine."""
         about = self.run.card, self.run.vllm, self._setup.name, str(shape), name
         found = points.grouped([*self._past, self.run])
         return {
@@ -364,7 +364,7 @@ class Session:
         }
 
     def _fitting(self, shape: Shape, step: Step) -> Step | None:
-        """As many of its requests as there is time for; None if these are too few."""
+        """The requests of `step` for which time is left; None if these are too few."""
         answer_s = shape.answer * self._gaps_ms.get(shape, self._options.gap_ms) / 1e3
         left = self._deadline - time.monotonic() - answer_s
         most = int(left * step.rate * self._setup.num_gpus)

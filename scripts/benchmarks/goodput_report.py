@@ -152,7 +152,7 @@ def count(number: int, noun: str) -> str:
 
 
 def about(record: Record) -> str:
-    """What was measured, and where."""
+    """The measurements, and the machine that made them."""
     requests = sum(point.requests for one in record.runs for point in one.points)
     dates = sorted({one.date for one in record.runs})
     cards = " and ".join(sorted({f"{one.card} with vLLM {one.vllm}" for one in record.runs}))

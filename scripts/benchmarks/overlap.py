@@ -70,7 +70,7 @@ def started(options: argparse.Namespace, stack: ExitStack) -> tuple[Pair, Wire]:
     """Both engines, each on a half of the cores, and the wire between them."""
     hosts = [stack.enter_context(Namespace(f"kv-{r}", n)) for n, r in enumerate(ROLES, 1)]
     wire = stack.enter_context(Wire(*hosts, offload=True))
-    # No figure is what a start costs, so they are forked from a process that has imported vLLM.
+    # No figure includes a start, so they are forked from a process that has imported vLLM.
     cluster = stack.enter_context(Cluster(start_timeout_s=engines.START_TIMEOUT_S))
     steps = ("--max-num-batched-tokens", str(options.chunk))
     specs = [

@@ -1,4 +1,4 @@
-"""The points of `scripts/bench goodput`: requests of one arm, shape and rate, and what they say.
+"""The points of `scripts/bench goodput`: requests of one arm, shape and rate, and their results.
 
 A record has runs, and a run has points. Points of the same arm, shape and rate on the same card and
 vLLM count together, from whichever run they are.
@@ -122,7 +122,7 @@ class Run(msgspec.Struct):
     seed: str
     """It decided the order, which is that of `points`."""
     capacities: dict[str, Capacities] = msgspec.field(default_factory=dict)
-    """Of one engine of each role, by shape."""
+    """The capacities of one engine of each role, by shape."""
     points: list[Point] = msgspec.field(default_factory=list)
 
     @property
@@ -164,7 +164,7 @@ class Share(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Empty if there is no such file."""
+    """The records of a file; none if it does not exist."""
     text = path.read_bytes() if path.exists() else b""
     return msgspec.json.decode(text, type=Record) if text else Record()
 
@@ -284,7 +284,7 @@ def knee(grid: Sequence[float], shares: Mapping[float, Share]) -> tuple[int, int
 def next_step(
     grid: Sequence[float], shares: Mapping[float, Share], few: int, many: int, most: int
 ) -> Step | None:
-    """What to measure next for one arm and shape; None if nothing is missing.
+    """The next measurement of one arm and shape; None if nothing is missing.
 
     First find the knee by bisection, with `few` requests for each rate. Then measure the rates
     around it, until each has `many` requests, at most `most` at once. Then all others, with few.

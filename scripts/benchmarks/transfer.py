@@ -121,7 +121,7 @@ class Pair:
         self._port = 0
         self.paths = paths
         self.num_bytes = [0]
-        """Of the last load, for each decode rank."""
+        """The bytes of the last load, for each decode rank."""
 
     def start(self, cell: Cell) -> None:
         """Start engines for each path, and write a prompt's KV into random blocks of prefill."""

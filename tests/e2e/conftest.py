@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what a planted connector does next."""
+    """The file with the next step of a planted connector."""
     path = tmp_path_factory.mktemp("planted") / "plan"
     path.write_text("")
     return path

@@ -55,7 +55,7 @@ SHORTER = (
 )
 CONFIG = {"offer_ttl_s": 25, "lease_s": 30, "peer_timeout_s": 10, "request_timeout_s": 60}
 UCX_PORTS = range(19_000, 19_500)
-"""Of prefill. Other listeners of vLLM, such as gloo's, abort without descriptors."""
+"""Prefill's. Other listeners of vLLM, such as gloo's, abort without descriptors."""
 BLOCK = 64  # prefill's has 128 tokens, so prefill packs KV
 LONG = 1000  # tokens of a prompt: 16 of the 47 blocks of decode
 
@@ -120,7 +120,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 Complete: TypeAlias = Callable[[str, int], Answer]
-"""What clients do."""
+"""A client's request."""
 Outage: TypeAlias = Callable[[Site], AbstractContextManager[Complete]]
 
 

@@ -37,10 +37,10 @@ NEW: Final = 200
 """Tokens of the client in each turn."""
 ANSWERED: Final = 100
 BLOCK: Final = 32
-"""Of decode. Prefill has larger ones, so that it has to make decode's hashes."""
+"""Decode's. Prefill has larger blocks, so that it has to make decode's hashes."""
 
 Remember = Callable[[list[Tokens]], Tokens]
-"""What a client sends as the history: of its own words and the answers, by turns."""
+"""The history in a client's request: its own words and the answers, by turns."""
 
 
 def whole(said: list[Tokens]) -> Tokens:

@@ -1,4 +1,4 @@
-"""Engines that hold what others wait for: every request ends, with a single engine's answer."""
+"""Engines whose requests wait for each other: each ends, with a single engine's answer."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -64,7 +64,7 @@ def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
 
 @pytest.fixture
 def questions(engines: Mapping[str, Engine]) -> list[Question]:
-    """A prompt of each length, and what an engine alone says to it."""
+    """A prompt of each length, and the answer of an engine alone."""
     prompts = [random_prompt(length, seed=next(SEEDS)) for length in LENGTHS]
     with Client(engines["single"].url) as alone:
         return questions_of(alone, prompts, ANSWER)
@@ -102,7 +102,7 @@ def test_one_prefill_with_a_draft_model_serves_decode_with_and_without(
 def test_decode_with_a_draft_model_computes_what_a_prefill_without_offers(
     engines: Mapping[str, Engine], questions: list[Question]
 ) -> None:
-    """The draft would look at KV of the prompt that nobody has."""
+    """The draft would look at KV of the prompt that no engine has."""
     with Pair(engines["prefill"], engines["drafting decode"]) as pair:
         accounts = Accounts(pair)
         expect_answers(pair, questions)

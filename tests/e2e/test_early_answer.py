@@ -635,7 +635,7 @@ PHASES = {
     "after the last chunk": "1 READY -> LOADED",
     "after the first token": "",
 }
-"""What decode's log has at that moment, and how often."""
+"""The message in decode's log at that moment, and how often."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""What a client may ask for at the edges of the API, through the router: as one engine answers.
+"""Requests at the edges of the API, through the router: answered as by one engine.
 
-Beside each answer stands what it cost: what decode read, what came of prefill's offers, and that
+A test checks each answer and its cost: how much decode read, how prefill's offers ended, and that
 neither engine holds a block afterwards.
 """
 
@@ -126,7 +126,7 @@ def test_two_answers_to_a_prompt(pair: Pair, single: Client, accounts: Accounts)
     """Both children carry the same ticket: one reads, the other computes or finds it cached.
 
     The router asks prefill for two answers as well. Each is an offer, of which it hands over one:
-    the other one stands until its time is over.
+    the other one stays until it expires.
     """
     prompt, other = random_prompt(340, seed=307), random_prompt(345, seed=308)
     equal = pair.to_router.answers(prompt, n=2, **GREEDY_IN_EFFECT)
@@ -210,7 +210,7 @@ def test_what_preempted_requests_have_read_is_computed_again(
     base_engines: tuple[Engine, Engine, Engine],
     single: Client,
 ) -> None:
-    """What a preempted request has read is gone with its ticket: it is computed on decode."""
+    """A preempted request loses its KV and its ticket: decode computes it."""
     prefill = base_engines[0]
     spec = replace(base_specs[1], name="crowded", num_blocks=FEW_BLOCKS)
     prompts = [random_prompt(250, seed=316 + number) for number in range(TALKERS)]

@@ -47,7 +47,7 @@ LEASE_S = 4.0
 REQUEST_TIMEOUT_S = 8.0
 SLACK_S = 5.0  # few cores do all of this
 DEADLINE_S = REQUEST_TIMEOUT_S + SLACK_S
-"""Of each request, beyond what a single engine takes for it."""
+"""The limit of each request, beyond a single engine's time for it."""
 PATIENCE_S = 180.0  # of a client
 RELEASE_S = max(OFFER_TTL_S, LEASE_S) + 1.0 + SLACK_S
 NUM_BLOCKS = 81  # few enough to run out
@@ -320,7 +320,7 @@ def strike_decode(scene: Scene, strike: Strike, repair: Strike) -> None:
 
 
 def cut_wire(scene: Scene) -> None:
-    """All packets are lost and no engine is told; when every request has ended, they pass again."""
+    """Lose all packets, unnoticed by the engines, until every request has ended."""
     strike_prefill(scene, lambda _: scene.set_wire(CUT), lambda _: scene.set_wire(PERFECT))
 
 

@@ -1,4 +1,4 @@
-"""What clients may write into a request, and what strangers may send to the ports of engines.
+"""Hostile values in clients' requests, and hostile messages of strangers to the engines' ports.
 
 After each test both engines live, and decode reads the KV of an ordinary request. More tickets that
 do not hold are in test_tickets.py and test_keys.py, clients that hang up in test_faults.py.
@@ -79,7 +79,7 @@ SLOW = 200
 MEANWHILE = 5  # ordinary requests
 SETTLE_S = 2.0
 MOST_BYTES = 96 << 20
-"""By which prefill may grow. Peers without a key can make each rank buffer 64 MiB."""
+"""Prefill may grow by this. Peers without a key can make each rank buffer 64 MiB."""
 # ZMTP 3.1: signature, version, mechanism NULL, no server, filler.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16 + 1 + 31)
 PROPERTIES = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

@@ -1,4 +1,4 @@
-"""What clients may write into the fields that name an engine with cached KV (conversations).
+"""Hostile values in the fields that name an engine with cached KV (conversations).
 
 Whatever they write, prefill computes the prompt, and connects to no host outside `peers`.
 """

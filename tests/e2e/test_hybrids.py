@@ -92,7 +92,7 @@ def alone(engines: Mapping[str, Engine]) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def hybrids(engines: Mapping[str, Engine]) -> Iterator[Pair]:
-    """Of one rank each; other shapes are in the matrix."""
+    """Engines of one rank each; other shapes are in the matrix."""
     with connected(engines["prefill"], engines["decode"]) as pair:
         yield pair
         Accounts(pair).expect_free()

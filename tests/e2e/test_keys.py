@@ -1,4 +1,4 @@
-"""Real engines that share a key: requests go as always, and what a client changed leads nowhere.
+"""Real engines that share a key: requests go as always, and changed tickets lead nowhere.
 
 They are configured as for vLLM's own NixlConnector: only our module's path and the key are new.
 """
@@ -26,7 +26,7 @@ from support.engines import EVENT_S, Accounts, connected, started
 pytestmark = pytest.mark.e2e
 
 THEIR_KEYS = {"backends": ["UCX"], "num_threads": 4, "kv_lease_duration": 30}
-"""What users of vLLM's connector may have set."""
+"""Keys that users of vLLM's connector may have set."""
 
 
 @pytest.fixture(scope="module")

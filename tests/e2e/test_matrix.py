@@ -72,14 +72,14 @@ CUDA_KV_BYTES: Final = 2 << 30
 NOT_LOADED: Final = re.compile(r"KV not loaded: (.+)")
 FIRST_SEED: Final = 90_000  # no other test asks the shared engines these prompts
 FEWER_ACCEPTED: Final = 0.25
-"""By how much the share of right drafts may be smaller on decode: the prompts are few. Without the
+"""The share of right drafts may be smaller by this on decode: the prompts are few. Without the
 draft model's KV it is about zero."""
 PATHS: Final = {"qwen3/tp-1-2": "direct", "qwen3/block-128-64": "staged"}
 """The cells that are not slow, and how decode reads in them."""
 
 
 Reference = tuple[Sequence[Question], float | None]
-"""What a single engine answers to a cell's prompts, and the share of its drafts that are right."""
+"""A single engine's answers to a cell's prompts, and the share of its drafts that are right."""
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -127,7 +127,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     cuda_env: dict[str, str] = {}
-    devices: tuple[Device, ...] = ("cpu", "cuda")  # for which vLLM has what it needs
+    devices: tuple[Device, ...] = ("cpu", "cuda")  # on which vLLM runs the model
     answer_tokens: int = 16
     lengths: tuple[int, ...] = LENGTHS  # of prompts
     cpu_shim: str | None = None  # a folder of harness/cluster that mends vLLM's CPU build
@@ -144,7 +144,7 @@ MATRIX: Final = msgspec.yaml.decode((REPO / "configs/matrix.yaml").read_bytes(),
 
 
 def why_not(model: str, cell: Cell) -> str:
-    """What this machine or its vLLM lacks to run a cell; empty if nothing."""
+    """The reason why this machine or its vLLM cannot run a cell; empty if it can."""
     ranks = max(cell.prefill.ranks, cell.decode.ranks)
     if DEVICE not in set(cell.devices) & set(MATRIX.models[model].devices):
         return f"not for {DEVICE}"

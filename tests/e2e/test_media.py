@@ -77,7 +77,7 @@ _Given = TypeVar("_Given")
 
 
 class Has(enum.Enum):
-    """What decode has of a picture."""
+    """Decode's knowledge of a picture."""
 
     PICTURE = "the picture"
     STAND_IN = "stand-in embeddings"
@@ -101,7 +101,7 @@ class Scene:
 
     @property
     def messages(self) -> Messages:
-        """What the client and prefill have."""
+        """The messages of the client and of prefill."""
         return self._show(picture(self.seed, self.uuid))
 
     def ask(
@@ -267,7 +267,7 @@ Spoil = Callable[[Pair, Leg], Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a ticket, or with its offer."""
+    """A fault of a ticket, or of its offer."""
 
     name: str
     spoil: Spoil = lambda _, leg: leg.ticket
@@ -347,7 +347,7 @@ FAULTS: Final = (
     Fault("no string", without_string, "malformed", has_hashes=False),
     Fault("used", use, "used"),
     Fault("revoked", after=revoke, is_loaded=False),
-    Fault("nobody listens", having(port=1), is_loaded=False),
+    Fault("no listener", having(port=1), is_loaded=False),
 )
 
 

@@ -32,7 +32,7 @@ CLIENTS = 8
 NUM_PROMPTS = 120
 ANSWER = 4  # tokens
 LEASE_S = 6
-"""An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
+"""An in-tree prefill engine holds the blocks of an unread prompt for this long."""
 
 
 FLEET_LEASE_S = 120
@@ -154,7 +154,7 @@ class Fleet:
 
     def __init__(self, cluster: Cluster) -> None:
         self.phases: dict[str, Counter[str]] = {}
-        """By how much decode's counters grew, by the engines that served meanwhile."""
+        """The growth of decode's counters, by the engines that served meanwhile."""
         self.engines = cluster.start(
             *(
                 replace(
@@ -179,7 +179,7 @@ class Fleet:
             return client.complete(prompt, num_tokens)
 
     def migrate(self, engine: Engine) -> None:
-        """As docs/migrate.md says."""
+        """Replace an engine with the steps of docs/migrate.md."""
         self._serve([one for one in self.engines if one is not engine])
         engine.terminate()
         wait_or_fail(lambda: not engine.is_running(), STUCK_S, f"{engine.name} does not end")

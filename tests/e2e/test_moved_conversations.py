@@ -48,7 +48,7 @@ class Fleet:
     single: Client
 
     def source(self, engine: Client) -> Params:
-        """What llm-d's sidecar sends to name an engine."""
+        """The fields in which llm-d's sidecar names an engine."""
         (named,) = [one for one in self.engines if one.url == engine.url]
         return kv_source(named.address, named.side_port)
 

@@ -262,12 +262,12 @@ def test_who_can_connect_to_which_port(cluster: Cluster, hosts: Hosts, *, has_pe
                     found = {
                         "with the key": reached(own, ports, other),
                         "without it": reached(own, ports, hosts.router),
-                        "nobody, here": reached(own, ports, own, 65534),
+                        "another user, here": reached(own, ports, own, 65534),
                     }
                     print(f"{has_peers=} {is_met=} {own.name}: {len(ports)} {kind}: {found}")
                     is_ucx = kind == "UCX"
                     assert found == {
                         "with the key": len(ports) * (is_met or not is_ucx),
                         "without it": len(ports) * (not is_ucx and not has_peers),
-                        "nobody, here": len(ports),
+                        "another user, here": len(ports),
                     }

@@ -42,7 +42,7 @@ IN_TIER: Final = NUM_TOKENS // BLOCK * BLOCK
 
 
 def multi_spec(name: str) -> EngineSpec:
-    """An engine with configs/multi-NAME.json, but for what this machine has not."""
+    """An engine with configs/multi-NAME.json, except for parts that this machine lacks."""
     transfer: dict[str, Any] = json.loads((CONFIGS / f"multi-{name}.json").read_text("utf-8"))
     connectors = transfer["kv_connector_extra_config"]["connectors"]
     extra = connectors[0]["kv_connector_extra_config"]

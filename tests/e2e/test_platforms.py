@@ -42,7 +42,7 @@ def test_kv_moves_and_answers_are_right(
         accounts.expect_loaded(*(length - 1 for length in lengths))
         return
     counted = accounts.decode.wait_for(TICKETS_MISSING, len(lengths), EVENT_S)
-    assert counted[TICKETS_MISSING] >= len(lengths)  # what was asked before may count late
+    assert counted[TICKETS_MISSING] >= len(lengths)  # earlier requests may count late
     assert counted[LOADS] == 0
 
 

@@ -36,7 +36,7 @@ LOADS: Final = "vllm:nixl_kv_loads_total"
 
 
 def as_user_of(pod: Pod) -> list[str]:
-    """What a container runtime does before a pod's command: user, groups, no capabilities."""
+    """A container runtime's part before a pod's command: user, groups, no capabilities."""
     security = pod.spec["securityContext"]
     return [
         *("setpriv", f"--reuid={security['runAsUser']}", f"--regid={security['runAsGroup']}"),
@@ -99,7 +99,7 @@ class Container:
         self.process.launch(self._inside(engine), self.environment(), Path("/"))
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """As a kubelet runs a probe or a hook: in the container, with its variables."""
+        """Run a probe or a hook as a kubelet does: in the container, with its variables."""
         return subprocess.run(
             self._inside([self._here(word) for word in command]),
             env=self.environment(),

@@ -212,7 +212,7 @@ class Part(ManagedProcess):
 
 @contextlib.contextmanager
 def ended(parts: Sequence[Part]) -> Iterator[None]:
-    """Ray's engines are none of its own processes, and may outlive it."""
+    """Ray's engines are not its own processes, and may outlive it."""
     try:
         yield
     finally:
@@ -273,7 +273,7 @@ def test_dynamos_stand_ins_are_recognised() -> None:
 
 
 READ_BY_HANDLER: Final = re.compile(r"kv transfer params: (\{.*\})")
-"""What Dynamo's prefill handler logs of each output of vLLM, with DYN_LOG=debug."""
+"""Dynamo's prefill handler logs this of each output of vLLM, with DYN_LOG=debug."""
 
 
 def tickets_read(prefill: Part) -> list[Ticket]:

@@ -50,7 +50,7 @@ def recipe(heading: str) -> list[str]:
 
 @contextmanager
 def shell(host: Namespace, code: str, log: Path) -> Iterator[ManagedProcess]:
-    """A user pastes this on a machine; what it started ends with the block."""
+    """A user pastes this on a machine; its processes end with the block."""
     pasted = code.replace("Qwen/Qwen3-0.6B", str(MODEL))
     pasted = re.sub(r"(NIXL_KV_KEY=)\.\.\.", rf"\g<1>{KEY}", pasted)
     process = ManagedProcess(log.stem, log)
@@ -80,7 +80,7 @@ def run(host: Namespace, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def answers(host: Namespace, url: str, *shells: ManagedProcess) -> bool:
-    """Whether a server does, before a shell ends or time is over."""
+    """Whether a server answers, before a shell ends, within the timeout."""
 
     def does() -> bool:
         for one in shells:

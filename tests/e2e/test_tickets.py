@@ -19,7 +19,7 @@ from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
 
-REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
+REQUEST_TIMEOUT_S = 60  # decode's; a ticket of an absent engine must not cost that
 ANSWER = 16
 ROUTED = itertools.count(270)  # seeds: no prompt is in decode's cache before
 
@@ -54,7 +54,7 @@ so that decode asks."""
         pytest.param(REFUSED, having(port=-1), "$.port", id="negative port"),
         pytest.param(REFUSED, having(host="example.org"), "example.org", id="host name"),
         pytest.param(REFUSED, having(context="0" * 32), "for another prompt", id="another prompt"),
-        pytest.param(NOT_READ, having(port=1), "cannot connect", id="nobody listens"),
+        pytest.param(NOT_READ, having(port=1), "cannot connect", id="no listener"),
         pytest.param(NOT_READ, having(engine="other"), "instead of 'other'", id="another engine"),
         pytest.param(NOT_READ, having(incarnation="f" * 32), "incarnation", id="a former life"),
     ],
@@ -94,7 +94,7 @@ def test_a_ticket_is_good_once_and_for_its_prompt(pair: Pair, single: Client) ->
 def test_a_ticket_is_good_for_a_longer_prompt(
     pair: Pair, single: Client, accounts: Accounts, length: int, more: int
 ) -> None:
-    """A proxy adds prefill's first token; Dynamo moves a request with what it has answered."""
+    """A proxy adds prefill's first token; Dynamo moves a request with the tokens so far."""
     prompt = random_prompt(length, seed=next(ROUTED))
     expected = single.complete(prompt, more + ANSWER)
     longer = f"{prompt} {expected.text.strip()}".split()[: length + more]
@@ -137,7 +137,7 @@ def test_a_refused_ticket_is_an_error_if_the_operator_says_so(
     reason="vLLM's CPU build keeps KV in fp8 with AVX-512 or AMX only",
 )
 def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:
-    """What `fp8` stands for is compared, and not only that it has eight bits."""
+    """Engines compare the format that `fp8` stands for, not only its eight bits."""
     model = ensure_tiny_model()
     specs = [
         EngineSpec(

@@ -46,7 +46,7 @@ ENVIRONMENT: Final = {
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """Of a span, or of the process that made it."""
+    """The attributes of a span, or of the process that made it."""
     values = {each.key: each.value for each in owner.attributes}
     return {key: getattr(value, value.WhichOneof("value")) for key, value in values.items()}
 
@@ -59,7 +59,7 @@ class Collector:
         """The role of an engine, and a span of it."""
 
     def of_trace(self, trace: str) -> dict[tuple[str, str], Any]:
-        """All spans of a trace, by role and name, when all have come, or time is over."""
+        """All spans of a trace, by role and name, once all have come, or after the timeout."""
 
         def received() -> dict[tuple[str, str], Any]:
             found = [each for each in self.spans if each[1].trace_id.hex() == trace]
@@ -91,7 +91,7 @@ class Collector:
 
 
 def complete(url: str, prompt: str, trace: str) -> None:
-    """As a client that is itself a span of the trace."""
+    """Ask as a client that is itself a span of the trace."""
     reply = httpx.post(
         f"{url}{COMPLETIONS}",
         json={"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0},

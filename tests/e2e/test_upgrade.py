@@ -68,7 +68,7 @@ def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
 
 
 def take_out(engine: Engine, rotation: Rotation) -> None:
-    """As an operator does."""
+    """Take an engine out of rotation with an operator's commands."""
     rotation.remove(engine)
     at = f"{HOST}:{engine.side_port}"
     command = nixl_kv_command("drain", "--at", at, "--timeout", str(STUCK_S))

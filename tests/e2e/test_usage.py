@@ -1,4 +1,4 @@
-"""What a client is told about cached tokens is what a single engine tells; vLLM's metrics stay."""
+"""Clients get a single engine's number of cached tokens; vLLM's metrics stay."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what is planted into each load."""
+    """The file that names the fault to plant into each load."""
     return tmp_path_factory.mktemp("planted") / "plan"
 
 

@@ -118,7 +118,7 @@ def check_error(decode: Callable[[Any], object], data: object) -> None:
 def test_reasons_that_are_valid_text_are_escaped_where_they_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a refusal, what a peer is called, and what differs."""
+    """A refusal's reason, a peer's name, and the fields that differ."""
     caplog.set_level(logging.DEBUG, "nixl_kv")
     text = HOSTILE[0] + "B" * 400
 

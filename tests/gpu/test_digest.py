@@ -54,7 +54,7 @@ class Both:
         self.digester = gpu.GpuDigester(self.gpu_layout)
 
     def digests(self, find: Find) -> tuple[Digest, Digest]:
-        """Of the slices that `find` returns for a layout: numpy's, and the GPU's."""
+        """numpy's and the GPU's digest of the slices that `find` returns for a layout."""
         on_gpu: Sequence[LocalSlice] = find(self.gpu_layout)
         return reference(find(self.host_layout)), finished(self.digester(SECRET, on_gpu))
 

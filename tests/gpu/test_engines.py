@@ -179,7 +179,7 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "expandable": ((), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     "sleep": (("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"}),
 }
-"""Of GPU memory that has no CUDA IPC handle: flags and environment of both engines."""
+"""GPU memory without a CUDA IPC handle: flags and environment of both engines."""
 SLEEPY: Final = "sleep"
 
 
@@ -197,7 +197,7 @@ def in_containers(kind: str, directory: Path) -> list[EngineSpec]:
 def test_a_kernel_reads_between_containers_that_share_a_directory(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Of each kind of memory; and prefill's memory comes back when it sleeps, and decode lives."""
+    """Each kind of memory works; prefill's memory comes back when it sleeps, and decode lives."""
     tmp_path.chmod(0o700)
     started = cluster.start(*(spec for kind in KINDS for spec in in_containers(kind, tmp_path)))
     pairs = dict(zip(KINDS, zip(started[::2], started[1::2], strict=True), strict=True))

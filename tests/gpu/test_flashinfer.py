@@ -46,7 +46,7 @@ def append(to: Any, order: list[int]) -> None:
 
 
 def attention(of: Any, order: list[int], queries: Any) -> Any:
-    """What the decode kernel makes of the cache, [layers, query heads, head size]."""
+    """The decode kernel's output for the cache, [layers, query heads, head size]."""
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
     heads = (queries.shape[1], of.shape[3])

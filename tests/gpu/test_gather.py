@@ -252,7 +252,7 @@ def _drop_event_of_second_gpu(pipe: Connection) -> None:
     events[0].record()
 
     def drop() -> None:
-        """As the transfer thread does once prefill has written a chunk."""
+        """The transfer thread does this once prefill has written a chunk."""
         make_current(1)
         events[0].query()
         events.clear()
@@ -276,7 +276,7 @@ def test_an_event_is_dropped_without_a_context_on_another_gpu() -> None:
 
 
 def _altered(one: Owner, what: str) -> messages.Export:
-    """What `one` exports, with an error in its description."""
+    """The export of `one`, with an error in its description."""
     export = one.export
     whole, small = sorted(export.allocations, key=lambda each: -each.length)
     proof = export.proof

@@ -82,7 +82,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, E
 
 
 class Memory:
-    """The most that was in use while this ran, beyond what was in use when it began, in bytes."""
+    """The peak of the memory in use while this ran, in bytes beyond the memory in use before."""
 
     def __init__(self, engine: Engine) -> None:
         self._processes = psutil.Process(engine.pid).children(recursive=True)

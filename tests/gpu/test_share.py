@@ -111,7 +111,7 @@ class Owner:
 
     def kill(self) -> None:
         with self.process:  # closes its pipes, and waits for it
-            self.process.kill()  # `--kill-child`: what it has forked too
+            self.process.kill()  # `--kill-child`: its children too
 
 
 GPU: Final = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -189,7 +189,7 @@ class Reader:
 
 
 def wait_for_memory(at_least: int, timeout_s: float) -> float:
-    """Seconds until so many bytes of the owner's GPU are free."""
+    """Seconds until this number of bytes of the owner's GPU is free."""
     begun = time.perf_counter()
     while torch.cuda.mem_get_info(0)[0] < at_least:
         assert time.perf_counter() - begun < timeout_s, f"{torch.cuda.mem_get_info(0)} bytes"
@@ -225,7 +225,7 @@ def test_a_kernel_reads_memory_of_another_container(
 def test_plain_memory_is_mapped_within_one_pid_namespace_alone(
     reader: Reader, share_dir: Path
 ) -> None:
-    """As without `share_dir`: it has a CUDA IPC handle."""
+    """It has a CUDA IPC handle, with and without `share_dir`."""
     with owner("plain", share_dir) as one:
         assert all(each.handle for each in one.export.allocations)
         is_apart = one.export.host.split()[1] != str(Path("/proc/self/ns/pid").readlink())

@@ -51,7 +51,7 @@ class PairSide(Side):
         self.per_chunk = len(self.table) // CHUNKS
 
     def kv(self, prompt: int) -> Any:
-        """What both engines compute of a prompt."""
+        """Both engines compute this of a prompt."""
         return np.roll(self.expected, prompt, axis=-1)
 
     def has(self, prompt: int) -> bool:

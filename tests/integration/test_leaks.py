@@ -1,4 +1,4 @@
-"""After any ending both sides have what they had before: real NIXL, two processes.
+"""After any ending both sides use as much as before: real NIXL, two processes.
 
 Counted are descriptors, threads, memory mappings and MiB, over shared memory and over TCP.
 """
@@ -46,7 +46,7 @@ class Pair:
         assert self.decode.load(self.prefill.offer()) is None
 
     def usage(self) -> tuple[Usage, Usage]:
-        """What prefill and decode have once nothing is known of any peer."""
+        """The usage of prefill and decode once both have forgotten all peers."""
         self.decode.settle()
         samples = list[tuple[Usage, Usage]]()
         for _ in range(SAMPLES):  # one may be of a check that is under way

@@ -95,5 +95,5 @@ def test_a_rehearsal_that_fails_costs_a_line_in_the_log(
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """By this project; NIXL logs each agent."""
+    """Our own messages; NIXL logs each agent."""
     return [each.getMessage() for each in caplog.records if each.name.startswith("nixl_kv.")]

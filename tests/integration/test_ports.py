@@ -1,7 +1,7 @@
 """The TCP ports that an engine's process opens, UCX's among them: who can connect, and write.
 
 Engines are in processes and network namespaces of their own. UCX's ports ask for no key, and UCX
-writes what a PUT holds to the address that it names.
+writes the bytes of a PUT to the address that it names.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class Opening:
         assert libc.mmap(*place, 3, flags, -1, ctypes.c_long(0)) == self.AT
 
     def open(self, count: int) -> int:
-        """How many agents of so many let a stranger write."""
+        """How many of `count` agents let a stranger write."""
         from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - in the namespace
 
         ports, written = UcxPorts(), 0
@@ -171,12 +171,12 @@ class HostSide(Side):
         return sorted(self.engine.ranks[0].parts.admission.hosts)
 
     def allow_only(self, network: str) -> None:
-        """As if `peers` were this: for what peers name, not for the control plane."""
+        """Set `peers` to this for the addresses that peers name, not for the control plane."""
         allowed = AllowedHosts((ipaddress.ip_network(network),))
         self.engine.ranks[0].parts.admission._allowed = allowed
 
     def forget(self) -> None:
-        """As after ten minutes without a load."""
+        """Forget the peers, which otherwise takes ten minutes without a load."""
         peers_module.KEPT_S = 0.0  # type: ignore[misc]
         (rank,) = self.engine.ranks
         peers = rank.parts.decode.peers
@@ -192,7 +192,7 @@ class HostSide(Side):
         admission.SILENT_S = admission.LOOK_S = seconds  # type: ignore[misc]
 
     def replace_agent(self) -> None:
-        """As if UCX had lost a listening socket: another agent serves this rank."""
+        """Pretend that UCX lost a listening socket: another agent serves this rank."""
         (rank,) = self.engine.ranks
         serving, former = rank.parts.serving, rank.description
         assert serving is not None
@@ -210,7 +210,7 @@ Start = Callable[..., SideProcess]
 
 @pytest.fixture(scope="module")
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    """Of prefill, of decode, and of a stranger, on one network; a parameter says if it is IPv6."""
+    """Hosts of prefill, decode and a stranger on one network; a parameter says if it is IPv6."""
     if os.geteuid():
         pytest.skip("network namespaces need root")
     with contextlib.ExitStack() as stack:
@@ -434,7 +434,7 @@ def test_a_replaced_agent_admits_the_same_hosts(hosts: Hosts, start: Start) -> N
 def test_an_address_outside_peers_is_not_admitted(hosts: Hosts, start: Start) -> None:
     """Decode may reach prefill's control plane through an address that `peers` allows.
 
-    Prefill tells it at once, so its loads fail in words and do not hang.
+    Prefill tells it at once, so its loads fail with an error message and do not hang.
     """
     near, far, _ = hosts
     # The address from which decode's machine reaches prefill's is its own wire's.

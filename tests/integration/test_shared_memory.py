@@ -128,7 +128,7 @@ class Pair:
 
     @property
     def unmapped(self) -> list[dict[str, Any]]:
-        """As `nixl-kv status` shows it."""
+        """The same field of `nixl-kv status`."""
         (rank,) = self.decode.ranks
         question = messages.StatusRequest(incarnation=rank.description.incarnation)
         status = build_status(rank.parts, rank.engine.spec.rank, "", time.monotonic, 0.0, question)

@@ -87,7 +87,7 @@ MUTANTS: Final = (
         "is_unknown = run.steps + 1 < self._since or run.epoch < self._epoch",
         "is_unknown = run.epoch < self._epoch",
         "unit/conversations/test_slots",
-        "After a wake-up, a rank grants blocks of which it does not know who has written them.",
+        "After a wake-up, a rank grants blocks although it does not know their writer.",
     ),
     Mutant(
         "cached-epoch",
@@ -115,7 +115,7 @@ MUTANTS: Final = (
         "if offer is None or machine.is_void(offer):",
         "if offer is None:",
         "unit/conversations/test_part",
-        "An operator is told of corrupt KV that no reader has got.",
+        "An operator hears of corrupt KV that no reader has got.",
     ),
     Mutant(
         "cached-reader",

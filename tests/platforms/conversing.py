@@ -1,4 +1,4 @@
-"""What platforms send of a conversation's earlier turns: which engine has their KV.
+"""Requests that platforms send about a conversation's earlier turns: which engine has their KV.
 
 As in `replays.py`, the published code is named by its version and file.
 """

@@ -1,6 +1,6 @@
 """Dynamo's worker of vLLM, on a machine without torchvision; an environment with Dynamo runs it.
 
-Dynamo imports vLLM's code for images, which imports torchvision. There is no build of that for
+Dynamo imports vLLM's code for images, which imports torchvision. PyPI has no build of that for
 vLLM's CPU build, so mocks replace it while it is imported. No text needs it.
 """
 

@@ -1,8 +1,8 @@
-"""What each platform makes of a client's request on its way to prefill, and then to decode.
+"""How each platform changes a client's request on its way to prefill, and then to decode.
 
-A replay does what the platform's published code does, in the file and version that it names: which
-limits of tokens the platform lowers, what it asks prefill for, and which part of prefill's reply it
-hands on. Errors, retries and load balancing are not part of it.
+A replay does as the platform's published code, in the file and version that it names: which limits
+of tokens the platform lowers, the request that it sends to prefill, and the part of prefill's reply
+that it hands on. Errors, retries and load balancing are not part of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ PARAMS: Final = "kv_transfer_params"
 ASKED: Final[Mapping[str, object]] = WANT_TICKET | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-"""What all of them ask prefill with: the fields of vLLM's own connector, to be filled in."""
+"""All platforms ask prefill with these fields of vLLM's own connector, to be filled in."""
 LIMIT: Final = "max_tokens"
 CHAT_LIMIT: Final = "max_completion_tokens"
 FEWEST: Final = "min_tokens"
@@ -73,7 +73,7 @@ def of_dynamo(request: Request) -> Body:
 
 
 def as_it_is(_: Request, reply: Reply) -> Body:
-    """Null where there is none, which means the same to vLLM as no field."""
+    """Null if prefill gives none, which vLLM treats as an absent field."""
     return {PARAMS: reply.get(PARAMS)}
 
 

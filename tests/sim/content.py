@@ -18,7 +18,7 @@ if HAS_CONVERSATIONS:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What an engine has answered to a reader, before any rank has granted it."""
+    """An engine's answer to a reader, before any rank has granted it."""
 
     offer: Nonce
     prompt: KnownPrompt
@@ -78,7 +78,7 @@ class PrefixCache:
         self._index.on_reset()
 
     def find(self, prompt: KnownPrompt) -> FoundRun | None:
-        """As the directory answers, on a thread of its own."""
+        """The directory answers like this, on a thread of its own."""
         key, offer = self._key, new_nonce()
         run = self._index.find(_hashes(prompt), 0, "")
         if run is None:

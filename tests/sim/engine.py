@@ -147,7 +147,7 @@ class Engine:
         return self.is_paused or self.is_stalled or self.is_asleep
 
     def reset(self) -> None:
-        """As for new weights, without a pause: requests go on."""
+        """Reset the cache for new weights, without a pause: requests go on."""
         if self.prefix_cache is not None:
             self.prefix_cache.reset(forgets=False)
         self.scheduler.reset()

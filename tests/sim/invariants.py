@@ -103,7 +103,7 @@ class Invariants:
             self._check_load(engine, rank, result)
 
     def on_send(self, rank: RankLife, endpoint: Endpoint, payload: bytes) -> None:
-        """What decode's scheduler believes must not be known to the other side."""
+        """Beliefs of decode's scheduler that the other side must not know."""
         engine = self._engine_of(rank)
         if engine is None or endpoint == engine.hints_at:
             return
@@ -125,7 +125,7 @@ class Invariants:
             granted = self._grants.get((rank, answer.nonce))
             if granted is None or not granted.is_valid:
                 kind = "digest" if isinstance(answer, DigestReply) else "chunk"
-                raise Violation(f"{kind} of what is not held", f"{rank.seat.name}: {answer.nonce}")
+                raise Violation(f"{kind} of an offer not held", f"{rank.seat.name}: {answer.nonce}")
             self._check_grant(granted)
 
     def on_overwritten(self, rank: RankLife, blocks: list[int]) -> None:
@@ -156,7 +156,7 @@ class Invariants:
             engine, min(blocks, default=NULL_BLOCK)
         )
         if owner is None:
-            raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")
+            raise Violation("granted free blocks", f"{rank.seat.name}: blocks {set(blocks)}")
         granted = Granted(rank, grant.nonce, grant.slot, grant.fence_token, blocks, owner)
         is_early, key = grant.nonce in self._world.pairs, (rank, grant.nonce)
         if not granted.is_valid and not is_early:  # the step thread clears a pair's

@@ -1,4 +1,4 @@
-"""Peers that have the key and lie. They are no engines: nothing of theirs runs but these messages.
+"""Peers that have the key and lie. They are not engines: they only send these messages.
 
 A `Liar` poses as a decode engine: it asks for an offer, and says from then on that it reads it. It
 stops when prefill answers that it holds nothing. `forge` poses as a decode engine's ranks, with
@@ -64,7 +64,7 @@ class Liar:
             self._control.send(rank.endpoint, encode(ask))
 
     def act(self) -> None:
-        """Take the answers; say again and again that it reads what it was granted."""
+        """Take the answers; keep claiming to read the granted blocks."""
         for item in self._control.poll(0) if self._control.inbox else ():
             if isinstance(item, FromEndpoint):
                 self._on_answer(item)

@@ -261,7 +261,7 @@ def _random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[st
     """The lines of a schedule, to its end."""
     words, num_naps = list(profile.weights), 0
     num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
-    slow = "none" if "beat" in words else rng.choice(["none", *run.world.engines])
+    slow = "none" if "beat" in profile.weights else rng.choice(["none", *run.world.engines])
     while len(run.lines) < num_steps:
         (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
@@ -298,7 +298,7 @@ def _beat(world: World) -> Iterator[str]:
 
 
 def _great_length(world: World, rng: random.Random) -> int | None:
-    """The length of a long prompt, if there is no other."""
+    """The length of a long prompt, if the world has no other."""
     is_first = all(not engine.scheduler.requests for engine in world.alive())
     return rng.choice((40, 50, 60)) if is_first else None
 

@@ -67,7 +67,7 @@ Draw = Callable[[World, Random], object]
 
 
 class Argument(NamedTuple):
-    find: Find  # what a text means in a world; None: no such thing, or it does nothing now
+    find: Find  # the object that a text names in a world; None: none, or it does nothing now
     draw: Draw  # a text for a random schedule; None: there is nothing to choose from
 
 
@@ -271,7 +271,7 @@ def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int)
     if engine.name == ticket.engine:
         return  # no router sends a request back to where it comes from
     world.num_used += 1
-    # vLLM's own cache has none of it, where the simulator follows what that has.
+    # vLLM's own cache has none of it, if the simulator follows the cache's contents.
     num_blocks = 0 if world.shape.content else num_blocks
     local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     _add_to_decode(world, engine, ticket, local)

@@ -89,7 +89,7 @@ class Reading:
         peer: PeerKey = PEER,
         slot: int = 3,
     ) -> list[DataEvent]:
-        """What is known at once of a read."""
+        """Start a read; return the events that come at once."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),), slot=slot)
         rank = self.agent.ranks.find(peer, R0)

@@ -28,7 +28,7 @@ from support.oracle import (
 # The connector decides what prefill keeps for a window. Here prefill keeps all that decode reads.
 WINDOW_MISMATCH = "for a sliding window"
 
-# Each kind of byte has its own values: they show what was copied, and whether it should have been.
+# Each kind of byte has its own values: they show which bytes were copied, and which should be.
 KV, PREFILL_NOISE, DECODE_NOISE = 100, (100, 150), (150, 256)
 
 
@@ -109,7 +109,7 @@ class Pair:
         assert 0 <= more <= (len(planned.paged_rows) - 1 if shared else 0)
 
     def check_memory(self, number: int, copied: int) -> None:
-        """All of one rank's memory, after so many bytes were copied into it."""
+        """All of one rank's memory, after this number of bytes was copied into it."""
         rank, before = self.decode.ranks[number], self.before[number]
         needed = np.zeros(len(before), dtype=bool)
         allowed, right = needed.copy(), before.copy()

@@ -25,7 +25,7 @@ LONGEST_ERROR = 200
 CLIENT_TIMEOUT_S = 600.0
 """Beside busy processes, engines have stood still for more than 60 s here."""
 STUCK_S = CLIENT_TIMEOUT_S + 60.0
-"""By then each request has ended, perhaps with an error."""
+"""After this time each request has ended, perhaps with an error."""
 AFTER_AN_ERROR_S = 2.0
 """A client that got an error pauses before its next request."""
 SHORT = range(1, 24)
@@ -119,7 +119,7 @@ class Load:
     ) -> None:
         """The answers have these `lengths`."""
         self.ended: dict[int, Ended] = {}
-        """By the seed of the request."""
+        """The ends of requests, by their seeds."""
         self._complete = complete
         self._lengths = lengths
         self._is_over = threading.Event()
@@ -153,7 +153,7 @@ class Load:
 def judge(
     single: Client, requests: Mapping[int, Ended], lengths: range = SHORT
 ) -> list[tuple[Question, Ended]]:
-    """What a single engine answers to each request of a load, beside how it ended."""
+    """A single engine's answer to each request of a load, beside how it ended."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         questions = pool.map(lambda seed: Question.of(single, *request_of(seed, lengths)), requests)
         return list(zip(questions, requests.values(), strict=True))

@@ -1,4 +1,4 @@
-"""What of vLLM's cache manager is used, in plain Python."""
+"""The used part of vLLM's cache manager, in plain Python."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            assert not block.is_null, "the null block is nobody's"
+            assert not block.is_null, "no request owns the null block"
             self.touched[block.block_id] += 1
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:

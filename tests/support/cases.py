@@ -76,7 +76,7 @@ class Groups:
 def choose_ids(
     rng: np.random.Generator, order: str, count: int, spare: int
 ) -> tuple[list[int], int]:
-    """Ids for so many entries, and how many entries the cache has."""
+    """Ids for `count` entries, and how many entries the cache has."""
     ids = list(range(count))
     if order == "scattered":  # without the first and last block, which touch other layers' blocks
         return [2 * entry + 1 for entry in rng.permutation(ids).tolist()], 2 * count + 1
@@ -164,7 +164,7 @@ def groups_of(draw: st.DrawFn, model: Sequence[Layer], tp: int, *, scattered: bo
 
 
 def _stripes(blocks: Blocks, copies: int) -> list[Blocks]:
-    """All ways in which so many copies may share the tokens."""
+    """All ways in which `copies` may share the tokens."""
     slots = blocks.tokens * blocks.per_entry
     shared = [
         replace(blocks, stripes=count, width=width)

@@ -62,7 +62,7 @@ def say(engine: Client, prompt: Tokens, count: int, params: Params | None = None
 
 
 def say_counted(engine: Client, prompt: Tokens, count: int, params: Params | None = None) -> Said:
-    """The same, of an engine that nobody else asks, with the prompt tokens that it computed."""
+    """The same, with the prompt tokens that the engine computed. No other client may ask it."""
     since = CountersSince(engine)
     said = say(engine, prompt, count, params)
     changed = since.wait_for(PROMPT_TOKENS, len(prompt), EVENT_S)

@@ -29,7 +29,7 @@ ENDED: Final = "ended"
 
 
 def digests_in(log: str) -> dict[str, list[Mapping[str, str]]]:
-    """By `landed` and `ended`: the digests of each load, by layer."""
+    """The digests of each load by layer, for `landed` and for `ended`."""
     found: dict[str, list[Mapping[str, str]]] = {LANDED: [], ENDED: []}
     for line in LINE.findall(log):
         content = json.loads(line)
@@ -71,7 +71,7 @@ class NixlKVConnector(SoundConnector):
         sys.stderr.flush()
 
     def _digest(self, tensor: torch.Tensor, table: Table) -> str:
-        """Of all bytes of these blocks, whichever tokens have them."""
+        """The digest of all bytes of these blocks, whichever tokens have them."""
         blocks = tensor[torch.from_numpy(table.block_ids.copy()).long()]
         content = blocks.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return hashlib.blake2b(content, digest_size=8).hexdigest()

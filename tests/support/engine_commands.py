@@ -19,7 +19,7 @@ STARTS: Final = re.compile(
     r"\bvllm serve\b|-m (?:vllm\.entrypoints\.openai\.api_server|dynamo\.vllm)\b"
     rf"|(?m:^[ \t]*(?={OPTION}))"
 )
-"""What an engine's arguments follow; the option on a line of its own is what a reader adds."""
+"""The text before an engine's arguments; a reader adds an option that has its own line."""
 
 CONNECTORS: Final = re.compile(r"\bkv_connector\b[\"']?\s*[:=]")
 """Every engine's configuration names one, so that none is overlooked."""
@@ -30,7 +30,7 @@ SEPARATORS: Final = "\n&;|"
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What follows `vllm serve`, and the variables that the engine sees."""
+    """The arguments of `vllm serve`, and the variables that the engine sees."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -101,9 +101,9 @@ def _in_value(value: Any, environment: Mapping[str, str]) -> Iterator[EngineComm
             if key != "engine_kwargs":
                 yield from _in_value(entry, inner)
     elif isinstance(value, list):
-        words = tuple(entry for entry in value if isinstance(entry, str))
-        if len(words) == len(value) and any(word.startswith(OPTION) for word in words):
-            yield EngineCommand(_arguments(words), environment)
+        entries = tuple(entry for entry in value if isinstance(entry, str))
+        if len(entries) == len(value) and any(word.startswith(OPTION) for word in entries):
+            yield EngineCommand(_arguments(entries), environment)
         else:
             for entry in value:
                 yield from _in_value(entry, environment)
@@ -133,7 +133,7 @@ def _kubernetes_value(entry: Mapping[str, Any]) -> str:
 
 
 def _interpolated(text: str) -> str:
-    """As compose does it, where only the key is set."""
+    """The text as compose interpolates it, if only the key is set."""
     return re.sub(
         r"\$\{(\w+)(?::?[-?]([^}]*))?\}",
         lambda match: KEY if match[1] == "NIXL_KV_KEY" else match[2] or "",
@@ -152,7 +152,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _arguments(words: Any) -> tuple[str, ...]:
-    """With a model, where what starts the engine adds it, and without what is Dynamo's own."""
+    """With a model, if the launcher adds it, and without Dynamo's own arguments."""
     given = iter(words)
     kept: list[str] = []
     for word in given:

@@ -54,7 +54,7 @@ CUdevice_attribute = _Names()
 handles: dict[int, tuple[int, int]] = {}
 """The descriptor and size of each allocation's handle."""
 mapped: dict[int, tuple[int, int]] = {}
-"""By address, the size of a mapping and a handle of its own."""
+"""The size and the own handle of each mapping, by address."""
 hidden: set[int] = set()
 """Inodes of memory on GPUs that this process does not see."""
 FREE_BYTES = 1 << 40

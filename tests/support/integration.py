@@ -1,4 +1,4 @@
-"""What integration tests share: types of fixtures, and a configuration."""
+"""Types of fixtures and a configuration for integration tests."""
 
 from collections.abc import Callable
 from typing import TypeAlias

@@ -42,7 +42,7 @@ def memory_of(layout: CacheLayout) -> Bytes:
 
 
 def fields_of(layout: CacheLayout, load: StartLoad) -> Iterator[Field]:
-    """All that a load fills on a rank: in each table, what comes after the last absent block."""
+    """All that a load fills on a rank: in each table, the part after the last absent block."""
     start = min(span.address for span in layout.spans)
     for group, table in zip(layout.groups, load.tables, strict=True):
         absent = np.flatnonzero(table.block_ids == ABSENT)

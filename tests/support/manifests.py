@@ -1,4 +1,4 @@
-"""configs/kubernetes as `kubectl kustomize` renders it: pods, engines, and who may connect."""
+"""configs/kubernetes as `kubectl kustomize` renders it: pods, engines, allowed connections."""
 
 import functools
 import os
@@ -29,13 +29,13 @@ KUBERNETES: Final = REPO / "configs/kubernetes"
 HOST: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 LEADER: Final = "leader.example"
 ENGINES: Final = ("vllm", "main")
-"""What containers of vLLM are called, the second one by KServe."""
+"""Names of vLLM's containers, the second one by KServe."""
 Labels = Mapping[str, str]
 
 
 @functools.cache
 def rendered(folder: str, *components: str) -> list[Any]:
-    """What `kubectl apply -k` would send for a folder, with components on top of it."""
+    """The objects that `kubectl apply -k` would send for a folder, with components on top of it."""
     with tempfile.TemporaryDirectory() as scratch:
         copied = shutil.copytree(KUBERNETES, Path(scratch, "kubernetes"))
         (copied / "secret/key").write_text(f"{engine_commands.KEY}\n", encoding="utf-8")
@@ -56,7 +56,7 @@ def rendered(folder: str, *components: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A template of pods. An engine of several has so many of them."""
+    """A template of pods. An engine of several pods has `size` of them."""
 
     labels: Labels
     spec: Any
@@ -101,7 +101,7 @@ def of_kind(resources: list[Any], kind: str) -> list[Any]:
     return [resource for resource in resources if resource["kind"] == kind]
 
 
-# --- what an engine opens
+# --- the ports of an engine
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def group_environment(pod: Pod, index: int) -> dict[str, str]:
 
 
 def arguments(pod: Pod, index: int = 0) -> list[str]:
-    """What `vllm serve` gets in the pod of this index."""
+    """The arguments of `vllm serve` in the pod of this index."""
     container = pod.engine()
     environment = group_environment(pod, index)
     if "VLLM_ADDITIONAL_ARGS" in environment:  # KServe's shell
@@ -164,7 +164,7 @@ def arguments(pod: Pod, index: int = 0) -> list[str]:
 
 
 def parsed(words: list[str]) -> Any:
-    """By vLLM's own parser and checks."""
+    """The arguments, after vLLM's own parser and checks."""
     return _parsed(tuple(words))
 
 
@@ -177,7 +177,7 @@ def _parsed(words: tuple[str, ...]) -> Any:
 
 
 def opened(pod: Pod, index: int = 0) -> Opened:
-    """What the pod of this index listens on."""
+    """The ports on which the pod of this index listens."""
     environment = group_environment(pod, index)
     options = parsed(arguments(pod, index))
     config = Config.parse(options.kv_transfer_config.kv_connector_extra_config, environment)

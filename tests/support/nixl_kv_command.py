@@ -65,7 +65,7 @@ def described(
 
 
 def answered(description: Description, weights: str = "", where: str = "") -> client.EngineAnswer:
-    """What an engine tells without its ranks."""
+    """An engine's answer without its ranks."""
     life = description.incarnation
     status = Status(incarnation=life, facts={"weights": weights}, totals={}, lists={})
     return client.EngineAnswer(where, description, status, [])

@@ -1,4 +1,4 @@
-"""What a plan has to do, byte by byte, with nothing but numpy's own reshape and transpose.
+"""The effect of a plan, byte by byte, with nothing but numpy's own reshape and transpose.
 
 A `Store` knows where each byte of one cache group is on one rank, in a physical order: the letters
 of one big array from the outermost axis to the innermost. L layers, B blocks, H heads, N tokens,
@@ -230,7 +230,7 @@ class CacheGroup:
     def slots(self, place: int = 0) -> np.ndarray:
         """(block, slot) of each token of the table, shape (n, 2), on the rank of that stripe.
 
-        Block ABSENT where there is none, or the token is another rank's. The arithmetic is that of
+        Block ABSENT if the token has none, or is another rank's. The arithmetic is that of
         vLLM's kernel for slots.
         """
         count, width = self.blocks.stripes, self.blocks.width
@@ -326,7 +326,7 @@ def _unused(like: Layer, count: int) -> list[Layer]:
 
 
 class Engine:
-    """All ranks. Their memory is noise, except for what is written."""
+    """All ranks. Their memory is noise, except where a test writes."""
 
     def __init__(
         self, cut: Cut, model: Sequence[Layer], rng: np.random.Generator, noise: tuple[int, int]
@@ -400,7 +400,7 @@ def tile_pairs(tiling: Tiling, pieces: Sequence[Pieces], tile_bytes: int) -> np.
 
 
 def copy_pieces(plan: Plan, reads: Reads) -> None:
-    """Copy what a request reads from address to address, as a link does."""
+    """Copy the bytes of a request from address to address, as a link does."""
     local, remote = pieces(plan.local, reads.local), pieces(plan.remote, reads.remote)
     for (_, target, length), (_, source, _) in zip(local.tolist(), remote.tolist(), strict=True):
         ctypes.memmove(target, source, length)

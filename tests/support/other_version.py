@@ -20,7 +20,7 @@ CHANGES: Final[Mapping[str, Mapping[str, str]]] = {
         "class Drain",
     },
 }
-"""By file: what is replaced by what. A ticket and a question have a field more."""
+"""Texts and their replacements, by file. A ticket and a question have a field more."""
 
 
 def copy_package(folder: Path) -> Path:

@@ -81,7 +81,7 @@ def _swap(memory: Bytes, one: Places, two: Places) -> None:
 
 @dataclass(frozen=True)
 class Planted:
-    """What a fault changed: the rows of the digest, by their names and in its order, and tokens."""
+    """The effect of a fault: rows of the digest, by their names and in its order, and tokens."""
 
     request: str
     rows: Sequence[str]

@@ -57,7 +57,7 @@ class Side:
         self.engine.close()
 
     def restart(self) -> None:
-        """As by a sleep and a wake-up."""
+        """Close the engine and open another, like a sleep and a wake-up."""
         self.close()
         self.engine = self._open()
 
@@ -154,7 +154,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, 
 def cut(ours: int, theirs: int) -> int:
     """Break all TCP connections between two processes; how many.
 
-    Our end is told at once, the other one by a reset, as from a network that forgets connections.
+    Our end hears of it at once, the other one by a reset, as in a network that forgets connections.
     """
     ports = {one.laddr.port for one in psutil.Process(theirs).net_connections("tcp")}
     ends = [
@@ -185,7 +185,7 @@ def transport() -> Transport:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has of the system."""
+    """The system's resources that a process uses."""
 
     descriptors: int
     threads: int
@@ -267,7 +267,7 @@ def running(role: str, tls: str, *, is_checked: bool = True) -> SideProcess:
 
 
 def wait_for(measure: Callable[[], Any], is_enough: Callable[[Any], bool]) -> Any:
-    """What is measured at last, once it is enough or the time is over."""
+    """Measure until it is enough, or until the timeout; return the last measurement."""
     deadline = time.monotonic() + WAIT_S
     while not is_enough(measured := measure()) and time.monotonic() < deadline:
         time.sleep(0.1)

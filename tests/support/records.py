@@ -60,7 +60,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
 
 
 def decode(payload: bytes) -> Message:
-    """As the socket does that such a message comes to; its tag, as msgpack, tells which."""
+    """Decode as the socket for such a message does; its tag, as msgpack, tells which socket."""
     decoders = (DECODERS[tag] for tag in DECODERS if tag in payload[:16])
     return next(decoders, messages.decode_answer)(payload)
 
@@ -279,7 +279,7 @@ def written_out(table: Table) -> list[int]:
 
 
 def opened(params: object) -> Ticket:
-    """Of this version; nothing is checked but its form."""
+    """A ticket of this version; only its form is checked."""
     return SealedTicket.parse(params).open()
 
 

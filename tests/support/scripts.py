@@ -134,14 +134,14 @@ def after(state: Script, *steps: tuple[Any, ...]) -> Script:
 
 
 def each_of(cases: Mapping[str, Any], name: str = "script") -> pytest.MarkDecorator:
-    """A test for each of them; its key says what is shown."""
+    """A test for each of them, named by its key."""
     return pytest.mark.parametrize(name, cases.values(), ids=cases.keys())
 
 
 # --- the tables of transitions
 
 Table: TypeAlias = Mapping[Any, Mapping[type, Sequence[Any]]]
-"""Of each state and event, the states that may follow; None: its end, or that it stays."""
+"""For each state and event, the states that may follow; None: its end, or that it stays."""
 
 
 def rows_of(table: Table, over: str = "") -> set[tuple[str, str, str]]:
@@ -286,7 +286,7 @@ def told(
     return heard
 
 
-# --- what a load records
+# --- records of a load
 
 
 @dataclass

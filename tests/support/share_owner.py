@@ -29,7 +29,7 @@ UNIT = 1 << 20
 
 
 def content(device: str = "cuda:0") -> Any:
-    """What each UNIT bytes of the memory are."""
+    """The bytes that fill each UNIT of the memory."""
     generator = torch.Generator("cpu").manual_seed(SEED)
     return torch.randint(0, 256, (UNIT,), dtype=torch.uint8, generator=generator).to(device)
 

@@ -1,6 +1,6 @@
 """Transfer engines without threads and without time: a test makes their turns, one after the other.
 
-All planes are in memory. `turn` of a `Stepped` never waits; what it would have waited for is in
+All planes are in memory. `turn` of a `Stepped` never waits; it adds each time that it would wait to
 `waits`.
 """
 
@@ -36,7 +36,7 @@ from support.records import CONTEXT, hex32
 HOST = "127.0.0.1"
 RING_SLOTS = 4
 STAGING_BYTES = 2 * RING_SLOTS * 1024
-"""Of a rank that both packs and reads what was packed: slots of 1 KiB."""
+"""For a rank that both packs and reads packed KV: slots of 1 KiB."""
 
 
 class Clock:
@@ -50,7 +50,7 @@ class Clock:
 
 
 class Background(Executor):
-    """Does what it is given when a test says so: at once, by default."""
+    """Runs its tasks when a test says so: at once, by default."""
 
     def __init__(self, *, is_held: bool = False) -> None:
         self.is_held = is_held
@@ -83,7 +83,7 @@ class Background(Executor):
 
 
 def rank_setup(config: Config, **changed: Any) -> RankSetup:
-    """What a path is built for: a rank of both roles over a cache in host memory."""
+    """The setup of a path: a rank of both roles over a cache in host memory."""
     fields: dict[str, Any] = {"layout": Cache(Sizes()).layout()}
     fields |= {"is_prefill": True, "is_decode": True, **changed}
     return RankSetup(
@@ -154,7 +154,7 @@ class Stepped:
 
     @property
     def description(self) -> Description:
-        """Of its engine."""
+        """The description of its engine."""
         rank = self.parts.description
         return describe_engine(self.engine.spec.engine, MODEL, ParallelShape(1, 1), [rank])
 
@@ -169,7 +169,7 @@ class Stepped:
         self.engine.submit(commands)
 
     def ends(self) -> list[events.LoadEnded | events.OfferEnded]:
-        """What has ended, as far as results were not popped before."""
+        """The ends of loads and offers that were not popped before."""
         results = self.engine.pop_results()
         ends = events.LoadEnded | events.OfferEnded
         return [result for result in results if isinstance(result, ends)]
@@ -211,7 +211,7 @@ class Stepped:
         return self.ticket(number, num_tokens)
 
     def ticket(self, number: int, num_tokens: int) -> Ticket:
-        """Of this offer."""
+        """The ticket of this offer."""
         return Ticket(
             engine=self.engine.spec.engine,
             host=HOST,
@@ -223,7 +223,7 @@ class Stepped:
         )
 
     def load(self, number: int) -> Load | None:
-        """What its machine knows of request `d<number>`."""
+        """The load of request `d<number>` in its machine."""
         return self.parts.decode._by_request.get(RequestId(f"d{number}"))
 
     def prepare_load(self, number: int, ticket: Ticket) -> None:

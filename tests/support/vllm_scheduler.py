@@ -131,7 +131,7 @@ class SteppedScheduler:
         self.idle = self.free_blocks
 
     def describe(self, incarnation: Incarnation | None = None) -> None:
-        """What a worker's handshake does, as after a start and after a sleep."""
+        """Give the scheduler a worker's handshake, as after a start and after a sleep."""
         rank = rank_description(incarnation=incarnation or new_incarnation())
         handshake = {(0, 0): HandshakeMetadata(encode(rank))}
         self.connector.set_xfer_handshake_metadata_pp_aware(handshake)

@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM's own unit tests of connectors, with this connector in place of vLLM's.
+"""A pytest plugin: vLLM's own unit tests of connectors, with this connector instead of vLLM's.
 
     cd VLLM_SOURCE
     PYTHONPATH=REPO:REPO/scripts:REPO/tests python -m pytest -p support.vllm_suite \
@@ -46,7 +46,7 @@ Make = Callable[..., Any]
 
 
 class Adapter:
-    """What stands between the tests and their helpers."""
+    """Stands between the tests and their helpers."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -38,7 +38,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """The length of the prompt."""
         return self.end + 1
 
     def pagings(self) -> list[WholePaging]:
@@ -64,7 +64,7 @@ GROUPS: Final = (
     Entries(64, 128, {"window": 9}),
     Entries(4, 8, {"state": 16}),
 )
-"""As of a model that keeps states for 4 and for 100 tokens, a window, and its last states."""
+"""A model that keeps states for 4 and for 100 tokens, a window, and its last states."""
 
 
 class WholeEngine:
@@ -85,7 +85,7 @@ class WholeEngine:
         pages = [sum(size + gap for size in one.layers.values()) for one in request.groups]
         self.page = max(pages) + gap
         ids = iter(1 + rng.permutation(sum(map(len, kept)) + spare))
-        # vLLM's tables, with the null block for what a window has passed.
+        # vLLM's tables, with the null block for entries that a window has passed.
         self.ids = [[NULL] * one.start + [int(next(ids)) for _ in one] for one in kept]
         self.num_blocks = 1 + sum(map(len, kept)) + spare
         self.memory = rng.integers(0, 256, self.num_blocks * self.page, dtype=np.uint8)
@@ -139,7 +139,7 @@ class WholeEngine:
                         self.blocks(layer)[ids[entry]] = dense[layer][entry]
 
     def tables(self, tokens: range) -> list[Table]:
-        """What a load names; of prefill, what it offers."""
+        """The tables of a load, or of an offer."""
         pagings: list[Paging] = [*self.request.pagings()]
         pairs = zip(pagings, self.ids, strict=True)
         return [paging.table(ids, tokens) for paging, ids in pairs]

@@ -1,4 +1,4 @@
-"""scripts/bench goodput: which requests count, what it measures next, and what its record says."""
+"""scripts/bench goodput: which requests count, its next measurement, and its record."""
 
 import argparse
 import math

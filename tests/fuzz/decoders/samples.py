@@ -18,7 +18,7 @@ TEXTS: Final = ("127.0.0.1", "ab" * 16, "ab" * 32, "tcp://127.0.0.1:5600")
 
 
 def sample(kind: type[T], **given: Any) -> T:
-    """A valid value; what is not given is made up, and what has a default keeps it."""
+    """A valid value with the given fields; others keep their default, or get a made-up value."""
     info: Any = inspect.type_info(kind)
     made_up = {
         field.name: _value(field.type)

@@ -270,7 +270,7 @@ class Engine:
         return tables
 
     def ticket(self, tokens: list[int], *, is_early: bool) -> dict[str, Any]:
-        """Of another engine that has computed this prompt, or has answered early."""
+        """A ticket of another engine that has computed this prompt, or has answered early."""
         ticket = ticket_for(tokens, new_nonce(), incarnation=new_incarnation(), is_early=is_early)
         return self.role._trust.seal(ticket)
 
@@ -279,7 +279,7 @@ class Engine:
         return {PROMISE: seal_promise(new_nonce(), self.role._trust.ticket_key)}
 
     def metadata(self, output: SchedulerOutput) -> Any:
-        """What this connector tells its workers in a step."""
+        """This connector's metadata for its workers in a step."""
         metadata = output.kv_connector_metadata
         return metadata.metadata[0] if self._is_multi else metadata
 
@@ -296,7 +296,7 @@ class Engine:
         return teller(engine=self.role._engine_id)
 
     def granted(self, names: Collection[str]) -> Any:
-        """What the workers report of offers that decode has claimed."""
+        """The workers' reports of offers that decode has claimed."""
         reports = RankReports(granted={RequestId(name) for name in names})
         meta = WorkerMetadata({}, reports)
         return MultiKVConnectorWorkerMetadata((meta, None)) if self._is_multi else meta

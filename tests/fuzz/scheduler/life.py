@@ -36,7 +36,7 @@ SHARED: Final = 64  # tokens of two prompts, of which another connector loads th
 ROOM: Final = 172  # tokens of a request with its answer; the smallest cache has room for one
 ANSWER: Final = 7  # every token of every answer, so that those of steps under way are known
 MAX_OVERTAKEN: Final = 3
-"""How many prefills may begin before one that came earlier and is no less urgent.
+"""How many prefills may begin before one that came earlier and is as urgent.
 
 One may pass where vLLM 0.33 aligns chunks for Mamba: what does not fit into a step is skipped.
 """
@@ -46,7 +46,7 @@ Draw: TypeAlias = Callable[[random.Random], Configuration]
 
 
 class BrokenPromiseError(Exception):
-    """What is wrong."""
+    """The message says which promise and how."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Write:
-    """What a step writes of a request, by its block tables in that step."""
+    """The writes of a request in a step, by its block tables in that step."""
 
     request: Request
     tables: tuple[list[int], ...]
@@ -86,7 +86,7 @@ class Life:
         draw: Draw = Configuration.drawn,
         plant: Callable[["Life"], None] = lambda _: None,
     ) -> None:
-        self._rng = random.Random(seed)  # noqa: S311 - nobody guesses here
+        self._rng = random.Random(seed)  # noqa: S311 - it guards no secret
         self.configuration = draw(self._rng)
         self.counts: Counter[str] = Counter()
         self._engine = Engine(self.configuration)
@@ -147,7 +147,7 @@ class Life:
             self._pause()
 
     def _turn(self) -> None:
-        """What vLLM's engine core does in one round of its loop."""
+        """One round of the loop of vLLM's engine core."""
         self._engine.now += STEP_S
         if self._vllm.has_requests():
             self._schedule()
@@ -234,7 +234,7 @@ class Life:
             self.counts["aborted"] += 1
 
     def _pause(self) -> None:
-        """As `pause_generation`: `keep` runs nothing, `wait` nothing new, `abort` ends all."""
+        """Do as `pause_generation`: `keep` runs nothing, `wait` nothing new, `abort` ends all."""
         mode = self._rng.choice(["keep", "keep", "wait", "abort"])
         self.counts[f"paused ({mode})"] += 1
         if mode == "abort":
@@ -248,7 +248,7 @@ class Life:
             self._reset(reset_running_requests=True)
 
     def _reset(self, *, reset_running_requests: bool) -> None:
-        """Of the prefix cache. It fails while loads or offers hold blocks, and for nothing else.
+        """Reset the prefix cache. It fails only while loads or offers hold blocks.
 
         If the connector is reset too, a trainer may replace the weights of all engines. Requests
         that wait for KV of the former weights are computed with the new ones.
@@ -311,7 +311,7 @@ class Life:
         self.counts["steps with requests aside"] += bool(aside)
 
     def _read_parts(self) -> None:
-        """Decode may read what a step has computed, until the step that withdraws it.
+        """Decode may read the KV that a step has computed, until the step that withdraws it.
 
         Other early offers have no fence slot yet: decode reads them once they are published.
         """
@@ -506,7 +506,7 @@ class Life:
                 self._engine.tell(landed(hint_key=hint_key, reader=self._engine.teller))
 
     def _reports(self, held_back: Collection[str], ended: Mapping[str, bool]) -> dict[str, Any]:
-        """What the workers report with a step, which told them to fail the loads `held_back`."""
+        """The workers' reports with a step, which told them to fail the loads `held_back`."""
         received = {*held_back, *ended}
         failed = {*held_back, *(name for name, is_good in ended.items() if not is_good)}
         self.counts["loads held back"] += len(held_back)
@@ -549,7 +549,7 @@ class Life:
                 self._read(offer.command)
                 del self._offers[name]
             elif not offer.is_claimed and (offer.is_revoked or self._happens(0.03)):
-                del self._offers[name]  # its time is over
+                del self._offers[name]  # it has expired
             else:
                 offer.is_claimed |= self._happens(0.3)
         return name not in self._offers and name not in self._saves

@@ -13,7 +13,7 @@ from support.seeds import seed_or
 SEED: Final = seed_or(1)
 LIVES: Final = int(os.environ.get("NIXL_KV_LIVES", "120"))
 MANY_LIVES: Final = 20_000
-ENOUGH: Final = 100  # in so many lives everything happens
+ENOUGH: Final = 100  # lives, in which everything happens
 MAX_FAILURES: Final = 5
 
 
@@ -22,7 +22,7 @@ def seeds(count: int) -> range:
 
 
 def live(make: Callable[[int], Life], seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
-    """What has happened, and the broken promises. It stops after MAX_FAILURES."""
+    """The counts of events, and the broken promises. It stops after MAX_FAILURES."""
     began, counts, failures = time.monotonic(), Counter[str](), list[str]()
     most_overtaken = num_lives = 0
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""What each block of a cache holds, if every step and every load writes what it should.
+"""The contents of each block of a cache, if every step and every load writes as it should.
 
 The model is that the KV of a token depends on the weights, on it and on all tokens before it. So a
 hash of the tokens so far stands for the KV of the last of them, and for the state after it.
@@ -18,7 +18,7 @@ JUNK: Final = -1
 
 
 def hashes(tokens: Sequence[int], weights: int) -> list[int]:
-    """Of a prompt and its answer: for each token that of all tokens up to it."""
+    """For each token of a prompt and its answer, a hash of all tokens up to it."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=weights))[
         1:
     ]

@@ -40,7 +40,7 @@ _Write: TypeAlias = tuple[int, Mapping[int, int], range, list[int]]  # as of `Me
 
 
 class _Recorded(Memory):
-    """What vLLM's scheduler believes, and the writes that led to it."""
+    """The beliefs of vLLM's scheduler, and the writes that led to them."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         super().__init__(list(groups))
@@ -118,7 +118,7 @@ class _Rank:
 
 @dataclass
 class _Read:
-    """Of one rank."""
+    """A read from one rank."""
 
     rank: _Rank
     found: Found
@@ -394,7 +394,7 @@ def _check(life: ReadLife) -> None:
 
 
 def _preempt(life: ReadLife) -> None:
-    """What a preempted request has hashed in its own step counts as filled."""
+    """Count blocks that a preempted request has hashed in its own step as filled."""
     end = life.index.end_step
     life.index.end_step = lambda _preempted, *, is_doubtful: end((), is_doubtful=is_doubtful)
 

@@ -16,8 +16,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from support.vllm_scheduler import BLOCK
 
-SAVED: Final = 3  # it saves one request of so many
-LOADED: Final = 2  # and loads one of so many
+SAVED: Final = 3  # it saves every third request
+LOADED: Final = 2  # and loads every second one
 LOADS: Final = "loads"  # in kv_connector_extra_config
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 Changes = Mapping[str, Callable[[Any], None]]
-"""What to do with a module of this name."""
+"""The change of each module, by its name."""
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -21,7 +21,7 @@ Likeness = Literal["same", "tie", "other"]
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and what a single engine answers to it, with the log probabilities of LIKELY."""
+    """A prompt and a single engine's answer to it, with the log probabilities of LIKELY."""
 
     prompt: str
     expected: Answer

@@ -39,7 +39,7 @@ class Cluster:
     One that has ended is started again when it is asked for, on the same ports. Where `most_ranks`
     limits how many ranks run, the least recently used engines end. Logs go to `log_dir`: by default
     a new temporary folder, which stays. With `warm`, engines on CPU are forked from a process that
-    has imported vLLM, in a tenth of the time; do not use it to measure what an engine costs.
+    has imported vLLM, in a tenth of the time; do not use it to measure the cost of an engine.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ class EngineSpec:
         return str(self.python), *(env.get(name) for name in READ_AT_IMPORT)
 
     def importing_environment(self) -> dict[str, str]:
-        """For a process that imports what this engine and others like it need."""
+        """The variables for a process that imports the modules of such engines beforehand."""
         usual = replace(self, extra_env={}, without_env=frozenset(), host=None).environment()
         env = self.environment()
         wanted = {name: env[name] for name in READ_AT_IMPORT if name in env}

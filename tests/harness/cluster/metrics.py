@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
 class CountersSince:
     """The growth of an engine's counters since this was built.
 
-    Counters may lag an answer: what a worker counts is published with a later step of the engine.
+    Counters may lag an answer: an engine publishes its workers' counts with a later step.
     """
 
     def __init__(self, client: Client) -> None:
@@ -88,7 +88,7 @@ class CountersSince:
     def wait(
         self, condition: Callable[[Counters], bool], timeout_s: float, *, step: bool = False
     ) -> Counters:
-        """The changes once the condition holds, or time is over; missing names count as 0.
+        """The changes once the condition holds, or after the timeout; missing names count as 0.
 
         With `step` the engine is given a token to compute before each look.
         """
@@ -101,7 +101,7 @@ class CountersSince:
         return look_until(look, condition, timeout_s, interval_s=POLL_S)
 
     def wait_for(self, name: str, amount: float = 1, timeout_s: float = 60.0) -> Counters:
-        """The changes once one counter has grown by `amount`, or time is over."""
+        """The changes once one counter has grown by `amount`, or after the timeout."""
         return self.wait(lambda changed: changed[name] >= amount, timeout_s)
 
 

@@ -35,7 +35,7 @@ TUN_DEVICE: Final = "/dev/net/tun"
 TUNSETIFF: Final = 0x400454CA
 TUNSETOFFLOAD: Final = 0x400454D0
 IFF_TUN_NO_PI: Final = 0x1001  # whole IP packets, nothing before them
-IFF_VNET_HDR: Final = 0x4000  # but for what a network card would have to do with them
+IFF_VNET_HDR: Final = 0x4000  # a header before each that leaves work to a network card
 VNET_HEADER_BYTES: Final = 10
 ALL_OFFLOADS: Final = 1 | 2 | 4 | 8  # checksums, and segments of TCP over IPv4 and IPv6, with ECN
 LONGEST_PACKET: Final = (1 << 16) + VNET_HEADER_BYTES
@@ -205,7 +205,7 @@ class _Direction:
         self._target = target
         self._queue: deque[tuple[float, bytes]] = deque()
         self._free_at = 0.0  # when the last packet has left the sender
-        self._random = random.Random(target)  # noqa: S311 - which packets are lost is no secret
+        self._random = random.Random(target)  # noqa: S311 - the choice of lost packets needs no secret
 
     @property
     def next_due(self) -> float:
@@ -235,7 +235,7 @@ class _Direction:
 
 
 def _tcp_ports(packet: bytes) -> tuple[int, ...]:
-    """Of an IPv4 packet."""
+    """The ports of an IPv4 packet; () if it is not TCP."""
     if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
         return ()
     begin = (packet[0] & 15) * 4

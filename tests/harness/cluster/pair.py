@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def to_router(self) -> Client:
-        assert self._to_router is not None, "there is no router before these engines"
+        assert self._to_router is not None, "these engines have no router"
         return self._to_router
 
     def complete(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Answer:

@@ -64,7 +64,7 @@ class ManagedProcess:
         cwd: Path | None = None,
         **options: Any,
     ) -> None:
-        """Start it, in this process's folder or in `cwd`; what it prints goes to the log file."""
+        """Start it, in this process's folder or in `cwd`; its output goes to the log file."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log_path.open("ab") as log:

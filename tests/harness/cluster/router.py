@@ -73,7 +73,7 @@ class Router(ManagedProcess):
 
 
 def past_proxies(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep a proxy from our own engines, with what they exempt already."""
+    """The variables that exempt our own engines from a proxy, beside those exempt already."""
     exempt = [host.strip() for name in NO_PROXY for host in env.get(name, "").split(",")]
     hosts = dict.fromkeys(host for host in (*exempt, *LOCAL_HOSTS) if host)
     return dict.fromkeys(NO_PROXY, "*" if "*" in hosts else ",".join(hosts))

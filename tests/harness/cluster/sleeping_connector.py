@@ -1,4 +1,4 @@
-"""The connector on a CPU worker that sleeps as a GPU worker does: its cache loses what it held.
+"""The connector on a CPU worker that sleeps as a GPU worker does: its cache loses its contents.
 
 vLLM's CPU worker ignores sleep and wake-up. Start the engine with VLLM_SERVER_DEV_MODE=1, for
 /sleep and /wake_up, and without --enable-sleep-mode, which vLLM refuses on CPU.

@@ -1,4 +1,4 @@
-"""Tickets with other values in their string, as a client writes them who has no key."""
+"""Tickets with other values in their string, as a client without a key writes them."""
 
 import base64
 from typing import Any, Final

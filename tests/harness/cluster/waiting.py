@@ -12,7 +12,7 @@ _Seen = TypeVar("_Seen")
 def wait_until(
     condition: Callable[[], bool], timeout_s: float, *, interval_s: float = INTERVAL_S
 ) -> bool:
-    """Ask until it is true; False when time is over."""
+    """Ask until it is true; False after the timeout."""
     return look_until(condition, bool, timeout_s, interval_s=interval_s)
 
 
@@ -35,7 +35,7 @@ def look_until(
     *,
     interval_s: float = INTERVAL_S,
 ) -> _Seen:
-    """Look until what is seen is good, or time is over: what was seen last."""
+    """Look until `is_good` accepts the result, or until the timeout; return the last result."""
     begin = time.monotonic()
     while not is_good(seen := look()):
         if time.monotonic() - begin > timeout_s:

@@ -157,7 +157,7 @@ def serve(pipe: Connection) -> Launch | None:
 
 
 def become(launch: Launch) -> None:
-    """Make this process what a shell would make of a new one."""
+    """Turn this process into one that a shell might have started."""
     os.setsid()
     log = os.open(launch.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):

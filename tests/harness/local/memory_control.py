@@ -101,13 +101,13 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def cut(self, link: MemoryLink) -> None:
-        """Break a link; what is under way on it is lost."""
+        """Break a link, and lose its packets."""
         with self.changed:
             self.packets = [packet for packet in self.packets if packet.link is not link]
             self._break(link)
 
     def leave(self, control: "MemoryControl") -> None:
-        """A process has ended. What was sent to it may reach its successor at the same endpoint."""
+        """A process has ended. Its successor at the same endpoint may get messages sent before."""
         with self.changed:
             endpoints = {e for e, listener in self.listeners.items() if listener is control}
             for endpoint in endpoints:
@@ -184,7 +184,7 @@ class MemoryControl:
             return received
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close a link: answers to it are lost, what was sent on it may still arrive."""
+        """Close a link: answers to it are lost, messages sent on it may still arrive."""
         with self._network.changed:
             link = self.open_links.pop(endpoint, None)
             if link is not None:

@@ -1,6 +1,6 @@
 """`nixl-kv drain` and `set-weights` tell a running engine something.
 
-An engine that drains finishes what it has begun, and offers nothing new.
+An engine that drains finishes the work it has begun, and offers nothing new.
 """
 
 import threading
@@ -47,7 +47,7 @@ def test_what_is_not_finished_in_time_is_counted(make_engine: MakeEngine) -> Non
 
 
 def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) -> None:
-    """Of both engines; the read ends when both commands wait for it."""
+    """Both engines drain; the read ends when both commands wait for it."""
     prefill, decode = make_engine("P", 2), make_engine("D", 1)
     fabric.reads_hang = True
     decode.prepare_load("d1", prefill.offer("p1", [TABLE], TOKENS))

@@ -1,4 +1,4 @@
-"""What a host with the tools' key may ask a running engine for, and what it may not do."""
+"""The commands that a host with the tools' key may send to a running engine, and their limits."""
 
 import json
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 Python imports this file at its start if PYTHONPATH names its folder. vLLM has no kernels of this
 model for CPUs, and Triton's interpreter takes minutes for a prompt. The caches, their shapes and
-what is stored in them are vLLM's own.
+their contents are vLLM's own.
 """
 
 import runpy

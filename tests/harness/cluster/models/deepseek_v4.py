@@ -10,7 +10,7 @@ import numpy as np
 from harness.cluster.models.recipe import Family, FloatArray, Tensors
 
 ALL: Final = 0
-"""As published files name the ratio of a layer that compresses nothing."""
+"""The ratio that published files give a layer without compression."""
 OVERLAPPING: Final = 4
 """The ratio of layers that have an indexer, and whose windows overlap."""
 EXPERT: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

@@ -64,7 +64,7 @@ class Gemma3(Family):
     family = "gemma3"
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
-    # A norm's weight is 1 less than what it multiplies by.
+    # A norm stores its factor less 1.
     neutral_norm = 0.0
     constants: ClassVar = {
         "post_attention_layernorm": ATTENTION_GAIN - 1.0,
@@ -208,7 +208,7 @@ class Qwen3Next(Family):
     architecture = "Qwen3NextForCausalLM"
     model_type = "qwen3_next"
     gains = SHARP_ATTENTION
-    # A norm's weight is 1 less than what it multiplies by, but that within a delta net.
+    # A norm stores its factor less 1, except within a delta net.
     neutral_norm = 0.0
     constants: ClassVar = {
         "q_norm": SHARPNESS - 1.0,
@@ -337,7 +337,7 @@ class MiniMaxM3(Family):
     family = "minimax-m3"
     architecture = "MiniMaxM3SparseForCausalLM"
     model_type = "minimax_m3_text"
-    neutral_norm = 0.0  # a norm's weight is 1 less than what it multiplies by
+    neutral_norm = 0.0  # a norm stores its factor less 1
     gains = SHARP_ATTENTION
     constants: ClassVar = {"q_norm": SHARPNESS - 1.0, "k_norm": SHARPNESS - 1.0}
     tie: ClassVar = 0.2  # keys are in bfloat16, also on CPU: rounding chooses blocks
