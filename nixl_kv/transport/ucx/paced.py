@@ -2,9 +2,9 @@
 
 Over TCP UCX has no one-sided reads: the owner of the memory answers each read with messages. If the
 reader dies while an answer waits for room in a connection, or while a second question waits there,
-UCX 1.23 aborts the *owner's* process (docs/protocol.md, Over TCP). So each connection carries one
-piece at a time, which fits into one TCP segment of UCX. To hide the round trip, a peer gets several
-connections, each from a NIXL agent of its own; `Window` says how many.
+UCX 1.23 aborts the *owner's* process (docs/operations.md, Paced reads). So each connection carries
+one piece at a time, which fits into one TCP segment of UCX. To hide the round trip, a peer gets
+several connections, each from a NIXL agent of its own; `Window` says how many.
 
 Reads that do not go over TCP pass through to the first agent unchanged. Delete this file, with the
 call of `pace` in `transport/nixl.py`, when UCX survives the death of a reader over TCP.
