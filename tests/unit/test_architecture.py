@@ -1,4 +1,4 @@
-"""What the import contracts (pyproject.toml, `lint-imports`) cannot say.
+"""Rules that the import contracts (pyproject.toml, `lint-imports`) cannot express.
 
 Below `connector/` no model family, attention backend or platform is named: they are data that
 `connector/` makes.
@@ -20,7 +20,7 @@ EXEMPT = frozenset(
         "gpu.py",
         "reading/gather/memory.py",
         "reading/gather/gpu.py",
-        "reading/gather/path.py",  # advises whoever configures vLLM
+        "reading/gather/path.py",  # advises how to configure vLLM
         "transport/ucx/settings.py",  # names of UCX's own settings
         "transport/ucx/detect.py",
     }

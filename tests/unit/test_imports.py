@@ -1,4 +1,4 @@
-"""What can be imported where, and what an import opens."""
+"""Which modules can be imported without vLLM, torch or NIXL, and files that an import opens."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `nixl-kv` says of itself."""
+"""`nixl-kv` says its version and its commands."""
 
 from importlib import metadata
 

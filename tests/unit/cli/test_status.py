@@ -111,7 +111,7 @@ LISTS: Final[dict[str, Any]] = {
     "offers": records(
         "request nonce num_tokens state waits_for ends_in_s",
         ("p1", "89abcdef", 16_384, "PREPARED", "its ticket", None),
-        ("p2", "12345678", 16, "OFFERED", "somebody to ask", 9.5),
+        ("p2", "12345678", 16, "OFFERED", "a reader to ask", 9.5),
     ),
     "loads": records(
         "request nonce peer reads waits_for late_in_s",
@@ -139,7 +139,7 @@ def test_each_list_is_a_table_of_its_keys(capsys: pytest.CaptureFixture[str]) ->
         "offers:",
         "request nonce tokens state waits for ends in",
         "p1 89abcdef 16,384 PREPARED its ticket no limit",
-        "p2 12345678 16 OFFERED somebody to ask 9.5 s",
+        "p2 12345678 16 OFFERED a reader to ask 9.5 s",
         "loads:",
         "request nonce peer reads waits for late in",
         "d1 0f0f0f0f engine 'P' at 10.0.0.2:5600 0 READING, 3 DONE data 1 min 30 s ago",

@@ -1,4 +1,4 @@
-"""Whom a reader asks, and how long a request waits for the answer."""
+"""Which engine a reader asks, and how long a request waits for the answer."""
 
 import math
 from collections.abc import Sequence
@@ -135,7 +135,7 @@ def test_the_table_is_bounded_and_forgets_the_least_recent(
 
 
 class Reader:
-    """Finds with a clock, and what they ask."""
+    """Finds with a clock, and their questions."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -180,7 +180,7 @@ def reader() -> Reader:
         (0, MIN_TOKENS - 1, math.inf, False),
         (LONG - MIN_TOKENS, LONG, math.inf, True),
         (LONG - MIN_TOKENS + 1, LONG, math.inf, False),
-        (512, LONG, 512, True),  # this engine still has what it gave
+        (512, LONG, 512, True),  # this engine still has the blocks that it gave
         (496, LONG, 512, True),
         (0, LONG, 16, True),  # it has lost all
         (528, LONG, 512, False),  # it has more: another conversation's beginning

@@ -18,7 +18,9 @@ A, B, C = b"a", b"b", b"c"
 BLOCKS: Final = 12
 JUNK: Final = (-1, b"")
 TAKEN: Final = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
-Kv: TypeAlias = tuple[int, bytes]  # what is in a block: the weights, and the hash of its tokens
+Kv: TypeAlias = tuple[
+    int, bytes
+]  # the contents of a block: the weights, and the hash of its tokens
 
 
 class Map(dict[bytes, int]):
@@ -206,8 +208,8 @@ class Running:
 class Model:
     """vLLM's pool and one rank, which executes a step when its metadata is built.
 
-    A request's blocks hold the KV of a chat's tokens, block after block. What a block of a request
-    gets is right if the request's blocks before it are.
+    A request's blocks hold the KV of a chat's tokens, block after block. A request's block
+    gets the right KV if the request's blocks before it have theirs.
     """
 
     def __init__(self) -> None:
@@ -241,7 +243,7 @@ class Model:
     # --- vLLM's thread
 
     def take(self, chat: int, size: int) -> None:
-        """A request of a chat begins, with what is cached, or goes on."""
+        """A request of a chat begins, with the cached blocks, or goes on."""
         name = f"r{chat}"
         request = self.running.get(name)
         if request is None:
@@ -292,7 +294,7 @@ class Model:
         self.is_doubtful = True
 
     def reset(self, _chat: int, size: int) -> None:
-        """Of vLLM's cache, which fails while requests run, or of the connector."""
+        """Reset vLLM's cache, which fails while requests run, or the connector."""
         if size % 2 and not self.running:
             self.map = {}
             self.index.on_reset()

@@ -1,4 +1,4 @@
-"""What becomes of each question to another engine's directory, and of an engine without answers."""
+"""The fate of each question to another engine's directory, and of an engine without answers."""
 
 import itertools
 import logging
@@ -362,7 +362,7 @@ def test_while_an_owner_is_described_other_requests_do_not_wait(asker: Asker) ->
     assert [(a.request, a.outcome) for a in asker.outcomes()] == [(first.request, "late")]
     asker.take()
     asker.receive(described())
-    assert asker.take() == [], "nobody waits any longer"
+    assert asker.take() == [], "no request waits any longer"
     assert asker.owners.state_of(HERE) is OwnerState.KNOWN
 
 

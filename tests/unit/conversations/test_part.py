@@ -1,4 +1,4 @@
-"""Asks for cached blocks on a prefill rank: what it denies, when it grants, and how offers end."""
+"""Asks for cached blocks on a prefill rank: which it denies, when it grants, how offers end."""
 
 import math
 from collections.abc import Iterable

@@ -66,7 +66,7 @@ def found(*ids: int, steps: int = 1, need: int = 1, offer: Nonce = OFFER) -> byt
 
 
 def load(world: World, sealed: bytes) -> RequestId:
-    """Decode asks for what was found, and has blocks for it."""
+    """Decode asks for the blocks found, and has room for them."""
     ticket = replace(world.prefill.ticket(1, TOKENS), nonce=OFFER)
     request = RequestId("d1")
     world.decode.submit(

@@ -42,7 +42,7 @@ def test_another_offer_another_life_or_no_key_opens_nothing() -> None:
     assert open_run(sealed, NONCE2, KEY) is None
     assert open_run(sealed, NONCE, OTHER_KEY) is None
     assert open_run(sealed, NONCE, b"") is None
-    assert open_run(seal(a_run(), NONCE, b""), NONCE, b"") is None, "no key is no key"
+    assert open_run(seal(a_run(), NONCE, b""), NONCE, b"") is None, "the empty key does not count"
     assert new_key() != new_key()
     assert len(new_key()) == KEY_BYTES
 

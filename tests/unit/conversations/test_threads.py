@@ -71,7 +71,7 @@ class Cache:
             self.step(rng)
 
     def find(self, rng: random.Random) -> tuple[Run, np.ndarray] | None:
-        """What the index answers, and the bytes of these blocks."""
+        """The index's answer, and the bytes of its blocks."""
         epoch, steps = self.epoch, self.built
         ids = rng.sample(range(BLOCKS), rng.randrange(1, LONGEST))
         born = self.born[ids]

@@ -1,4 +1,4 @@
-"""Asks that precede their offer: what prefill answers, when it grants, and what it forgets."""
+"""Asks that precede their offer: prefill answers, grants and forgets them."""
 
 from unittest.mock import ANY
 
@@ -201,7 +201,7 @@ PAIRS: dict[str, Script] = {
             replied(grant(reader=SECOND)),
         ),
     ),
-    "nobody asked: the offer waits for its time": after(
+    "without an ask the offer waits for its time": after(
         [(99.0, EXPECT)],
         (prepare_offer(is_early=True),),
         (100.0, publish_offer()),
@@ -305,13 +305,13 @@ PAIRS: dict[str, Script] = {
         (901.0 + STALL_S, EARLY, QUEUED),
         (901.1 + STALL_S, EARLY, STALLED),
     ),
-    "a pause that nobody repeats is over": after(
+    "a pause that is not repeated ends": after(
         AWAITED,
         (Stepped(),),
         (92.0, Paused(1, is_paused=True)),
         (92.1 + PAUSED_S + STALL_S, EARLY, STALLED),
     ),
-    "an engine of which nobody knows a request may be idle": after(
+    "an engine without a known request may be idle": after(
         [(10.0, Stepped())], (90.0, EARLY, replied(pending("unknown")))
     ),
     "decode reads another rank's copy": after(
@@ -321,7 +321,7 @@ PAIRS: dict[str, Script] = {
         (publish_offer(), NOT_NEEDED),
     ),
     "without the flag an unknown nonce is denied": [DENIED_UNKNOWN],
-    "what is written is granted, and more of it when more is": PARTS,
+    "the written part is granted, and more once more is written": PARTS,
     "nothing is granted before the first part is written": after(
         AWAITED,
         (92.0, prepare_pair(4), COMPUTING),
@@ -350,7 +350,7 @@ PAIRS: dict[str, Script] = {
         (asked(ask(is_early=True, number=2)),),
         (MARK, granted_pair(None)),
     ),
-    "what is recalled is not granted": after(
+    "a recalled offer is not granted": after(
         PARTS, (94.0, prepare_pair(None)), (publish_offer(),), (ReclaimBlocks(9), RECALL), (MARK,)
     ),
     "blocks of a pair that is computed do not count as recalled": after(
@@ -360,7 +360,7 @@ PAIRS: dict[str, Script] = {
         (asked(ask(nonce=NONCE2, claim=RIVAL)), WRITTEN, replied(grant(nonce=NONCE2, claim=RIVAL))),
         (ReclaimBlocks(1), replied(recall(nonce=NONCE2, claim=RIVAL))),
     ),
-    "an ask gets what is written by then": after(
+    "an ask gets the part written by then": after(
         [(91.0, EXPECT)],
         (prepare_pair(4),),
         (mark_pair(4),),
@@ -409,7 +409,7 @@ PAIRS: dict[str, Script] = {
         *reads_on(1100.0, READING_S),
         (1100.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
     ),
-    "what is computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
+    "an offer still computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "without a slot it waits for the pin": after(
         AWAITED,
         (92.0, prepare_offer(is_early=True, is_written=False, computed=4), COMPUTING),

@@ -1,4 +1,4 @@
-"""The early answer on a rank: what it knows of its engine, and its slots after a restart."""
+"""The early answer on a rank: its knowledge of its engine, and its slots after a restart."""
 
 import pytest
 from msgspec import structs

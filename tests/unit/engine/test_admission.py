@@ -1,4 +1,4 @@
-"""Which addresses of peers are admitted, for how long, and what this rank names itself."""
+"""Which addresses of peers are admitted, for how long, and which names this rank gives itself."""
 
 import ipaddress
 from collections.abc import Iterable

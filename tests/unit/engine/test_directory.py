@@ -1,4 +1,4 @@
-"""Who asks for an engine's description, and what is answered."""
+"""Questions for an engine's description, and the answers."""
 
 import queue
 import threading
@@ -76,7 +76,7 @@ NONCES = [Nonce(hex32(number)) for number in range(4)]
 
 
 class Directory:
-    """A directory whose turns a test makes, and one who asks it."""
+    """A directory whose turns a test makes, and a peer that asks it."""
 
     def __init__(self, **options: Any) -> None:
         self.network = MemoryNetwork()
@@ -89,7 +89,7 @@ class Directory:
             self.asker.send(endpoint_at(HOST, self.server.port), payload)
 
     def replies(self, *payloads: bytes, wait_s: float = 0.0) -> list[bytes]:
-        """What it answers, in its next turn or when its thread does."""
+        """Its answers, in its next turn or from its thread."""
         self.ask(*payloads)
         if not wait_s:
             self.server.turn(0)
@@ -100,7 +100,7 @@ class Directory:
         return list(map(decode_answer, self.replies(*payloads)))
 
     def tell(self, *payloads: bytes) -> list[ToTool]:
-        """What it answers a tool."""
+        """Its answer to a tool."""
         return list(map(decode_to_tool, self.replies(*payloads)))
 
 
@@ -202,7 +202,7 @@ def test_a_flood_of_them_costs_the_oldest(directory: Directory) -> None:
     assert directory.server.pop_hints() == hints[3:]
 
 
-# What is to stop
+# Offers and loads to stop
 
 
 def drain(*, undo: bool = False) -> bytes:
@@ -382,14 +382,14 @@ def test_only_an_engine_that_finds_takes_long_questions(*, finds: bool) -> None:
     assert is_within is finds
 
 
-# What is of another version
+# Messages of another version
 
 
 @pytest.mark.parametrize("version", [11, 13])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At once, whatever the question, so that nobody waits for an answer."""
+    """At once, whatever the question, so that no peer waits for an answer."""
     foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     assert directory.answers(*payloads) == [VersionRefusal()] * 3 + [description()]
@@ -413,7 +413,7 @@ def test_a_description_is_encoded_once_for_all_who_ask(
     encoded.assert_not_called()
 
 
-# What nobody expects
+# Unexpected messages
 
 
 def let_fail(control: MemoryControl, method: str, *errors: Exception) -> None:

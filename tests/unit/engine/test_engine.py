@@ -270,7 +270,7 @@ def test_an_error_leads_to_a_restart_and_further_turns(
 def test_a_thread_that_ends_late_closes_its_own_loop(
     loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it runs, nobody else may close it. But no reader may take its blocks for held."""
+    """While it runs, no other thread may close it. But no reader may take its blocks for held."""
     monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
     slots = loop.parts.slots
     slots.write(2, new_fence_token())
@@ -291,7 +291,7 @@ def test_a_thread_that_ends_late_closes_its_own_loop(
 def test_a_loop_is_closed_until_nothing_writes_any_longer(
     loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
+    """Our own errors are logged once; `stop` says which ends are not proven yet."""
     monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
     is_gone = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What is kept of what happened, and how a request's story is put together."""
+"""Which events are kept, and how a request's story is put together."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""One turn of the transfer thread: what comes first, what follows, how long it waits."""
+"""One turn of the transfer thread: the order of its work, and how long it waits."""
 
 import logging
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def reading(world: World) -> None:
 
 
 class Stranger:
-    """Sends what it likes to a rank."""
+    """Sends any message to a rank."""
 
     def __init__(self, world: World, rank: Stepped) -> None:
         self.control = MemoryControl(world.network)
@@ -266,7 +266,7 @@ def test_long_ids_cost_short_lines_and_a_short_status(
 
 
 def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would give it again: it is settled."""
+    """The report is settled, so it would not come again."""
     fail = Mock(side_effect=KeyError("a bug"))
     monkeypatch.setattr(world.decode.parts.event_log, "story_lines", fail)
     world.decode.start_load(1, OTHER_TABLE, 11)
@@ -279,7 +279,7 @@ def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.M
 
 
 def test_commands_come_before_messages(world: World) -> None:
-    """Who asks for an offer has its ticket, which left after the command."""
+    """A peer that asks for an offer has its ticket, which left after the command."""
     nonce = world.prefill.prepare_offer(1, TABLE, 11)
     assert isinstance(Stranger(world, world.prefill).ask(nonce=nonce), Grant)
 
@@ -366,7 +366,7 @@ def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
 def test_a_long_description_is_decoded_beside_the_thread(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank goes on meanwhile, and the load is none the worse for it."""
+    """The rank goes on meanwhile, and the load succeeds."""
     monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
     background = world.decode.background
     background.is_held = True
@@ -515,7 +515,7 @@ def test_a_read_is_polled(world: World) -> None:
     reading(world)
     assert world.decode.turn() == READING_PAUSE_S
     world.clock.now += 0.008
-    assert world.decode.turn() == pytest.approx(0.0002), "a fortieth of what it has taken"
+    assert world.decode.turn() == pytest.approx(0.0002), "a fortieth of its time so far"
     world.clock.now += 0.1
     assert world.decode.turn() == LONGEST_PAUSE_S
     world.fabric.reads_hang = False

@@ -1,4 +1,4 @@
-"""What a decode rank does when a tool asks whether it can read an engine."""
+"""A tool asks a decode rank whether it can read an engine."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class Tool:
         return str(of.directory._status().facts["probe_ticket"])
 
     def result(self, turns: int = 100, step_s: float = 0.0) -> dict[str, Any]:
-        """Of the probe in progress."""
+        """The result of the probe in progress."""
         for _ in range(turns):
             if answers := self.answers():
                 (answer,) = answers

@@ -1,4 +1,4 @@
-"""What a rank says of itself to a tool."""
+"""A rank's answer to a tool about itself."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
 
 
 def status(rank: Stepped, request: str = "") -> Status:
-    """What it says when it has run for ten seconds."""
+    """Its answer after ten seconds."""
     spec, now = rank.engine.spec, rank.world.clock()
     question = StatusRequest(incarnation=ANY_INCARNATION, request=request)
     answer = build_status(rank.parts, Rank(0), spec.roles, lambda: now, now - 10, question)
@@ -131,7 +131,7 @@ def test_the_failures_of_a_peer_are_listed(world: World) -> None:
         world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
         world.decode.start_load(number, OTHER_TABLE, 11)
         world.run()
-        world.clock.now += 2.5  # its pause is over
+        world.clock.now += 2.5  # its pause ends
         world.run()
     answer = status(world.decode)
     endpoint = f"tcp://127.0.0.1:{world.prefill.directory.port}"

@@ -1,4 +1,4 @@
-"""Whose tickets an engine accepts, and whom its sockets let in."""
+"""Which tickets an engine accepts, and which peers its sockets admit."""
 
 from pathlib import Path
 from typing import Any

@@ -24,7 +24,7 @@ from support.seeds import seed_or
 FEW = 30
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "400"))
 SEED = seed_or(2)
-ENOUGH = 120  # so many examples contain every kind of case
+ENOUGH = 120  # examples, which contain every kind of case
 
 LATENT = tuple(Layer(name, 1, 5, 0) for name in "abc")
 EVEN = tuple(Layer(name, 4, 6, 4) for name in "abc")

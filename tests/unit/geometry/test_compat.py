@@ -51,7 +51,7 @@ def ranks(*layouts: CacheLayout) -> list[CacheLayout]:
 
 
 def tp(count: int, **changes: Any) -> list[CacheLayout]:
-    """Four heads of two layers, divided among so many ranks, or copied."""
+    """Four heads of two layers, divided among ranks, or copied."""
     num_heads = max(1, 4 // count)
     firsts = [rank * 4 // count for rank in range(count)]
     return [cache(group(*both(first_head=f, num_heads=num_heads), **changes)) for f in firsts]
@@ -262,7 +262,7 @@ def test_tokens_may_be_divided_in_different_ways(here: int, there: int) -> None:
     ],
 )
 def test_tokens_that_no_rank_has_are_found(first: list[CacheLayout], words: str) -> None:
-    """They would be read by nobody."""
+    """No rank would read them."""
     remote, words = [*first, *striped(2)[1:]], f"{words}tokens 16 to 31 of every 32"
     field = "tokens that ranks hold of a and 1 more"
     assert layout_mismatches(ranks(cache()), remote) == [Mismatch(field, "complete", words)]

@@ -135,7 +135,7 @@ def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
 
 
 def test_a_layer_is_once_in_a_cache() -> None:
-    """Who names it twice would have the tokens of one of them read by nobody."""
+    """Otherwise no peer would read the tokens of one of them."""
     with pytest.raises(ValueError, match=r"^layer 'layer\.0' occurs twice; allowed: once$"):
         CacheLayout((GROUP, GROUP), "DRAM", 0, LAYOUT.spans)
 
@@ -314,7 +314,7 @@ TABLES = st.builds(
     st.integers(0, 50),
     st.lists(st.integers(ABSENT, 2**31 - 1), max_size=20),
 )
-"""Of some the first entries are absent, as a window leaves them."""
+"""In some tables the first entries are absent, as a window leaves them."""
 
 
 @given(ids=TABLES, begin=st.integers(0, 20))

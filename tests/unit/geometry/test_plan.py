@@ -28,7 +28,7 @@ def layers(count: int, *, heads: int = 1, key: int = 1, value: int = 1) -> tuple
 
 
 def plan_of(order: str, model: tuple[Layer, ...], *blocks: Blocks) -> Plan:
-    """Of two ranks with one cache group each, (local, remote)."""
+    """The plan of two ranks with one cache group each, (local, remote)."""
     stores = [Store(order, model, each) for each in blocks]
     local = layout([stores[0]], BASES[0], device=LOCAL_DEVICE)
     return plan(local, layout([stores[1]], BASES[1]))
@@ -85,7 +85,7 @@ def heads_apart(layer: str, base: int, stride: int, length: int = 8, heads: int 
 
 
 def rank(*groups: tuple[int, list[Region]], device: int = 0) -> CacheLayout:
-    """Groups of so many blocks of one token."""
+    """Groups of these numbers of blocks of one token."""
     made = tuple(Group(1, count, 1, tuple(regions)) for count, regions in groups)
     spans = {Span(r.base, extent(r, group)) for group in made for r in group.regions}
     return CacheLayout(made, "DRAM", device, tuple(spans))
@@ -256,7 +256,7 @@ def test_too_many_rows_are_refused() -> None:
         plan(sides[0], sides[1])
 
 
-# --- runs: what is contiguous on both sides
+# --- runs: bytes that are contiguous on both sides
 
 
 Triples = list[tuple[int, int, int]]  # local, remote, length
@@ -303,7 +303,7 @@ def overlaps_of(
     layers: list[Layer],
     blocks: Sequence[Blocks] = (Blocks(3, 4), Blocks(2, 4)),
 ) -> list[OverlapGroup]:
-    """Of two ranks with one group each, (local, remote)."""
+    """The overlaps of two ranks with one group each, (local, remote)."""
     local, remote = (
         layout([Store(order, layers, cut)], base)
         for order, cut, base in zip(orders, blocks, (1000, 9000), strict=True)

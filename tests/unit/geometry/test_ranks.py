@@ -43,7 +43,7 @@ def engine(
     stages: Sequence[str] | None = None,
     stripes: tuple[int, int] = (1, 1),
 ) -> list[dict[str, Holding]]:
-    """What each rank holds; `model` has the heads of each layer, `stages` the layers of each.
+    """The holdings of each rank; `model` has the heads of each layer, `stages` the layers of each.
 
     `stripes` is how many ranks in a row divide the tokens, and the width.
     """
@@ -61,7 +61,7 @@ def holding(**heads: Heads) -> dict[str, Holding]:
 
 
 Reading = dict[int, dict[str, Heads]]
-"""What is read, by remote rank."""
+"""The heads read of each layer, by remote rank."""
 
 
 def both(first: int, end: int) -> dict[str, Heads]:
@@ -180,7 +180,7 @@ def elements(held: Holdings, within: Holdings | None = None) -> list[Element]:
 def test_all_readers_of_a_remote_rank_name_the_same_readers(
     pair: tuple[list[Holdings], list[Holdings]],
 ) -> None:
-    """And exactly one reader releases a remote rank that nobody reads."""
+    """And exactly one reader releases a remote rank that no rank reads."""
     readers, remotes = pair
     shares = assign(readers, remotes)
     by_reader = [routes(Rank(reader), readers, remotes) for reader in range(len(readers))]
@@ -220,7 +220,7 @@ def test_copies_are_used_evenly(tps: tuple[int, int], heads: int, stages: list[s
 
 
 def fewest_remote_ranks(held: Holdings, remotes: Sequence[Holdings]) -> int:
-    """By brute force: how many remote ranks together hold all that a reader holds."""
+    """How many remote ranks together hold all that a reader holds, by brute force."""
     wanted = frozenset(elements(held))
     distinct = {wanted.intersection(elements(remote)) for remote in remotes}
     for count in range(len(distinct) + 1):

@@ -90,7 +90,7 @@ ENTRIES = Request(GROUPS, 256, 299)
 
 
 def test_prefill_keeps_what_the_window_needs_and_no_more() -> None:
-    """Of 4-token blocks three: the window of the last token begins within the first of them."""
+    """Three 4-token blocks: the window of the last token begins within the first of them."""
     assert [len(kept) for kept in ENTRIES.kept_on_prefill()] == [2, 3, 2]
     assert [len(kept) for kept in replace(ENTRIES, end=301).kept_on_prefill()] == [2, 3, 3]
     assert ENTRIES.kept_on_decode() == [range(2), range(2, 5), range(73, 75)]

@@ -297,7 +297,7 @@ ADMISSIONS: dict[str, Script] = {
         (START, failed(NOT_ADMITTED)),
         (Tick(), DropPeer(PEER, is_dead=True), LEAVE),
     ),
-    "one of another life lets nobody in": after(
+    "one of another life admits no rank": after(
         ADMITTING,
         (admitted(OTHER_LIFE), GIVEN_UP),
         (START, failed(ANOTHER_LIFE)),
@@ -323,7 +323,7 @@ ADMISSIONS: dict[str, Script] = {
         (START, failed(RANK_LOST)),
         (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
-    "one that has let this rank in is told when it is forgotten": after(
+    "one that has admitted this rank hears when it is forgotten": after(
         ADMITTING,
         (admitted(), Connect(PEER, (THERE,))),
         (HandshakeDone(PEER),),
@@ -447,7 +447,7 @@ PEERS: dict[str, Script] = {
         f"one that joins {name} is dropped": after(script, (fits(), DropPeer(PEER)))
         for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
     },
-    "one that nobody used for long is forgotten": after(
+    "one that was idle for long is forgotten": after(
         ASKING,
         (cancel_load(), GIVEN_UP),
         (200.0, SECOND, ASK_SECOND),
@@ -465,7 +465,7 @@ PEERS: dict[str, Script] = {
             ("of another life", PREPARED, description(incarnation=OTHER_LIFE), HOME),
         )
     },
-    # It names a known engine and life, at somebody else's address.
+    # It names a known engine and life, at the address of another.
     "a forged ticket does not redirect the true ones": [
         (prepare_load(D2, RIVAL, port=1), Send(FORGED.endpoint, describe())),
         *PREPARED,
@@ -747,7 +747,7 @@ class Failing:
         return self.machine.peers.known[PEER]
 
     def load(self, *, is_early: bool = False) -> tuple[list[Any], Failure | None]:
-        """What the next load sends, and why it failed at once."""
+        """The messages of the next load, and the reason if it failed at once."""
         self.number += 1
         request, value = RequestId(f"x{self.number}"), hex32(self.number)
         load = prepare_load(request, Claim(value), nonce=Nonce(value), is_early=is_early)
@@ -843,7 +843,7 @@ def test_a_good_read_ends_the_count_of_failures() -> None:
 
 
 def test_a_link_that_ends_without_a_load_is_no_failure() -> None:
-    """As when a drained engine stops: nothing is remembered, and the next load asks at once."""
+    """A drained engine stops like this: nothing is remembered; the next load asks at once."""
     machine = loading([*ASKING, (cancel_load(), GIVEN_UP)])
     machine.handle(lost(), 110.0)
     for _ in range(2):

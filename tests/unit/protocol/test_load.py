@@ -1,4 +1,4 @@
-"""One load: its reads and how they end, what is recorded, what is reported."""
+"""One load: its reads and how they end, its records and its report."""
 
 import random
 from dataclasses import dataclass
@@ -180,7 +180,7 @@ READS: dict[str, Script] = {
         ASKING, (answered(recall()), GIVEN_UP), (START, RECALLED), (answered(GRANT), GIVEN_UP)
     ),
     **{
-        f"what is {name} is not given back": after(
+        f"an offer that is {name} is not given back": after(
             script, (answered(recall()), Send(RANK_0, renew(number, CLAIM, reading=1)))
         )
         for name, script, number in (
@@ -223,7 +223,7 @@ class Proved:
 
 
 class Prover(LoadPart):
-    """Has to prove what is read for a load with `verify`, and needs an answer of prefill for it."""
+    """Has to prove the reads of a load with `verify`, and needs an answer of prefill for it."""
 
     def __init__(self) -> None:
         self.handlers = {Heard: self._on_heard, Proved: self._on_proved}
@@ -272,8 +272,8 @@ LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "a denial": (answered(deny()), DENIED),
 }
 PROOFS: dict[str, Script] = {
-    "what is proven is good": after(PROVING, (Heard(),), (Proved(), RELEASED, GOOD_PROVED)),
-    "what is refuted is not": after(
+    "a proven load is good": after(PROVING, (Heard(),), (Proved(), RELEASED, GOOD_PROVED)),
+    "a refuted load is not": after(
         PROVING,
         (Heard(),),
         (
@@ -282,7 +282,7 @@ PROOFS: dict[str, Script] = {
             failed(FailureKind.CORRUPT, "refuted"),
         ),
     ),
-    "what is fenced is not proven": after(
+    "a fenced load is not proven": after(
         PROVING[:-1], (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)
     ),
     **{
@@ -295,11 +295,11 @@ PROOFS: dict[str, Script] = {
         )
         for name, (event, _) in LOSSES.items()
     },
-    "what is being proven is not given back": after(
+    "an offer is not given back during the proof": after(
         PROVING, (answered(recall()), Send(RANK_0, renew(2, CLAIM, reading=1)))
     ),
     "cancelled, it ends at once": after(PROVING, (cancel_load(), GIVEN_UP, DROPPED)),
-    "what is not proven in time is late": after(
+    "a load that is not proven in time is late": after(
         PROVING, (Heard(),), (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE)
     ),
     "a preemption before the answer: all is read again": after(
@@ -314,7 +314,7 @@ PROOFS: dict[str, Script] = {
         (read_done(), AGAIN),
         (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
     ),
-    "what was read of a former grant is read again": after(
+    "blocks read under a former grant are read again": after(
         PROVING_PART,
         (read_done(),),
         (answered(OTHER_WHOLE), StartRead(PEER, RANK, OTHER_WHOLE, PROVING_START)),
@@ -390,7 +390,7 @@ def test_nothing_else_changes_the_state_of_a_read(state: ReadState, event: objec
     assert (read.state, recorded) == (state, [])
 
 
-# What it records
+# Records
 
 
 def test_each_transition_of_a_load_is_recorded_once() -> None:
@@ -482,7 +482,7 @@ TIMES: dict[str, Script] = {
         (END + 0.1, MOVES),
         (END + 0.2, read_failed("stopped"), GIVEN_UP, LATE),
     ),
-    # It harms nobody, and ends by itself as a rule.
+    # It does no harm, and ends by itself as a rule.
     "a read of a cancelled load has until its deadline": after(
         READING,
         (cancel_load(), STOP),
@@ -871,8 +871,8 @@ TURNS: dict[str, Script] = {
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
         (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
-    "what waits is not late while what is before it moves": after(QUEUED, *MOVING),
-    "what waits is cancelled, not abandoned, with what is stuck before it": after(
+    "a waiting read is not late while the reads before it move": after(QUEUED, *MOVING),
+    "a read that waits behind a stuck one is cancelled, not abandoned": after(
         QUEUED,
         (END, Tick(), STOP),
         (111.0 + TIMEOUT_S, Tick(), ABANDON, GIVEN_UP_2, LATE_2),

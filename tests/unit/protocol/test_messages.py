@@ -1,4 +1,4 @@
-"""What goes over the wire, and what is refused."""
+"""Messages on the wire, and refused ones."""
 
 import math
 import re
@@ -166,7 +166,7 @@ WIRE: dict[str, tuple[Message, list[Any]]] = {
         ask(number=5, readers=(0, 1)),
         ["Ask", 12, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1], False, b"", None],
     ),
-    "ask for what was found": (
+    "ask for found blocks": (
         ask(found=b"run", directory=Endpoint("tcp://10.0.0.9:5600")),
         [
             *["Ask", 12, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 1, [0], False],
@@ -506,7 +506,7 @@ def test_an_engine_that_describes_itself_names_its_incarnation() -> None:
         decode(msgspec.msgpack.encode(wire))
 
 
-# Other versions, and what is no message
+# Other versions, and bytes that are not a message
 
 RELEASE = encode(release())
 DEEP = b"\x91" * 100_000 + b"\xc0"
@@ -521,7 +521,7 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(DEEP, "Expected `str`, got `array`", id="deep"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Gone", 12]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 12]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode([1, 12]), "Expected `str`", id="tag is not a string"),
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
@@ -580,11 +580,11 @@ def test_an_engine_that_says_nothing_of_extras_has_none() -> None:
     assert decode(msgspec.msgpack.encode(wire)) == description()
 
 
-# What a stranger might try
+# Messages of a hostile stranger
 
 
 def test_depth_behind_a_good_message_is_refused() -> None:
-    """What is skipped is walked through, too."""
+    """The decoder walks through skipped fields, too."""
     longer = bytes([RELEASE[0] + 1]) + RELEASE[1:] + DEEP
     with pytest.raises(RemoteProtocolError):
         decode(longer)

@@ -1,4 +1,4 @@
-"""Bounds of values that a client nests: a plain recursion over small values says what is right."""
+"""Bounds of values that a client nests: a plain recursion over small values is the oracle."""
 
 import json
 import pickle
@@ -37,7 +37,7 @@ def levels(value: Any) -> int:
 
 
 def size(value: Any) -> int:
-    """Of the value and everything in it; the outermost value itself does not count."""
+    """The size of all parts of a value; the outermost value itself does not count."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list):

@@ -73,7 +73,7 @@ class Decode:
 
 
 def test_the_tokens_of_ranks_come_with_their_admission() -> None:
-    """Of a rank on this host that names no address: it has no port that admits hosts."""
+    """A rank on this host without an address has no port that admits hosts."""
     decode, other = Decode(), Endpoint("tcp://10.0.0.1:5602")
     key = events.PeerKey(EngineId("prefill"), Incarnation(hex32(1)), DIRECTORY)
     ranks = [

@@ -1,4 +1,4 @@
-"""The prefill machine: what it answers, which slots it writes and clears, and when offers end."""
+"""The prefill machine: its answers, the slots that it writes and clears, and the ends of offers."""
 
 import math
 from typing import Any
@@ -123,7 +123,7 @@ pytestmark = pytest.mark.usefixtures("counted_fence_tokens")
 
 GRANTS: dict[str, Script] = {
     "the slot is written before the grant is sent": after(OFFERED, (ASK, WRITTEN, GRANT), READ),
-    # Whoever has the nonce has the ticket.
+    # A peer that has the nonce has the ticket.
     "an ask that overtakes the publication is granted": after(
         PREPARED,
         (99.5, ASK, WRITTEN, GRANT),
@@ -145,17 +145,17 @@ GRANTS: dict[str, Script] = {
     ),
 }
 WRITES: dict[str, Script] = {
-    "what is not written yet is granted when it is": after(
+    "an unwritten offer is granted once it is written": after(
         UNWRITTEN, (ASK, WRITTEN), (MARK, GRANT), READ
     ),
-    "who asks several times gets one grant, by the latest route": after(
+    "a reader that asks several times gets one grant, by the latest route": after(
         UNWRITTEN,
         (asked(ask(), b"first"), WRITTEN),
         (asked(ask(number=2), b"second"),),
         (MARK, replied(grant(), b"second")),
         (MARK,),
     ),
-    "what nobody knows is not marked": [(MARK,)],
+    "an unknown offer is not marked": [(MARK,)],
 }
 DENIALS: dict[str, Script] = {
     **{
@@ -203,7 +203,7 @@ RELEASES: dict[str, Script] = {
         (RELEASE_INCOMPLETE,),
         (asked(release(complete=False, reader=SECOND)), *ABORTED),
     ),
-    # A third is nobody's.
+    # No rank has the third one.
     "ranks of one engine may have incarnations of their own": after(
         OFFERED,
         (asked(ask(reader=READERS[0], readers=BOTH)), WRITTEN, replied(grant(reader=READERS[0]))),
@@ -213,14 +213,14 @@ RELEASES: dict[str, Script] = {
         (asked(release(reader=READERS[1])), *READ[1:]),
     ),
     **{
-        f"one of {who} does not end what is read, {how}": after(
+        f"one of {who} does not end an offer that is read, {how}": after(
             GRANTED, (asked(release(complete=complete, **changed)),), READ
         )
         for who, changed in OTHERS.items()
         for how, complete in COMPLETE.items()
     },
     **{
-        f"one of {who} does not end what is unclaimed, {how}": after(
+        f"one of {who} does not end an unclaimed offer, {how}": after(
             OFFERED, (asked(release(complete=complete, **OTHERS[who])),), (ASK, WRITTEN, GRANT)
         )
         for who in ("another life of this rank", "another offer")
@@ -296,7 +296,7 @@ HEARTBEATS: dict[str, Script] = {
         (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND, number=9))),
         (ASK_SECOND, replied(grant(reader=SECOND))),
     ),
-    "the answer names what is lost": after(
+    "the answer names the lost offer": after(
         GRANTED,
         (asked(renew(2, RIVAL, CLAIM, Claim(hex32(9)))), replied(renewed(RIVAL, Claim(hex32(9))))),
     ),
@@ -329,7 +329,7 @@ HELD = 100.0 + HOLD_S
 IS_HELD = (HELD - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST)
 """The reader lives, and does not read."""
 RECALLS: dict[str, Script] = {
-    "what nobody reads is recalled after a time, and then taken back": after(
+    "an unread offer is recalled after a time, and then taken back": after(
         GRANTED,
         IS_HELD,
         (HELD, Tick(), RECALL),
@@ -337,17 +337,21 @@ RECALLS: dict[str, Script] = {
         (HELD + RECALL_S, Tick(), *TAKEN_BACK),
         (HELD + 100, Tick()),
     ),
-    "what is read is not recalled": after(READING, IS_HELD, (HELD, Tick()), (RECLAIM,), READ),
+    "an offer that is read is not recalled": after(
+        READING, IS_HELD, (HELD, Tick()), (RECLAIM,), READ
+    ),
     "a read that has begun ends a recall": after(
         RECALLED, (HEARTBEAT_READING, NOTHING_LOST), (101.0 + RECALL_S, Tick()), READ
     ),
-    "a reader releases what it does not read": after(RECALLED, (RELEASE_INCOMPLETE, *TAKEN_BACK)),
+    "a reader releases an offer that it does not read": after(
+        RECALLED, (RELEASE_INCOMPLETE, *TAKEN_BACK)
+    ),
     "it may have given it up meanwhile": after(
         RECALLED, (asked(renew(2)), *ABORTED, replied(renewed()))
     ),
     "a recall is not repeated": after(RECALLED, (RECLAIM,), (101.5, Tick())),
-    "who asks again is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
-    "each reader is told, on its latest route": after(
+    "a second ask is denied": after(RECALLED, (ASK, *denied(WANTED_BACK))),
+    "each reader gets the recall, on its latest route": after(
         SHARED,
         (
             asked(ask(reader=SECOND, readers=BOTH), b"second"),
@@ -392,7 +396,7 @@ RECALLS: dict[str, Script] = {
         (publish_offer(NONCE2, P2),),
         (RECLAIM, OfferEnded(NONCE2, P2, OfferEnd.REVOKED)),
     ),
-    "a reset takes back all that is out, also what is read": after(
+    "a reset takes back all offers, also those that are read": after(
         READING,
         (OFFER_2,),
         (publish_offer(NONCE2, P2),),
@@ -402,13 +406,13 @@ RECALLS: dict[str, Script] = {
         (RevokeAll(),),
         (ASK, *denied(END_REASONS[OfferEnd.REVOKED])),
     ),
-    "and what is granted, or recalled": after(GRANTED, (RevokeAll(), RECALL, *TAKEN_BACK)),
-    "and what was recalled before": after(RECALLED, (RevokeAll(), RECALL, *TAKEN_BACK)),
+    "and granted or recalled ones": after(GRANTED, (RevokeAll(), RECALL, *TAKEN_BACK)),
+    "and those recalled before": after(RECALLED, (RevokeAll(), RECALL, *TAKEN_BACK)),
     "a reader that dies while it reads": after(READING, (101.0 + LEASE_S, Tick(), *EXPIRED)),
     "a reader that gives up while it reads": after(
         READING, (asked(renew(3)), *ABORTED, replied(renewed(number=3)))
     ),
-    "what is unclaimed ends first": after(
+    "unclaimed offers end first": after(
         GRANTED,
         (OFFER_2,),
         (publish_offer(NONCE2, P2),),
@@ -425,7 +429,7 @@ COMMANDS: dict[str, Script] = {
     "a withdrawn offer is forgotten": after(
         PREPARED, (WithdrawOffer(NONCE),), (ASK, *denied(WITHDRAWN))
     ),
-    "withdrawing what was never prepared does nothing": [(WithdrawOffer(NONCE),)],
+    "withdrawing an unprepared offer does nothing": [(WithdrawOffer(NONCE),)],
 }
 ALL: dict[str, Script] = {
     f"{subject}: {name}": script
@@ -495,7 +499,7 @@ PAIRS: dict[str, Script] = {
     "a reader that is done before the pin": after(
         IN_PARTS, (94.0, prepare_pair(None)), (MARK, granted_pair(None)), (RELEASE, *PAIR_READ)
     ),
-    "an ask gets what is written by then": after(
+    "an ask gets the part written by then": after(
         [(92.0, prepare_pair(4))],
         (ASK, *denied(UNKNOWN)),
         (mark_pair(4),),
@@ -533,14 +537,14 @@ PAIRS: dict[str, Script] = {
         *reads_on(1100.0, READING_S),
         (1100.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
     ),
-    "what is recalled is not granted": after(
+    "a recalled offer is not granted": after(
         IN_PARTS,
         (94.0, prepare_pair(None)),
         (publish_offer(),),
         (ReclaimBlocks(9), RECALL),
         (MARK,),
     ),
-    "what is computed is not recalled": after(IN_PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
+    "an offer still computed is not recalled": after(IN_PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "blocks of a pair that is computed do not count as recalled": after(
         IN_PARTS,
         (94.0, OFFER_2),
@@ -776,14 +780,14 @@ def test_the_machine_says_whether_time_matters_and_anything_is_granted() -> None
 
 RECLAIMS = {
     "nothing": ("", 3, ""),
-    "the oldest that nobody claimed": ("-2 -2 -2", 3, "0 1"),
+    "the oldest unclaimed": ("-2 -2 -2", 3, "0 1"),
     "the unclaimed first": ("a9 -2", 2, "1"),
-    "what is granted after what is not": ("-1 a2", 3, "0 1"),
+    "granted ones after the others": ("-1 a2", 3, "0 1"),
     "the unclaimed first, then the oldest": ("a3 -2 a3", 3, "1 0"),
     "the oldest of any engine": ("b3 a2 a2", 4, "0 1"),
-    "what is read stays": ("a9r", 5, ""),
-    "what is recalled already counts": ("a3 b2c", 2, ""),
-    "what is recalled is not enough": ("a3 b2c", 3, "0"),
+    "those that are read stay": ("a9r", 5, ""),
+    "recalled ones already count": ("a3 b2c", 2, ""),
+    "recalled ones are not enough": ("a3 b2c", 3, "0"),
     "all, and still too few": ("a1 -1", 9, "1 0"),
 }
 """Offers, the oldest first: the engine that was granted it (or -), its blocks, and whether it is

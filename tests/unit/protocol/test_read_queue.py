@@ -18,7 +18,7 @@ def key(number: int) -> Key:
 
 
 def queue_of(*reads: tuple[int, Endpoint, int]) -> ReadQueue:
-    """Of (number, endpoint, bytes)."""
+    """A queue of reads, each (number, endpoint, bytes)."""
     queue = ReadQueue()
     for number, endpoint, num_bytes in reads:
         queue.add(key(number), endpoint, num_bytes)
@@ -90,7 +90,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[object]) -> None:
-    """Against a plain account of what is under way."""
+    """Compared with a plain account of the reads under way."""
     queue, now = ReadQueue(), 0.0
     known: dict[Key, tuple[Endpoint, int]] = {}
     under_way: dict[Key, float] = {}
@@ -126,7 +126,7 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
         num_reads: Counter[Endpoint] = Counter()
         for other in under_way:
             in_lanes[known[other][0]] += known[other][1]
-            num_reads[known[other][0]] += known[other][1] > 0  # one of nothing is in nobody's way
+            num_reads[known[other][0]] += known[other][1] > 0  # an empty one blocks no other
         moving = [lane for lane in in_lanes if now < progressed[lane] + STALL_S]
         assert all(in_lanes[lane] <= MAX_BYTES or num_reads[lane] == 1 for lane in in_lanes)
         moved = sum(in_lanes[lane] for lane in moving)

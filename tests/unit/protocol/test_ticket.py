@@ -42,7 +42,7 @@ VALUES: dict[str, Any] = {
     "not_offered": "",
     "is_early": False,
 }
-"""What is in the string, in this order."""
+"""The fields of the string, in this order."""
 
 PAYLOAD = (
     "nKgxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
@@ -82,7 +82,7 @@ def having(**changed: object) -> dict[str, Any]:
 
 
 def test_a_ticket_has_this_form() -> None:
-    """A change needs a new wire version; what is said to be stable changes never."""
+    """A change needs a new wire version; the stable fields never change."""
     assert ticket().params(None) == WRITTEN
     assert ticket().params(None, for_in_tree=False) == PARAMS
     assert ticket().params(KEY) == {**WRITTEN, FIELD: f"12.{MAC}.{PAYLOAD}"}
@@ -136,7 +136,7 @@ def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> 
     assert (sealed.version, sealed.head()) == (WIRE_VERSION, head)
 
 
-# What routers do to what is beside it
+# Changes by routers to the fields beside it
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> 
         pytest.param({**PARAMS, "remote_block_ids": [1], "tp_size": 8}, id="of vLLM's frontend"),
         pytest.param({**PARAMS, "kv": {"deep": [{}]}}, id="of a router"),
         pytest.param(types.MappingProxyType(PARAMS), id="any mapping"),
-        pytest.param({**dict.fromkeys(PARAMS), FIELD: PARAMS[FIELD]}, id="null in place of all"),
+        pytest.param({**dict.fromkeys(PARAMS), FIELD: PARAMS[FIELD]}, id="null instead of all"),
         pytest.param({**PARAMS, "remote_host": None, "remote_port": "x"}, id="no host, no port"),
         pytest.param({**PARAMS, "remote_engine_id": {"a": [1]}}, id="no engine"),
         pytest.param({**PARAMS, "wire_version": 3, "mac": "x", "nonce": []}, id="older fields"),
@@ -156,7 +156,7 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
     assert opened(params) == ticket()
 
 
-# What is refused
+# Refused tickets
 
 
 LACKS = (
@@ -340,7 +340,7 @@ def later(version: int, key: bytes | None = KEY) -> dict[str, Any]:
 
 
 def mac_of(sealed: SealedTicket, key: bytes) -> str:
-    """As the head of the module says that it is, for ever."""
+    """The MAC that the head of the module defines, for ever."""
     covered = f"{sealed.version}.{sealed.payload}".encode()
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
@@ -372,7 +372,7 @@ def test_the_mac_is_made_as_the_module_says() -> None:
 
 
 def checked(params: object, key: bytes | None) -> Ticket:
-    """As decode does."""
+    """Check a ticket as decode does."""
     sealed = SealedTicket.parse(params)
     sealed.check_mac(key)
     sealed.head()

@@ -47,7 +47,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
 
 
 def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> None:
-    """As over shared memory."""
+    """Shared memory does this."""
     reading.fabric.polls = 0
     (done,) = reading.start([2, 9], [7, 3], range(8))
     assert isinstance(done, ReadDone)
@@ -102,7 +102,7 @@ def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
 
 
 def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
-    """Or a former read's token could stand for what was never read."""
+    """Otherwise a former read's token could prove a read that never happened."""
     first, second = new_fence_token(), new_fence_token()
     reading.prefill.slots.write(3, first)
     assert reading.read_slot(3) == []

@@ -1,7 +1,7 @@
 """The kernel that copies runs: by Triton's interpreter, and compiled for a GPU.
 
-It moves what a plan says, and no more; and it spills no register. This needs no GPU. Triton is that
-of this environment, which may differ from the one beside a GPU.
+It moves the bytes of a plan, and no more; and it spills no register. This needs no GPU. Triton is
+that of this environment, which may differ from the one beside a GPU.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Pair, int, Plan, tuple[Pieces, ...]]]:
-    """Of a case: the pair, decode's rank, the plan and its pieces."""
+    """The reads of a case: the pair, decode's rank, the plan and its pieces."""
     even = tuple(Layer(name, 4, 6, 4) for name in "abc")
     pair = Pair(typical(**{"model": even} | changes))
     for number, local in enumerate(pair.decode.ranks):
@@ -108,7 +108,7 @@ def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Pair, int, Plan, tuple[P
 
 HOPPER = 90
 NUM_REGISTERS = 65536
-"""Of a processor, which a program's threads share."""
+"""A processor has them, and a program's threads share them."""
 
 
 @pytest.fixture(autouse=True)

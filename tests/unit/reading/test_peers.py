@@ -121,7 +121,7 @@ def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> N
     assert "has several ranks at one endpoint" in refusal(peers_of(cache), twice)
 
 
-# --- what an agent has prepared of them
+# --- lists that an agent has prepared
 
 
 class CountingTransport(MemoryTransport):
@@ -172,7 +172,7 @@ class Preparing:
         self.prepared.prepare(peer, self.described, self.peers.routes(self.described))
 
     def step(self) -> None:
-        """What a turn does, and the background before the next one."""
+        """Make a turn, and the background's work before the next one."""
         self.ended += self.prepared.collect()
         self.prepared.begin_next()
         self.background.work()

@@ -72,7 +72,7 @@ class Reading:
         self.counts.pop()
 
     def join(self, description: Description, peer: PeerKey = PEER) -> list[DataEvent]:
-        """What comes of it, after as many turns as it takes."""
+        """Start a handshake, and make turns until it ends."""
         ended = self.agents.execute(StartHandshake(peer, description))
         while isinstance(ended[-1], PeerFits):
             assert self.agents.is_busy
@@ -93,7 +93,7 @@ class Reading:
         return self.agents.execute(StartRead(peer, rank, granted, load))
 
     def poll(self) -> list[DataEvent]:
-        """What has ended, when all that goes on in the background is done, and slots are read."""
+        """The events of a turn, after all work in the background and all reads of slots."""
         self.background.work()
         ended = self.agents.poll()
         while any(isinstance(event, ReadMoved) for event in ended):
@@ -112,7 +112,7 @@ class Reading:
         return ended
 
     def settle(self, turns: int = 0) -> list[DataEvent]:
-        """All that ends in so many turns, and until nothing goes on."""
+        """The events of this number of turns; of all until the agents are idle, if it is 0."""
         ended = [event for _ in range(turns) for event in self.poll()]
         while not turns and self.agents.is_busy:
             ended += self.poll()
@@ -126,7 +126,7 @@ class Reading:
 
     @property
     def num_transports(self) -> int:
-        """Of this rank, that are not closed."""
+        """How many transports of this rank are open."""
         return sum(transport.name in self.fabric.transports for transport in self.transports)
 
 
@@ -136,7 +136,7 @@ def reading() -> Reading:
 
 
 def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What that pays for is the process's."""
+    """A rehearsal serves the whole process."""
     rehearse = Mock()
     monkeypatch.setattr(MemoryTransport, "rehearse", rehearse)
     reading = Reading()
@@ -259,7 +259,7 @@ def test_a_peer_whose_first_read_breaks_has_not_joined(reading: Reading) -> None
     reading.background.work()  # its first rank is added, and the connection breaks
     reading.fabric.lost_peers.add(ranks[0].transport.name)
     events += reading.agents.poll()
-    reading.background.work()  # so is its second one, which nobody has looked at yet
+    reading.background.work()  # so is its second one, which has not been polled yet
     events += reading.start(D1)
     events += reading.settle(20)
     of_other = [event for event in events if getattr(event, "peer", None) == OTHER]
@@ -276,7 +276,7 @@ def test_a_peer_whose_first_read_breaks_has_not_joined(reading: Reading) -> None
 def test_a_read_that_begins_right_after_a_break_uses_a_new_connection(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As decode's queue starts the next load in the turn in which a read breaks."""
+    """Decode's queue starts the next load in the turn in which a read breaks."""
     reading.fabric.reads_hang = True
     reading.start(D1)
     reading.fabric.lost_peers.add(reading.prefill[0].transport.name)
@@ -418,7 +418,7 @@ def forget_some(reading: Reading, count: int) -> None:
 def test_an_agent_with_connections_that_nobody_uses_is_replaced(
     reading: Reading, count: int
 ) -> None:
-    """What it still reads ends there, and the new one knows its peers before it is used."""
+    """Its reads end there, and the new one knows its peers before it is used."""
     first, started = reading.agents.current, reading.clock.now
     forget_some(reading, count)
     polls, reading.fabric.polls = reading.fabric.polls, 1_000_000

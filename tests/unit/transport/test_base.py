@@ -1,4 +1,4 @@
-"""What every control plane does, over ZMQ and in memory; and the page of fence slots."""
+"""Both control planes, over ZMQ and in memory; and the page of fence slots."""
 
 import contextlib
 import ctypes
@@ -64,7 +64,7 @@ class World:
         return self.server
 
     def receive(self, control: ControlPlane, count: int = 1) -> list[Received]:
-        """The next so many of whatever comes."""
+        """The next `count` items."""
         received: list[Received] = []
         deadline = time.monotonic() + PATIENCE_S
         while len(received) < count:
@@ -84,7 +84,7 @@ class World:
         return control.poll(0.05) == []
 
     def deliver(self) -> None:
-        """What is held until it is delivered."""
+        """Deliver the packets that the network holds."""
         while self.network.packets:
             self.network.deliver(self.network.packets[0])
 
@@ -140,7 +140,7 @@ def test_disconnecting_is_no_loss_and_drops_late_answers(world: World) -> None:
 
 @pytest.mark.parametrize("route", [b"", b"77", b"stranger"])
 def test_a_reply_by_an_unknown_route_is_dropped(world: World, route: bytes) -> None:
-    world.server.reply(route, b"nobody has this route")
+    world.server.reply(route, b"no peer has this route")
     world.reader.reply(route, b"nor is there a port")
     assert world.nothing_comes(world.reader)
 
@@ -172,10 +172,10 @@ def test_a_used_port_is_refused_and_free_again_when_its_listener_has_left(world:
 
 @in_time
 def test_an_endpoint_without_a_listener_is_reported_lost_once(world: World) -> None:
-    nobody = endpoint_at(HOST, 1)
+    absent = endpoint_at(HOST, 1)
     for _ in range(2):
-        world.reader.send(nobody, b"is there anybody")
-        assert world.receive(world.reader) == [Lost(nobody, "cannot connect")]
+        world.reader.send(absent, b"is there anybody")
+        assert world.receive(world.reader) == [Lost(absent, "cannot connect")]
         assert world.reader.links() == []
         assert world.nothing_comes(world.reader)
 
@@ -239,12 +239,12 @@ CLEAR = bytes(16)
 
 
 def fence_token(first: int) -> FenceToken:
-    """A new one each time: what a page does to one is not done to what it is compared with."""
+    """A new one each time, so that a page cannot change the one that it is compared with."""
     return FenceToken(bytes(range(first, first + 16)))
 
 
 def contents(page: SlotPage) -> list[bytes]:
-    """What a peer reads."""
+    """The bytes that a peer reads."""
     memory = ctypes.string_at(page.span.address, page.span.length)
     return [memory[start : start + 16] for start in range(0, len(memory), 16)]
 

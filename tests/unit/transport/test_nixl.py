@@ -59,7 +59,7 @@ PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
     [
         pytest.param({}, True, True, id="the default"),
         pytest.param({"host": "::1"}, True, True, id="IPv6"),
-        pytest.param({"key": "k"}, False, True, id="nobody else can have a ticket"),
+        pytest.param({"key": "k"}, False, True, id="no other process can have a ticket"),
         pytest.param({"key": "k"}, True, False, id="decode may read any host"),
         pytest.param({"peers": PEERS}, True, False, id="decode may read its peers"),
         pytest.param({"key": "k", "peers": LOOPBACK}, True, True, id="its peers are local"),
@@ -104,7 +104,7 @@ def test_amds_build_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 def test_ucx_alone_is_paced_and_its_variables_count(
     backend: str, tls: str, are_tcp: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a peer of the same host, and of one of another host."""
+    """For a peer of the same host, and for one of another host."""
     monkeypatch.setenv("UCX_TLS", tls or "tcp,sm")
     near = HostFacts.find({"TLS": "tcp,sm"})
     config = replace(Config(), backends=(backend,))

@@ -95,7 +95,7 @@ def raw() -> Iterator[RawSockets]:
 
 
 def receive(control: ZmqControl) -> list[Received]:
-    """What comes next."""
+    """The next item."""
     deadline = time.monotonic() + PATIENCE_S
     while (left := deadline - time.monotonic()) > 0:
         if received := control.poll(left):
@@ -345,7 +345,7 @@ def test_closing_leaves_nothing_open(keys: Keys | None) -> None:
     endpoint = listen(server)
     reader.send(endpoint, b"hello")
     asked(server)
-    reader.send(endpoint_at(HOST, 1), b"nobody")
+    reader.send(endpoint_at(HOST, 1), b"no listener")
     for control in (reader, server):
         control.close()
         assert control._context.closed
@@ -357,7 +357,7 @@ def test_closing_leaves_nothing_open(keys: Keys | None) -> None:
 
 @pytest.fixture
 def serve(make: MakeControl) -> Iterator[Serve]:
-    """Starts a side, on a thread of its own, that answers whoever it lets in."""
+    """Starts a side, on a thread of its own, that answers each peer that it admits."""
     with contextlib.ExitStack() as stack:
 
         def start(*args: object, bounds: Bounds | None = None) -> Endpoint:
@@ -382,7 +382,7 @@ def serve(make: MakeControl) -> Iterator[Serve]:
 
 @pytest.fixture
 def _long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is reported in time is not reported because a handshake timed out."""
+    """A report that comes in time does not come from a handshake's timeout."""
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 60.0)
 
 
@@ -412,7 +412,7 @@ def test_an_endpoint_with_another_key_is_lost_with_a_reason(
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""That of a peer with a key (ZMTP 3.1)."""
+"""The greeting of a peer with a key (ZMTP 3.1)."""
 
 
 @pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "no keys"])
@@ -439,7 +439,7 @@ def test_a_peer_that_does_not_answer_is_not_said_to_have_another_key(
 def test_a_peer_that_closes_new_connections_is_not_said_to_have_another_key(
     make: MakeControl,
 ) -> None:
-    """As a port does that has too many."""
+    """A port with too many connections does this."""
     reader = make(KEYS)
     reset = struct.pack("ii", 1, 0)
     with socket.create_server((HOST, 0)) as full:
@@ -484,7 +484,7 @@ def test_a_stranger_with_the_servers_public_key_is_not_let_in(serve: Serve) -> N
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
             dealer.connect(endpoint)
-            with contextlib.suppress(zmq.Again):  # if it was refused, nobody is there to send to
+            with contextlib.suppress(zmq.Again):  # if it was refused, the peer has gone
                 dealer.send(b"let me in", zmq.NOBLOCK)
             assert monitor.poll(PATIENCE_MS)
             dealer.disable_monitor()
@@ -528,7 +528,7 @@ def test_garbage_does_no_harm(
 def test_a_message_over_the_ports_bound_ends_its_connection(
     make: MakeControl, serve: Serve
 ) -> None:
-    """What encryption adds to a message counts as well: 33 bytes."""
+    """The 33 bytes that encryption adds to a message count as well."""
     endpoint, reader = serve(bounds=Bounds(message_bytes=1000)), make()
     check_served(reader, endpoint, bytes(900))
     reader.send(endpoint, bytes(1001))
@@ -618,7 +618,7 @@ def resident_kib() -> int:
 def test_without_the_key_no_frame_gets_past_the_handshake(
     make: MakeControl, serve: Serve, opening: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent meanwhile stands in the kernel's buffers."""
+    """Messages sent meanwhile stay in the kernel's buffers."""
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.5)
     endpoint, friend = serve(), make()
     check_served(friend, endpoint)
@@ -641,7 +641,7 @@ def test_without_the_key_no_frame_gets_past_the_handshake(
 def test_readers_that_take_turns_are_all_served(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, readers: int, limit: int
 ) -> None:
-    """Ten at once; each leaves when it is served, and those for whom there is no room wait."""
+    """Ten at once; each leaves when it is served, and the others wait for room."""
     monkeypatch.setattr(ports, "MAX_CONNECTIONS", limit)
     endpoint = serve(None)
     with zmq.Context() as context:
@@ -737,7 +737,7 @@ NULL = {"mechanism": b"NULL", "key": None}
         pytest.param(WITH_KEY, {"mechanism": b"PLAIN"}, b"400", id="another mechanism"),
         pytest.param(WITH_KEY, {"domain": b"other"}, b"400", id="another domain"),
         pytest.param(WITH_KEY, {"version": b"2.0"}, b"400", id="another version"),
-        pytest.param(WITHOUT, NULL, b"", id="nobody has keys"),
+        pytest.param(WITHOUT, NULL, b"", id="no keys"),
         pytest.param(WITHOUT, {**NULL, "address": b"10.0.0.2"}, b"400", id="nor that host"),
         pytest.param(WITHOUT, {}, b"400", id="a key that is not wanted"),
     ],

@@ -53,7 +53,7 @@ class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be
 
 @pytest.fixture
 def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheLayout]:
-    """Of this process's memory, digested as if it were a GPU's."""
+    """The layout of this process's memory, digested as if it were a GPU's."""
     monkeypatch.setattr(gpu, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", Mock())

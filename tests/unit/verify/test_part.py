@@ -164,7 +164,7 @@ REQUEST, REQUEST_SECOND = digest_request(), digest_request(reader=offers.SECOND)
 TO_MAKE = (asked(REQUEST), MakeDigest(ROUTE, REQUEST, TABLES))
 NO_LAYER = "layer 'layer.9' is not on this rank"
 DIGESTS: dict[str, Script] = {
-    "what is granted is digested": after(
+    "granted blocks are digested": after(
         offers.GRANTED, TO_MAKE, (made(REQUEST), replied(digest_reply()))
     ),
     "all tokens of the prompt may be digested": after(
@@ -195,13 +195,13 @@ DIGESTS: dict[str, Script] = {
         (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
     ),
     # It asked for its blocks before: that was denied, and people were told.
-    "of an offer that is not there nobody gets one": after(
+    "an absent offer gets no digest": after(
         offers.GRANTED, (asked(digest_request(nonce=NONCE2)), replied(deny(nonce=NONCE2)))
     ),
-    "what is not written yet is digested when it is": after(
+    "an unwritten offer is digested once it is written": after(
         UNWRITTEN, (ASK, WRITTEN), (asked(REQUEST),), (MARK, offers.GRANT, TO_MAKE[1])
     ),
-    "who asks for one before anybody has asked for blocks gets no answer": after(
+    "a request for a digest before any ask for blocks gets no answer": after(
         OFFERED, (asked(REQUEST),), (ASK, WRITTEN, offers.GRANT), TO_MAKE
     ),
     # The blocks may have been written meanwhile: the digest may be of anything.
@@ -296,7 +296,7 @@ VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED]
 COMPARE = CompareDigest(
     *(Rank(0), SLICES, START_VERIFIED, CLAIM), digest_reply().rows, digest_reply().columns
 )
-"""What follows when it comes."""
+"""The action that follows when it comes."""
 
 
 def new_part() -> ProofPart:
@@ -369,7 +369,7 @@ VERIFICATION: dict[str, Script] = {
         }.items()
     },
     **{
-        f"what is fenced is not compared, {name}": after(
+        f"a fenced load is not compared, {name}": after(
             VERIFIED, *digest, (read_done(fence_token=EMPTY), GIVEN_UP, FENCED)
         )
         for name, digest in WHEN_FENCED.items()
@@ -400,7 +400,7 @@ VERIFICATION: dict[str, Script] = {
         (answered(deny()), DENIED),
     ),
     **{
-        f"what is not verified in time is late, {name}": after(
+        f"a load that is not verified in time is late, {name}": after(
             VERIFYING, *steps, (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE)
         )
         for name, *steps in (
@@ -408,7 +408,7 @@ VERIFICATION: dict[str, Script] = {
             ("with a digest", TO_COMPARE, (139.99, Tick())),
         )
     },
-    # Nothing writes into its blocks any more.
+    # Nothing writes into its blocks now.
     "cancelled while it is verified, it ends at once": after(
         VERIFYING, (cancel_load(), GIVEN_UP, DROPPED)
     ),
@@ -428,7 +428,7 @@ VERIFICATION: dict[str, Script] = {
         (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
         (answered(GRANT), *READ_VERIFIED),
     ),
-    "of what is denied no digest is asked for": after(
+    "decode asks for no digest of a denied load": after(
         GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
     ),
     "it is not given back": after(
@@ -483,7 +483,7 @@ UNNAMED: dict[str, tuple[Any, Script]] = {
         lambda *_: (),
         [(START_VERIFIED, READ_VERIFIED[0]), (read_done(), RELEASED, GOOD_VERIFIED)],
     ),
-    "what was read is late, not good": (
+    "a finished read is late, not good": (
         lambda *_: (),
         [
             (110.0, START_VERIFIED, READ_VERIFIED[0]),

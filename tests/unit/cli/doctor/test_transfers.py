@@ -1,4 +1,4 @@
-"""What doctor concludes from what engines tell of their transfers."""
+"""Doctor's conclusions from the engines' own reports of their transfers."""
 
 from typing import Any
 

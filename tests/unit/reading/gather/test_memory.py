@@ -83,7 +83,7 @@ class Owner:
 
     @property
     def export(self) -> messages.Export:
-        """As it arrives, with a token."""
+        """The export as a peer decodes it, with a token."""
         encoded = msgspec.msgpack.encode(self.shared.description)
         export = msgspec.msgpack.decode(encoded, type=messages.Export)
         assert export.share is not None
@@ -187,7 +187,7 @@ def test_a_description_in_another_order_is_refused(memory: Any, owner: Owner) ->
 def test_memory_that_cannot_be_exported_is_not_shared(
     memory: Any, cache: list[Span], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of plain allocations, and of vLLM's pool where the GPU has no fabric handles."""
+    """Plain allocations do this, and vLLM's pool on a GPU without fabric handles."""
     failing = fake_driver.failing("cuMemExportToShareableHandle", fake_driver.INVALID)
     monkeypatch.setattr(fake_driver, "cuMemExportToShareableHandle", failing)
     with pytest.raises(TransportError, match="cuMemExportToShareableHandle: CUDA_ERROR"):

@@ -1,4 +1,4 @@
-"""Memory of another process that is mapped: by what it is read, and when it is unmapped."""
+"""Mapped memory of another process: how it is read, and when it is unmapped."""
 
 import dataclasses
 import os
@@ -92,7 +92,7 @@ def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> Non
 
 
 def test_memory_is_unmapped_while_nixl_adds_a_rank() -> None:
-    """That may take long, and until then the end of the owner would keep the thread awake."""
+    """Adding may take long, and until then the end of the owner would keep the thread awake."""
     reading = Gathering()
     reading.agent.ranks.adding = Future()
     reading.gather.end_owners()
@@ -199,7 +199,7 @@ def built(
 
 @pytest.fixture
 def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with CUDA's bindings and Triton."""
+    """Stands in for CUDA's bindings and Triton."""
     kernel, memory, gpu = Mock(), Mock(), Mock()
     memory.Exported.return_value.description = "exported"
     gpu.allocate.return_value = (1 << 20, None)

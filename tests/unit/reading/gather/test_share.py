@@ -228,12 +228,12 @@ def test_threads_that_map_the_same_memory_take_turns(owner: Owner, tmp_path: Pat
 
 
 def test_after_a_failure_the_description_s_token_counts_again(tmp_path: Path) -> None:
-    tokens, nobody = Tokens(), Share(socket="0" * 16, token=b"token")
+    tokens, gone = Tokens(), Share(socket="0" * 16, token=b"token")
     for _ in range(2):
         with pytest.raises(TransportError, match="No such file") as refused:
-            SharedPieces(str(tmp_path), nobody, tokens)
+            SharedPieces(str(tmp_path), gone, tokens)
         assert not isinstance(refused.value, SharingError), "it would be tried again for ever"
-    with tokens.of(nobody) as (token, _):
+    with tokens.of(gone) as (token, _):
         assert token == b"token"
 
 
@@ -350,7 +350,7 @@ def test_connections_without_a_token_are_few(owner: Owner) -> None:
 
 
 def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
-    """As when the owner's thread is busy while engines start on all GPUs of a host."""
+    """This happens if the owner's thread is busy while engines start on all GPUs of a host."""
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(owner.connect(timeout_s=0)) for _ in range(MAX_TOGETHER)]
         for one in readers:

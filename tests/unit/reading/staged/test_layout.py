@@ -1,4 +1,4 @@
-"""What is in a slot of a ring, and that all bytes arrive through it, for any shape."""
+"""The contents of a slot of a ring; all bytes arrive through it, for any shape."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -159,7 +159,7 @@ class StagedPair(Pair):
         assert np.array_equal(staged[np.lexsort(staged.T)], pairs[np.lexsort(pairs.T)])
 
     def _stage(self, local: CacheLayout, remote: CacheLayout, crop: Crop) -> Iterator[np.ndarray]:
-        """Of each chunk, where its bytes are and where they were."""
+        """The bytes of each chunk: their addresses in the slot and in the cache."""
         groups = local.groups[crop.groups[0]], remote.groups[crop.groups[1]]
         # As many entries at a time as are needed for one local one, or one more.
         most = -(-groups[0].entry_size // groups[1].entry_size) + 1 + self.case.seed % 2

@@ -1,4 +1,4 @@
-"""Reads by chunks between two stepped ranks: bytes, slots, and what goes wrong.
+"""Reads by chunks between two stepped ranks: bytes, slots, and failures.
 
 A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two blocks fit into any.
 """
@@ -65,14 +65,14 @@ def ended(world: World) -> LoadEnded:
 
 
 def staged_path(world: World) -> StagedPath:
-    """Of decode."""
+    """Decode's path."""
     paths = world.decode.parts.agents.peers.paths
     (path,) = (path for path in paths if isinstance(path, StagedPath))
     return path
 
 
 def free_slots(world: World) -> int:
-    """Of decode's ring."""
+    """The number of free slots of decode's ring."""
     return len(staged_path(world).slots)
 
 

@@ -121,7 +121,7 @@ ALONE: Script = after(
     (asked(CHUNK_3),),
 )
 PACKS: dict[str, Script] = {
-    "what is granted is packed, and the slot is told when it is": PACKED,
+    "a granted chunk is packed, and the slot then has its token": PACKED,
     "a request that comes again is answered again": after(
         PACKED, (asked(CHUNK_0, b"again"), replied(pack_reply(), b"again"))
     ),
@@ -150,7 +150,7 @@ PACKS: dict[str, Script] = {
     "a reader that asks for more than a ring has is refused": after(
         ALONE, (asked(CHUNK_4), replied(pack_reply(4, slot=None)))
     ),
-    "what a reader does not name any more is free": after(
+    "a slot that a reader no longer names is free": after(
         PACKED,
         (asked(CHUNK_1), pack(CHUNK_1, 1)),
         (asked(LATER_2), pack(LATER_2, 0)),
@@ -160,7 +160,7 @@ PACKS: dict[str, Script] = {
         ),
         (packed(CHUNK_1, 1),),
     ),
-    # What it says of slots is no longer true.
+    # Its slots are outdated.
     "a request that was overtaken means nothing": after(
         GRANTED,
         (asked(LATER_2), pack(LATER_2)),
@@ -193,7 +193,7 @@ PACKS: dict[str, Script] = {
         (asked(CHUNK_1), pack(CHUNK_1, 0)),
         (asked(CHUNK_2), pack(CHUNK_2, 1)),
     ),
-    "a slot that is still written is nobody's, and then free": after(
+    "a slot that is still written serves no reader, and then is free": after(
         GRANTED,
         TO_PACK,
         READ,
@@ -205,7 +205,7 @@ PACKS: dict[str, Script] = {
     ),
 }
 PACKS_OF_PAIRS: dict[str, Script] = {
-    "a chunk of what is not written is denied": after(
+    "a chunk of unwritten blocks is denied": after(
         IN_PARTS,
         (
             asked(pack_request(end=7)),
@@ -266,7 +266,7 @@ GRANTED_ANEW: Script = after(
 )
 
 
-# --- decode: what a load asks for, again, and no longer
+# --- decode: chunks that a load asks for, again, and no longer
 
 BOTH_CHUNKS, LAST = (0, 1), (1, 2)
 
@@ -290,7 +290,7 @@ def to_read(number: int, slot: int | None = 0) -> TellRead:
     return TellRead(D1, Rank(0), PackedChunk(number, slot))
 
 
-STOPPED = ReadFailed(D1, Rank(0), "it is not wanted any more")
+STOPPED = ReadFailed(D1, Rank(0), "decode no longer wants it")
 CHUNKS_ASKED: Script = after(READING, (wanted(0, 1), *asks(0, 1)))
 BOTH_PACKED: Script = after(
     CHUNKS_ASKED,
@@ -299,7 +299,7 @@ BOTH_PACKED: Script = after(
 )
 
 CHUNKS: dict[str, Script] = {
-    "what is packed is read, and the slot proves it as ever": after(
+    "a packed chunk is read, and the slot proves it as ever": after(
         BOTH_PACKED,
         (wanted(2, holds=LAST), *asks(2, number=3, holds=LAST)),
         (answered(pack_reply(2)), to_read(2)),
@@ -311,7 +311,7 @@ CHUNKS: dict[str, Script] = {
     "an answer that comes again changes nothing": after(
         BOTH_PACKED, (answered(pack_reply(0, slot=5)),), (answered(pack_reply(0, slot=None)),)
     ),
-    "what has no answer is asked for again": after(
+    "decode asks again for a chunk without an answer": after(
         CHUNKS_ASKED,
         (answered(pack_reply(0)), to_read(0)),
         (110.0 + ASK_AGAIN_S - 0.01, Tick()),

@@ -51,7 +51,7 @@ class Watched(MemoryTransport):
         started = super().read(local, remote, indices)
         self.reading[started.peer] += 1
         assert self.reading[started.peer] == 1
-        assert len(started.pairs) == 1, "what is read at once is one range"
+        assert len(started.pairs) == 1, "one read is one range"
         self.lengths += [length for _, (_, length) in started.pairs]
         return started
 
@@ -174,7 +174,7 @@ def pieces_of_another_peer(world: World) -> ListHandle:
 
 
 def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone(world: World) -> None:
-    """It begins no read, and what it reads is not looked at."""
+    """It begins no read, and its reads are not polled."""
     local, _ = world.lists([(0, 16, 32, 100)])
     world.finish(world.start(*range(50)))
     theirs = pieces_of_another_peer(world)
@@ -271,7 +271,7 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for(world: World) -> No
     assert not world.reader.poll(read)
     assert world.reader.stop(read)
     asked = sum(len(agent.lengths) for agent in world.agents)
-    assert not world.reader.poll(read), "what is under way goes on"
+    assert not world.reader.poll(read), "reads under way go on"
     assert not world.reader.stop(read), "it was stopped before"
     world.finish(other)
     world.finish(read)
@@ -310,12 +310,12 @@ def test_an_error_that_leaves_the_end_open_is_told_at_once(world: World) -> None
     world.fabric.polls = 5
     read = world.start(1, 3)
     assert not world.reader.poll(read)
-    world.agents[0].doubt = TransportError("nobody knows")
-    with pytest.raises(TransportError, match="nobody knows"):
+    world.agents[0].doubt = TransportError("the cause is unknown")
+    with pytest.raises(TransportError, match="the cause is unknown"):
         world.finish(read)
     world.agents[0].doubt = None
     other = world.start(5)
-    world.finish(other)  # in another stream: what goes on in the first one stays alone there
+    world.finish(other)  # in another stream: the reads of the first one stay alone there
     assert world.agents[0].under_way == 1
 
 
@@ -392,7 +392,7 @@ class Link:
         self.under_way: list[tuple[float, int, float, int]] = []
 
     def move(self, num_bytes: int, run: int | None = None) -> float:
-        """Move so many bytes; in what time."""
+        """Move bytes; return the seconds."""
         begin, left = self.now, num_bytes
         while left or self.under_way:
             while left and len(self.under_way) < self.window.streams:

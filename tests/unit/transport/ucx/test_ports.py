@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import os
+import pwd
 import select
 import socket
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -
 def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
     monkeypatch: pytest.MonkeyPatch, attached: list[tuple[str, int]]
 ) -> None:
-    """As the agents that check a rank are, or those that are made at the same time."""
+    """Agents that check a rank do this, and agents that are made at the same time."""
     found = module._watched_by_number
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
@@ -306,5 +307,5 @@ def test_processes_of_other_users_are_told_with_the_harm(
         assert not caplog.messages
         return
     (line,) = caplog.messages
-    assert "other users run here (nobody, 4000000)" in line
+    assert f"other users run here ({pwd.getpwuid(65534).pw_name}, 4000000)" in line
     assert "can write any memory of this process, and so run code" in line
