@@ -27,6 +27,17 @@ RECORDS = sorted(
     for path in (REPO / "docs" / "benchmarks").glob("*.json")
     if path != goodput_report.RECORD  # its tables are in other pages, and generated
 )
+FIGURE = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")
+OTHER_RECORDS = PAGE.partition("## Other records")[2].split("\n- ")[1:]
+
+
+def linked(entry: str) -> list[Path]:
+    """The records that an entry of the page links to."""
+    names = re.findall(r"\(benchmarks/([\w-]+\.json)\)", entry)
+    return [REPO / "docs" / "benchmarks" / name for name in names]
+
+
+OTHERS = {path for entry in OTHER_RECORDS for path in linked(entry)}
 TINY = ["--shape", "tiny", "--repeat", "2", "--tokens", "128", "--tp", "1-2"]
 
 
@@ -72,8 +83,20 @@ def test_the_figures_of_the_page_are_those_of_the_records(path: Path) -> None:
     parts = re.findall(rf"\(benchmarks/{path.name}\)(.*?)(?=\(benchmarks/|\n#|\Z)", PAGE, re.DOTALL)
     lines = [line for part in parts for line in part.splitlines() if re.match(r"\|.*\d", line)]
     shown = [{cell.strip() for cell in line.strip("|").split("|")} for line in lines]
-    assert parts, "each record has a table, or a line under Other records"
+    assert shown or path in OTHERS
     assert [cells for cells in shown if not any(cells <= row for row in rows)] == []
+
+
+@pytest.mark.parametrize("entry", OTHER_RECORDS, ids=lambda entry: entry[1 : entry.index("]")])
+def test_figures_without_a_table_are_rounded_from_the_records_of_their_entry(entry: str) -> None:
+    """From rows, or from the command."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in linked(entry)]
+    measured = [json.dumps([record["rows"], record["command"]]) for record in records]
+    values = [float(each.replace(",", "")) for each in FIGURE.findall(" ".join(measured))]
+    words = re.sub(r"\[.*?\]\(.*?\)|`.*?`", "", entry)  # without links and code
+    for figure in FIGURE.findall(words):
+        digits = len(figure.partition(".")[2])
+        assert float(figure.replace(",", "")) in {round(value, digits) for value in values}, figure
 
 
 def test_the_tables_and_the_plot_of_goodput_are_those_of_its_record() -> None:
