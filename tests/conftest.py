@@ -38,7 +38,7 @@ def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # By then `end_on_signals` is in force. Pytest itself takes its SystemExit for a failed test.
+    # A signal raises SystemExit (`end_on_signals`), which pytest takes for a failed test.
     ended_by = call.excinfo.value if call.excinfo else None
     if isinstance(ended_by, SystemExit) and ended_by.code in END_CODES:
         pytest.exit(f"a signal has ended {report.nodeid}", returncode=ended_by.code)

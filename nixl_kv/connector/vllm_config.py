@@ -278,15 +278,15 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     backend = default if chosen is None else chosen.name
     if (cache.block_size or 0) > MAX_PACKED_BLOCK_SIZE.get(backend, 0):
         return None
-    accepted, has_keys = _what_vllm_knows()
+    accepted, has_keys = _found_by_vllm()
     wished = APART if has_keys else PACKED
     return next((each for each in wished if accepted is None or each in accepted), None)
 
 
-def _what_vllm_knows() -> tuple[list[str] | None, bool]:
-    """The layouts that vLLM would accept now, and whether a layer stores keys apart from its KV.
+def _found_by_vllm() -> tuple[list[str] | None, bool]:
+    """The layouts that vLLM would accept now, and whether a layer stores keys beside its KV.
 
-    None if vLLM does not compare them: then it accepts all.
+    None instead of layouts if this vLLM does not compare them.
     """
     # vLLM passes the configuration alone, and the layers are in other processes. But its function
     # that asks has compared the pages of all layers and the layouts of all backends.
@@ -294,9 +294,9 @@ def _what_vllm_knows() -> tuple[list[str] | None, bool]:
     while frame is not None and frame.f_code.co_name != "resolve_kv_cache_layout":
         frame = frame.f_back
     found = {} if frame is None else frame.f_locals
-    candidates, specs = found.get("candidates"), found.get("kv_cache_specs") or ()
+    candidates, layers = found.get("candidates"), found.get("kv_cache_specs") or ()
     accepted = None if candidates is None else [layout.name for layout in candidates]
-    return accepted, any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    return accepted, any(isinstance(layer, MLAAttentionSpec) for layer in layers)
 
 
 # --- the facts of the model that two engines must share, so that equal bytes mean the same KV

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import msgspec
 import pytest
 
 from harness.cluster.answers import Question
@@ -463,10 +464,8 @@ def test_the_ticket_names_a_data_parallel_rank_of_the_node_that_a_router_chooses
         assert (changed[LOADS], changed[FAILURES]) == (len(prompts), 0)
 
 
-# The matrix says why MLA needs this on CPU.
-MLA_ON_CPU: Final = (
-    *("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
-    *("--attention-backend", "CPU_MLA"),
+MLA_ON_CPU: Final = tuple(
+    msgspec.yaml.decode((REPO / "configs/matrix.yaml").read_bytes())["models"]["mla"]["cpu_flags"]
 )
 
 
