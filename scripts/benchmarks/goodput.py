@@ -58,7 +58,6 @@ RATES: Final[Mapping[Shape, Sequence[float]]] = {
 """Requests a second and GPU. One H200 prefills about 37,000 tokens a second of an 8B model: a
 prefill engine for each decode engine is full near the middle."""
 
-SMALLEST: Final = 20  # requests of a point that is cut short for lack of time
 LATE_S: Final = 25.0  # how much longer than expected the last point may take
 STOP_S: Final = 20.0  # for engines to end
 GPU_SHARE: Final = 0.9  # of its memory, for all engines on a GPU
@@ -370,7 +369,7 @@ class Session:
         most = int(left * step.rate * self._setup.num_gpus)
         if step.requests <= most:
             return step
-        return step._replace(requests=most) if most >= min(SMALLEST, step.requests) else None
+        return step._replace(requests=most) if most >= min(points.LEAST, step.requests) else None
 
     def _measure(self, name: str, shape: Shape, step: Step) -> Point:
         options, setup = self._options, self._setup

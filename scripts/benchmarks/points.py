@@ -26,6 +26,9 @@ MANY: Final = 300
 """Requests from which on the confidence interval is left out: it is at most 6 points to each side,
 and 3 at a share of 0.9."""
 
+LEAST: Final = 60
+"""Requests of a rate, without which no verdict counts it: a queue has had no time to grow."""
+
 Z_95: Final = 1.96  # standard deviations
 
 FINE_MS: Final = 20.0  # up to here, a histogram has tenths of milliseconds; from here, two digits
@@ -373,8 +376,9 @@ def verdicts(record: Record, objectives: Sequence[Objective]) -> Iterator[Verdic
     for setup, objective in itertools.product(setups, objectives):
         shares: dict[str, dict[float, Share]] = {}
         for key, points in found.items():
-            if key[:4] == setup:
-                shares.setdefault(key.arm, {})[key.rate] = share_of(points, objective)
+            share = share_of(points, objective)
+            if key[:4] == setup and share.total >= LEAST:
+                shares.setdefault(key.arm, {})[key.rate] = share
         if any(map(is_replicas, shares)) and not shares.keys().isdisjoint(OURS):
             best = {name: best_of(rates) for name, rates in shares.items()}
             card, vllm, engines, shape = setup

@@ -346,7 +346,7 @@ def knees(**rates: float) -> Iterator[Point]:
     """Arms that are good up to a rate."""
     for name, best in rates.items():
         for rate in (1, 2, 3, 4):
-            yield point(name.replace("_", "-"), rate, 40 if rate <= best else 10, 40)
+            yield point(name.replace("_", "-"), rate, 80 if rate <= best else 10, 80)
 
 
 CAPACITY = Capacities.of(37_000, {4: 7.0, 16: 9.0}, 15)
@@ -368,6 +368,14 @@ def test_tables_name_the_best_rate_of_each_arm_and_the_verdict(record: Record) -
     rows = {(row[0], row[2]): row for row in cells[2:]}
     assert rows["5,000/250", "15"][3:] == ["2", "2 (default)", "1", "2", "3", "yes"]
     assert rows["500/500", "15"][3:] == ["3", "3 (default)", "", "2", "2", "no"]
+
+
+def test_no_verdict_counts_a_rate_with_few_requests(record: Record) -> None:
+    """Their queue has had no time to grow."""
+    before = list(points.verdicts(record, [OBJECTIVE]))
+    for count, is_counted in ((points.LEAST - 1, False), (points.LEAST, True)):
+        more = Record([run(point("replicas", 5, count, count)), *record.runs])
+        assert (list(points.verdicts(more, [OBJECTIVE])) != before) == is_counted
 
 
 def test_the_rule_names_shape_engines_and_objective(record: Record) -> None:
