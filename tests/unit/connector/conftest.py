@@ -37,7 +37,7 @@ def _logger() -> Iterator[None]:
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    """What NIXL is replaced by."""
+    """Replaces NIXL."""
     fabric = Fabric()
 
     def transports(*_: object, **__: object) -> tuple[Callable[[], MemoryTransport], NoPorts]:
@@ -50,7 +50,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's process groups would say."""
+    """Replaces vLLM's process groups by those of one rank."""
     for name in ("get_pp_group", "get_tp_group"):
         group = SimpleNamespace(rank_in_group=0)
         monkeypatch.setattr(f"nixl_kv.connector.vllm_config.{name}", lambda group=group: group)

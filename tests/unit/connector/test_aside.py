@@ -217,7 +217,7 @@ def test_no_more_requests_run_than_the_engine_has_seats(make: Make) -> None:
     engine.step()
     engine.add_early("a")
     assert len(engine.step()) == 2
-    assert engine.lookups["a"] == 0, "there is no seat, so vLLM does not ask"
+    assert engine.lookups["a"] == 0, "vLLM does not ask without a seat"
     engine.compute("a")
     assert "a" not in engine.step()
     engine.vllm.finish_requests(["running0"], ABORTED)

@@ -132,7 +132,7 @@ STEPS = {
     "V2 in vLLM 0.31 and 0.32": (BIND, TARGET, DRAFT, SAVE, RESULTS),
     "V2 in vLLM 0.33": (BIND, TARGET, RESULTS, DRAFT, SAVE),
 }
-"""What the model runners do in a step, in order."""
+"""The hooks that the model runners call in a step, in order."""
 NO_FORWARD = (BIND, SAVE, RESULTS)
 """The hooks of a step without a forward, in all of them."""
 
@@ -220,7 +220,7 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])
 def test_it_has_the_names_by_which_platforms_know_what_speaks_nixl(name: str) -> None:
-    """As vLLM's factory finds it, which has another class under that name without a path."""
+    """vLLM's factory has another class under each of these names, without a path."""
     transfer: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path="nixl_kv.connector")
     assert KVConnectorFactory.get_connector_class(transfer) is NixlKVConnector
     assert KVConnectorFactory.supports_hma_config(transfer)

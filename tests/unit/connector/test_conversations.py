@@ -1,4 +1,4 @@
-"""What an engine tells others of its prefix cache, on vLLM's own scheduler."""
+"""An engine's answers to others about its prefix cache, on vLLM's own scheduler."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final

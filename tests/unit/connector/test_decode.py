@@ -264,7 +264,7 @@ def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
 def test_a_request_that_ends_cancels_its_load_once(
     decode: DecodeScheduler, *, is_started: bool
 ) -> None:
-    """Of a load that was reported long ago, that does nothing."""
+    """The cancellation of a load that was reported long ago does nothing."""
     decode.on_new_request(prompt_of(), offered().params(None))
     if is_started:
         decode.update_state_after_alloc(D1, [TABLE], 19)

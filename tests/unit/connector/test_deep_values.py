@@ -61,7 +61,7 @@ class Engine(SteppedScheduler):
             self.describe()
 
     def step(self) -> SchedulerOutput:
-        """As vLLM sends it to its workers."""
+        """Schedule a step, and send it to the workers as vLLM does."""
         output = self.vllm.schedule()
         sent: SchedulerOutput = pickle.loads(pickle.dumps(output, protocol=5))  # noqa: S301
         self.end(output)

@@ -110,7 +110,7 @@ class Client:
     ) -> None:
         self.withdrawn.append((params, to))
 
-    # --- what a test does
+    # --- actions of a test
 
     async def ask(
         self, name: str = "p", fields: Any = WANTED, **changed: Any
@@ -185,7 +185,7 @@ def early_ticket(queue: RequestOutputCollector) -> Ticket | None:
     assert isinstance(output, RequestOutput)
     assert output.finished
     assert output.prompt_token_ids == TOKENS
-    assert output.num_cached_tokens is None, "nobody has counted them"
+    assert output.num_cached_tokens is None, "they were not counted"
     (one,) = output.outputs
     assert (list(one.token_ids), one.finish_reason) == ([], "length")
     found = opened(output.kv_transfer_params)

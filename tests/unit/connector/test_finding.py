@@ -167,7 +167,7 @@ class Engine(SteppedScheduler):
         return request
 
     def await_load(self) -> tuple[PrepareLoad, StartLoad]:
-        """Step until the load of what was found begins."""
+        """Step until the load of the found blocks begins."""
         begun: list[Any] = []
 
         def has_begun() -> bool:
@@ -193,7 +193,7 @@ class Engine(SteppedScheduler):
 
 
 def read_by(name: str, nonce: Nonce, reader: Endpoint | None) -> dict[str, Any]:
-    """What the workers report when decode has read an offer."""
+    """The workers' reports when decode has read an offer."""
     reports = RankReports()
     about = (EngineId("owner"), 0.0, reader)
     reports.add([OfferEnded(nonce, RequestId(name), OfferEnd.READ, *about)])
@@ -331,7 +331,7 @@ def burst(engine: Engine, owner: Owner) -> tuple[list[StartLoad], SchedulerOutpu
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_requests_with_one_prompt_share_one_load(make: Make, own: Own, *, is_async: bool) -> None:
-    """As with n > 1, or with a burst: afterwards the others find it in this engine's cache."""
+    """Requests with n > 1, or a burst: afterwards the others find it in this engine's cache."""
     engine = make(is_async=is_async)
     owner = own(engine, num_blocks=HELD)
     (start,), _ = burst(engine, owner)
@@ -404,7 +404,7 @@ def test_a_request_that_waits_for_another_one_may_end_first(make: Make, own: Own
 
 
 def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own: Own) -> None:
-    """As those of any other: the load does not count as another connector's."""
+    """Like those of any request: the load does not count as another connector's."""
     engine = make()
     engine.vllm.scheduler_config.max_num_batched_tokens = engine.vllm.max_num_scheduled_tokens = 32
     owner = own(engine, num_blocks=17)

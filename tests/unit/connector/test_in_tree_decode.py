@@ -21,7 +21,7 @@ utils = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils")
 
 PROMPT: Final = 100
 FLAGGED: Final = {"do_remote_prefill": True, "do_remote_decode": False}
-"""What llm-d's coordinator writes over a ticket's own flags."""
+"""llm-d's coordinator writes these over a ticket's own flags."""
 
 BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPushConnector"])
 
@@ -104,7 +104,7 @@ def test_with_flags_set_anew_it_fails_or_computes_that_request_alone(
 
 
 def handshake(load: Any, connector: str) -> None:
-    """What a worker does first for a load, by vLLM's own code, with nothing to connect to.
+    """Begin a load as a worker does, by vLLM's own code, with nothing to connect to.
 
     It runs in the background, where an exception fails the loads that wait for it.
     """

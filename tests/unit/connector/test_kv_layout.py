@@ -1,4 +1,4 @@
-"""Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
+"""Where a rank's KV is, by its tensors; and how a backend's own kernel writes its blocks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -612,7 +612,7 @@ def indexer(tokens: int, kernel_tokens: int) -> tuple[Region, torch.Tensor]:
 
 
 def test_the_scales_of_an_indexer_lie_behind_the_keys_of_a_block() -> None:
-    """As vLLM's CUDA kernel `indexer_k_quant_and_cache` writes them."""
+    """vLLM's CUDA kernel `indexer_k_quant_and_cache` writes them like this."""
     region, stored = indexer(tokens=64, kernel_tokens=64)
     assert not region.opaque
     token = np.arange(BLOCKS * 64, dtype=np.uint8).reshape(BLOCKS, 64, 1)

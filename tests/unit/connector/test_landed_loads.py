@@ -82,7 +82,7 @@ class Engine(SteppedScheduler):
 
 
 def good(name: str) -> dict[str, Any]:
-    """What all ranks report of a good load with a step's output."""
+    """All ranks' reports of a good load, which come with a step's output."""
     reports = RankReports()
     reports.add([LoadEnded(RequestId(name), len(PROMPT) - 1, None)])
     return {
@@ -135,7 +135,7 @@ def test_a_request_is_scheduled_in_the_step_after_its_load(engine: Engine) -> No
 def test_it_saves_two_steps_of_a_busy_engine(
     make: Make, options: dict[str, Any], steps: int
 ) -> None:
-    """vLLM has two steps under way, and workers report what has ended as a step begins."""
+    """vLLM has two steps under way, and workers report ended loads as a step begins."""
     engine = make(**options)
     engine.add("busy", PROMPT[:4], max_tokens=60)
     first = engine.vllm.schedule()

@@ -1,4 +1,4 @@
-"""What routers and proxies send, and which leg of a request it is."""
+"""Requests that routers and proxies send, and which leg of a request each is."""
 
 from typing import Any
 

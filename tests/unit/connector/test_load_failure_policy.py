@@ -98,7 +98,7 @@ def used_twice(engine: Engine) -> None:
 
 
 def used_twice_but_cached(engine: Engine) -> None:
-    """As with n > 1."""
+    """A request with n > 1 does this."""
     params = ticket()
     engine.load("first", params)
     engine.end_of("first")

@@ -34,7 +34,7 @@ OFFER = {"do_remote_decode": True}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of all limited logs in the connector."""
+    """The clock of all limited logs in the connector."""
     clock = Clock()
     real, of_prefill = module.LimitedLog, module.PrefillScheduler
     monkeypatch.setattr(module, "LimitedLog", lambda log, _, **kw: real(log, clock, **kw))
@@ -86,7 +86,7 @@ def other_version() -> dict[str, Any]:
     return {**params, FIELD: f"{int(version) + 1}.{rest}"}
 
 
-# What a client sends for each reason, the same each time if possible. A ticket that was used before
+# A client's request for each reason, the same each time if possible. A ticket that was used before
 # is good for the first request.
 REFUSED: dict[str, Any] = {
     "malformed": {FIELD: "y" * 60_000, "remote_host": "z" * 300},
@@ -157,7 +157,7 @@ def finish(scheduler: Scheduler, request: Request) -> None:
 
 
 def fail_load(scheduler: Scheduler, request: Request) -> None:
-    """As vLLM ends a request of a MultiConnector whose policy is to fail."""
+    """End a request as vLLM does for a MultiConnector whose policy is to fail."""
     params = request.kv_transfer_params
     assert params is not None
     scheduler.on_new_request(request)

@@ -1,4 +1,4 @@
-"""What decode loads and computes of prompts with media, whatever it has of them."""
+"""Decode loads and computes prompts with media, whichever parts of them it has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Decode:
         return "must load" if D1 in self.scheduler.must_load else "loads"
 
 
-# What decode has of a prompt with a picture, and what it does under each setting.
+# Decode's parts of a prompt with a picture, and its decision under each setting.
 TABLE: Final = {
     ("the picture", "auto"): "loads",
     ("the picture", "ticket"): "must load",
@@ -242,7 +242,7 @@ prompts = st.integers(1, 12).flatmap(
 
 
 def naive(prompt: Prompt, count: int) -> tuple[Any, ...]:
-    """What the KV of the first tokens depends on, token by token, without media."""
+    """The inputs of the KV of the first tokens, token by token, without media."""
     ids = None if prompt.token_ids is None else tuple(prompt.token_ids[:count])
     rows = tuple(bytes(rows.data[: count * rows.size]) for rows in prompt.rows)
     sizes = tuple((one.begin, one.geometry) for one in prompt.media.items if one.begin < count)

@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's requests with media, and what it does to them."""
+"""The connector reads vLLM's requests with media, and changes some."""
 
 import os
 import sys
@@ -185,7 +185,7 @@ BAD_PARAMS: Final[list[Any]] = [{"nixl_kv_ticket": "?"}, {"do_remote_prefill": T
 
 
 def answer(prefill: Scheduler, request: Request) -> Any:
-    """What prefill answers if it does not offer a request."""
+    """Prefill's answer if it does not offer a request."""
     prefill.on_new_request(request)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     request.num_computed_tokens = request.num_prompt_tokens

@@ -89,7 +89,7 @@ class Engine(SteppedScheduler):
         self.describe()
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
-        """Of a prompt, by its first token; it is waiting."""
+        """A waiting request; `first` is the first token of its prompt."""
         return self.add(name, range(first, first + PROMPT), params)
 
     def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
@@ -97,7 +97,7 @@ class Engine(SteppedScheduler):
         return commands
 
     def tier_jobs(self, output: SchedulerOutput, kind: str, child: int = 1) -> list[int]:
-        """What vLLM's child tells its workers to load or store."""
+        """The jobs of vLLM's child for its workers, to load or to store."""
         return list(getattr(output.kv_connector_metadata.metadata[child], f"{kind}_jobs"))
 
     def fill_tier(self, child: int = 1) -> None:
@@ -118,7 +118,7 @@ class Engine(SteppedScheduler):
         return MultiKVConnectorWorkerMetadata(tuple(meta))
 
     def ticket(self, first: int = 0) -> dict[str, Any]:
-        """Of another engine, for such a prompt."""
+        """A ticket of another engine, for such a prompt."""
         return ticket_for(range(first, first + PROMPT), new_nonce()).params(None)
 
 
@@ -163,7 +163,7 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     (answer,) = prefill.end(computing)
     assert FIELD in answer.kv_transfer_params
     assert request.is_finished()
-    assert prefill.free_blocks == prefill.idle - len(table), "held for whoever reads them"
+    assert prefill.free_blocks == prefill.idle - len(table), "held for their reader"
     publishing = prefill.vllm.schedule()
     assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
     prefill.end(publishing, finished_sending={"second"})
@@ -198,7 +198,7 @@ class SyncLoader(KVConnectorBase_V1, SupportsHMA):
 
 @pytest.mark.parametrize("length", [120, 400], ids=["in one step", "in chunks"])
 def test_no_step_that_vllm_discards_is_readable(engine: Make, length: int) -> None:
-    """Q's load fails. R, a pair, shares its blocks, so what this step computes of R is wrong too.
+    """Q's load fails. R, a pair, shares its blocks, so this step computes wrong KV of R too.
 
     R loads nothing itself: only vLLM's answer to the step's output shows that it goes back.
     """
@@ -264,7 +264,7 @@ def test_vllm_finds_blocks_that_no_step_has_filled(engine: Make) -> None:
     prefill.add("R", prompt, max_tokens=2)
     output = prefill.vllm.schedule()
     assert prefill.blocks_of("R")[:4] == not_loaded
-    assert output.num_scheduled_tokens == {"R": 8}, "not even what was computed on them"
+    assert output.num_scheduled_tokens == {"R": 8}, "not even tokens computed on them"
 
 
 @pytest.mark.parametrize("is_multi", [False, True])
@@ -390,13 +390,13 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
     assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
 
 
-# --- what is made at the start
+# --- connectors made at the start
 
 
 def test_what_it_counts_is_found_by_its_name_without_plugins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in an API server that is started with VLLM_PLUGINS of others."""
+    """An API server does this if VLLM_PLUGINS names only others."""
     monkeypatch.delitem(KVConnectorFactory._registry, "NixlKVConnector", raising=False)
     config = vllm_config()
     config.kv_transfer_config = multi(ours())
@@ -409,7 +409,7 @@ def test_what_it_counts_is_found_by_its_name_without_plugins(
 def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By itself ours would want another one than vLLM's, and the start would end."""
+    """Ours alone would want another one than vLLM's, and the start would end."""
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
     config = vllm_config()
     config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
@@ -425,7 +425,7 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_workers_of_both_have_the_same_cache(fabric: Fabric) -> None:
-    """What a tier keeps and gives back is in e2e/test_offload_tier.py."""
+    """e2e/test_offload_tier.py shows that a tier keeps KV and gives it back."""
     host_tier = {"spec_name": "HostTierSpec", "spec_module_path": "harness.cluster.host_tier"}
     extra = host_tier | {"cpu_bytes_to_use": 1 << 24}
     config = vllm_config()

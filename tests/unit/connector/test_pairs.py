@@ -349,7 +349,7 @@ LATER = [21, 22, 23, 24, 25]
 
 @pytest.fixture
 def chunks() -> Prefill:
-    """Of two chunks, decode may read the first."""
+    """A prefill of two chunks, of which decode may read the first."""
     prefill = Prefill(in_parts=True)
     prefill.arrive()
     assert prefill.scheduler.may_begin(P1, NUM_TOKENS)

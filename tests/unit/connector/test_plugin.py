@@ -29,7 +29,7 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """That of a factory like vLLM's, whether vLLM is installed or not."""
+    """The registry of a factory like vLLM's, whether vLLM is installed or not."""
     known: dict[str, object] = {}
 
     def register(name: str, module: str, class_name: str) -> None:
@@ -89,7 +89,7 @@ def taken() -> Iterator[int]:
 
 
 def engine(index: int = 0, node: int = 0, transfer: Any = None) -> Any:
-    """As much of vLLM's configuration as the plugin uses."""
+    """The part of vLLM's configuration that the plugin uses."""
     parallel = SimpleNamespace(
         data_parallel_index=index,
         node_rank_within_dp=node,
@@ -181,7 +181,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 def executors() -> tuple[Any, list[tuple[Any, ...]]]:
-    """A class like vLLM's, which notes what it is made with: then it loads the weights."""
+    """A class like vLLM's, which notes its arguments: then it loads the weights."""
     begun: list[tuple[Any, ...]] = []
 
     class Executor:
@@ -388,7 +388,7 @@ def arguments(vllm_config: Any) -> tuple[Any, list[Any]]:
 
 @pytest.fixture(autouse=True)
 def causes(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What this process would do when it exits."""
+    """Functions that this process would call when it exits."""
     monkeypatch.setenv(plugin.CAUSE_FILE, "")
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(plugin.atexit, "register", at_exit.append)

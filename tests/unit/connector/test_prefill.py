@@ -439,7 +439,7 @@ def test_an_engine_that_only_prefills_lets_all_begin() -> None:
 # --- when a request waits for blocks
 
 Step = Sequence[int | str]
-"""What happens in it: a request asks for so many blocks, or `progress`."""
+"""The events in it: a request asks for this number of blocks, or `progress`."""
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_when_blocks_must_come_free(
     for _ in range(3):
         clock.now += BLOCK_WAIT_S
         assert budget.scheduler.may_begin(P1, 5)
-        assert reclaimed() == 0, "there is no offer"
+        assert reclaimed() == 0, "no offer exists"
 
 
 # --- when a running request waits for blocks

@@ -85,7 +85,7 @@ def make() -> Iterator[Make]:
 
 
 def publish(scheduler: Scheduler) -> Description:
-    """The handshake of a worker's new life; what the engine answers then to whoever asks."""
+    """Give the scheduler the handshake of a worker's new life; return the engine's description."""
     described = rank_description(incarnation=new_incarnation())
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(encode(described))})
     return ask(scheduler)
@@ -114,7 +114,7 @@ def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
 
 
 def compute(scheduler: Scheduler, request: Request) -> list[Any]:
-    """What the workers hear with the step that computes a request's prompt."""
+    """The workers' commands in the step that computes a request's prompt."""
     scheduler.bind_kv_cache_manager(CacheManager({request.request_id: [TABLE, TABLE]}))
     output = empty_output()
     output.num_scheduled_tokens = {request.request_id: request.num_prompt_tokens}
@@ -168,7 +168,7 @@ def is_computed_here(scheduler: Scheduler, request: Request) -> bool:
     return (matched, ended, commands(scheduler)) == ((0, False), (False, None), [])
 
 
-# --- what a client sends raises nothing
+# --- no request of a client raises
 
 NOT_ON_PREFILL = "do_remote_decode is not true, but this engine is a kv_producer"
 NOT_ON_DECODE = "do_remote_decode is true, but this engine is a kv_consumer"
@@ -240,7 +240,7 @@ OF_IN_TREE: dict[str, Any] = {
     "tp_size": 1,
     "transfer_mode": "pull",
 }
-"""What vLLM's own NixlConnector answers on prefill."""
+"""The answer of vLLM's own NixlConnector on prefill."""
 
 
 def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_to_do(
@@ -448,7 +448,7 @@ def test_a_failed_request_that_was_answered_early_ends_its_ticket(make: Make) ->
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
-    """As they are shown when they change."""
+    """They are shown when they change."""
     scheduler = make()
     offered, loaded = new_request(TO_OFFER), with_ticket()
 
@@ -543,7 +543,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
 
 
 def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> None:
-    """Of either of two ranks that report with the same step."""
+    """Either of two ranks may have one, and both report with the same step."""
     scheduler = make(is_described=False)
     ranks = {(0, number): rank_description(number) for number in range(2)}
     scheduler.set_xfer_handshake_metadata_pp_aware(

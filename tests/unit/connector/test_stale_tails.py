@@ -1,4 +1,4 @@
-"""What a load leaves in the last blocks that it fills."""
+"""The rest of the last blocks that a load fills."""
 
 import pytest
 import torch

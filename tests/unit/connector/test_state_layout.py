@@ -39,7 +39,7 @@ Truth = dict[str, np.ndarray]
 class Model:
     kind: str
     projections: Mapping[str, tuple[int, int]]
-    """Of the convolution, in their order: units and channels of each."""
+    """The convolution's projections, in their order: units and channels of each."""
     state: tuple[int, ...] = ()
     """The whole model's temporal state."""
     copied: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ def share(content: np.ndarray, place: Place, *, is_copied: bool) -> np.ndarray:
 
 
 def page_of(model: Model, truth: Truth, place: Place, *, spare: int, by_channel: bool) -> bytes:
-    """As vLLM's layers write it."""
+    """A page as vLLM's layers write it."""
     page = b""
     if model.projections:
         projections = [

@@ -1,4 +1,4 @@
-"""What is counted, and how vLLM's log and Prometheus show it."""
+"""The counters, and how vLLM's log and Prometheus show them."""
 
 import json
 import math
@@ -318,7 +318,7 @@ def registry() -> Iterator[Any]:
 
 
 def metrics(engines: int = 1, *, role: str = "kv_both", **extra: Any) -> PromMetrics:
-    """As vLLM makes them, for several engines of one model, with two ranks each."""
+    """Metrics as vLLM makes them, for several engines of one model, with two ranks each."""
     config = vllm_config()
     config.parallel_config.world_size = 2
     config.kv_transfer_config.kv_role = role

@@ -222,7 +222,7 @@ def test_each_private_name_is_listed() -> None:
 
 
 def test_each_parameter_with_a_type_of_vllm_has_a_known_name() -> None:
-    """Otherwise `used` would overlook what a function does with it."""
+    """Otherwise `used` would overlook how a function uses it."""
     kinds = {part.owner.rpartition(":")[2] for part in PARTS}
     unknown = set()
     for path in CONNECTOR.rglob("*.py"):
@@ -240,8 +240,8 @@ def test_no_part_is_listed_in_vain() -> None:
         for path in CONNECTOR.rglob("*.py")
         if path.name != "unpromised.py"
     )
-    words = set(re.findall(r"\w+", source)) | {"is_attention_free"}  # in unpromised.py itself
-    assert not {name for _, name in MEMBERS if name.partition("(")[0] not in words}
+    found = set(re.findall(r"\w+", source)) | {"is_attention_free"}  # in unpromised.py itself
+    assert not {name for _, name in MEMBERS if name.partition("(")[0] not in found}
 
 
 def test_this_vllm_has_all_parts() -> None:
@@ -275,7 +275,7 @@ def replace_owner(monkeypatch: pytest.MonkeyPatch, part: Part, **members: Any) -
 
 
 def stand_in(member: str) -> Any:
-    """As `member` describes it."""
+    """An object like the one that `member` describes."""
     name, is_callable, rest = member.partition("(")
     if not is_callable:
         return name
@@ -285,7 +285,7 @@ def stand_in(member: str) -> Any:
 
 
 def expect(caplog: pytest.LogCaptureFixture, absence: Absence, *texts: str) -> None:
-    """The start fails, or a WARNING tells what is off; all texts are in it."""
+    """The start fails, or a WARNING names the disabled part; all texts are in it."""
     if absence.ends_start:
         with pytest.raises(ConfigError) as error:
             unpromised.check(engine())
@@ -493,7 +493,7 @@ def change_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update_from_output
 
     def call(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As this vLLM's `update_from_output` would call it."""
+        """Call it as this vLLM's `update_from_output` would."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 self, method.__name__, lambda output: changed(self, output, scheduler_output), False
@@ -613,7 +613,7 @@ class Page:
 def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 0.3x added `pop_blocks_for_free` beside `free`. No hook and no wrapper hears of it."""
+    """0.3x added `pop_blocks_for_free` like this. No hook and no wrapper hears of it."""
 
     def free_request(scheduler: Any, request: Request) -> None:
         scheduler.kv_cache_manager.coordinator.free(request.request_id)

@@ -1,4 +1,4 @@
-"""What clients are told about cached tokens, by vLLM's own schedulers; the test is all workers."""
+"""Cached tokens in clients' answers, by vLLM's own schedulers; the test is all workers."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ FAILED: Final = Failure(FailureKind.DENIED, "denied")
 
 @dataclass
 class Told:
-    """What the front end hears of a prompt: for its client, and for vLLM's metrics."""
+    """Numbers of a prompt that the front end gets: for its client, and for vLLM's metrics."""
 
     cached: int
     created: int  # tokens that were added to the prefix cache
@@ -195,7 +195,7 @@ def test_a_client_is_told_what_prefill_had_cached(
     is_early: bool,
     is_told: bool,
 ) -> None:
-    """As by a single engine that has in its cache what prefill has. Metrics count as before."""
+    """A single engine with prefill's cache says the same. Metrics count as before."""
     single, prefill = make(limit=limit), make("kv_producer", limit=limit)
     decode = make("kv_consumer", overlap="on" if is_told else "off")
     for earlier in on_prefill:

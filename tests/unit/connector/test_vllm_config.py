@@ -1,4 +1,4 @@
-"""What is read from vLLM's configuration and requests, and which engines are refused."""
+"""Values of vLLM's configuration and requests, and which engines are refused."""
 
 import contextlib
 import re
@@ -214,7 +214,7 @@ def test_other_platforms_are_refused(
 @pytest.mark.parametrize("gb", [0, 4])
 @pytest.mark.parametrize("is_prefix_cached", [False, True])
 def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached: bool) -> None:
-    """Its own renderer: what it gives to an image that comes without a name."""
+    """vLLM's own renderer names an image that comes without a name."""
     config: Any = vllm_config()
     media(gb=gb, is_prefix_cached=is_prefix_cached)(config)
     renderer: Any = SimpleNamespace(
@@ -342,7 +342,7 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
-        pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit is none"),
+        pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit changes nothing"),
         pytest.param(
             {"mm_processor_kwargs": {"max_pixels": 9, "device": "cuda"}},
             {"mm_processor_kwargs": '{"max_pixels": 9}'},
@@ -421,7 +421,7 @@ def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_la
 def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
     method: str, tokens: int, modules: int, computed: int
 ) -> None:
-    """As many modules write as tokens are drafted, so their number is a fact."""
+    """One module writes for each drafted token, so their number is a fact."""
     config = vllm_config()
     assert computed_on_decode(config) == 1
     draft = with_draft(method, tokens=tokens, modules=modules)

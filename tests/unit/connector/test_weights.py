@@ -68,7 +68,7 @@ class Engine(SteppedScheduler):
         return commands
 
     def set_label(self, label: str) -> None:
-        """What the directory's thread does for `nixl-kv set-weights`."""
+        """Set the label as the directory's thread does for `nixl-kv set-weights`."""
         self.connector._directory.weights = label
 
     def ticket(self, *, first: int = 0, **changed: Any) -> dict[str, Any]:

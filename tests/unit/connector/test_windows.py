@@ -1,4 +1,4 @@
-"""What prefill offers of a sliding window is what decode wants, by vLLM's own cache managers."""
+"""Prefill offers the blocks of a sliding window that decode wants, by vLLM's cache managers."""
 
 from types import SimpleNamespace
 from typing import Any

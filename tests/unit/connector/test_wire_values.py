@@ -1,4 +1,4 @@
-"""Values of vLLM's configuration: the start fails in words, or peers read them as they are."""
+"""Values of vLLM's configuration: the start refuses them, or peers read them as they are."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -72,7 +72,7 @@ def worker() -> Iterator[Worker]:
 
 
 def report(worker: Worker, *results: Result) -> None:
-    """What the transfer thread has, which the next step fetches."""
+    """Give the transfer thread results, which the next step fetches."""
     assert worker._engine is not None
     worker._engine._results.extend(results)
 
@@ -320,7 +320,7 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
 
 
 def test_a_wait_ends_with_a_load(worker: Worker) -> None:
-    """Long before its time is over, and each time for another load."""
+    """It ends long before its timeout, and each time for another load."""
     worker.register_kv_caches(kv_caches())
     engine = worker._engine
     assert engine is not None
@@ -365,7 +365,7 @@ def test_the_step_thread_lets_a_chunk_be_granted_before_it_samples(
 
 
 def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
-    """Whether vLLM counts data-parallel engines itself or each is told its place."""
+    """vLLM may count data-parallel engines itself, or each gets its place as an argument."""
     config = vllm_config({"port": 5600, "rank_port": 5700})
     parallel, ports = config.parallel_config, list[int]()
     parallel.world_size = 4
@@ -377,7 +377,7 @@ def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
 @pytest.mark.parametrize(
     ("first", "rank", "engines"),
     [
-        pytest.param(65534, 2, 1, id="there is no such port"),
+        pytest.param(65534, 2, 1, id="the port would be too large"),
         pytest.param(5599, 1, 1, id="the description's port"),
         pytest.param(5601, 1, 4, id="the port of another engine's description"),
     ],
