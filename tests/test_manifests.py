@@ -253,7 +253,7 @@ def test_pods_have_no_privileges(folder: str) -> None:
 
 
 @needs_kubectl
-def test_kserve_gets_what_its_templates_lack() -> None:
+def test_kserve_gets_the_settings_that_its_templates_lack() -> None:
     """They have ports, probes, and a context without root, but no user, and 15 s of preStop."""
     for pod in engines(rendered("kserve")):
         assert not {"ports", "startupProbe", "readinessProbe"} & set(pod.engine())
@@ -546,7 +546,7 @@ def edits() -> list[tuple[str, list[str]]]:
 
 @needs_kubectl
 @pytest.mark.parametrize(("value", "files"), edits())
-def test_what_a_stranger_edits_for_llm_d_is_there(value: str, files: list[str]) -> None:
+def test_the_values_to_edit_for_llm_d_exist(value: str, files: list[str]) -> None:
     assert files
     for name in files:
         assert value in (KUBERNETES / name).read_text(encoding="utf-8"), name
@@ -606,7 +606,7 @@ def test_the_router_of_compose_finds_its_engines() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_an_engine_of_compose_has_what_it_needs(name: str) -> None:
+def test_an_engine_of_compose_has_the_resources_it_needs(name: str) -> None:
     service = COMPOSE["services"][name]
     assert service["entrypoint"] == ["vllm", "serve"]
     assert "--port=8000" in service["command"]

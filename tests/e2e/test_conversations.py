@@ -125,7 +125,7 @@ def chat(cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]) -> Iterato
     list(enumerate([whole, stripped, edited, truncated])),
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_prefill_computes_what_decode_does_not_have(
+def test_prefill_computes_the_blocks_that_decode_lacks(
     chat: Chat, seed: int, remember: Remember
 ) -> None:
     said: list[Tokens] = []

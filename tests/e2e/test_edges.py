@@ -173,7 +173,7 @@ def test_a_prompt_of_one_token_has_nothing_to_read(
     accounts.expect_offers(1, read=0, aborted=1)
 
 
-def test_what_decode_alone_refuses_costs_prefill_no_block(
+def test_a_request_that_decode_alone_refuses_costs_prefill_no_block(
     pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """vLLM's frontend tells the connector of it only if the ticket has `do_remote_prefill`."""

@@ -140,7 +140,7 @@ def test_a_prompt_of_one_token_is_computed_on_decode(hybrids: Pair, alone: Clien
     assert "its prompt has one token" in hybrids.prefill.log_text()
 
 
-def test_what_is_cached_on_either_side_is_not_computed_or_read_again(
+def test_blocks_cached_on_either_side_are_not_computed_or_read_again(
     hybrids: Pair, alone: Client
 ) -> None:
     """Decode has the KV of whole blocks, and reads the state all the same."""

@@ -238,7 +238,9 @@ def reached(host: Namespace, ports: list[str], source: Namespace, user: int = 0)
 
 @pytest.mark.parametrize("has_peers", [False, True], ids=["without peers", "with peers"])
 @pytest.mark.usefixtures("switch")
-def test_who_can_connect_to_which_port(cluster: Cluster, hosts: Hosts, *, has_peers: bool) -> None:
+def test_only_the_intended_hosts_can_connect_to_each_port(
+    cluster: Cluster, hosts: Hosts, *, has_peers: bool
+) -> None:
     """Prefill has two ranks. Decode's host has the key, the router's has not. Prints a table."""
     networks = [f"{host.wire_address}/32" for host in (hosts.first, hosts.decode)]
     config = {"host": WIRE, "rank_port": 5700, **({"peers": networks} if has_peers else {})}

@@ -74,7 +74,7 @@ def ask(complete: Callable[[str], Answer], question: Question) -> None:
     assert question.compare(complete(question.prompt)) != "other"
 
 
-def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: Client) -> None:
+def test_decode_reads_blocks_that_prefill_has_from_its_tier(tiered: Pair, single: Client) -> None:
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=50), 16)
     accounts = Accounts(tiered)
     ask(tiered.complete, question)
@@ -89,7 +89,7 @@ def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: 
     accounts.expect_offers(1, read=1)
 
 
-def test_what_decode_has_read_comes_back_from_its_tier(tiered: Pair, single: Client) -> None:
+def test_blocks_that_decode_has_read_come_back_from_its_tier(tiered: Pair, single: Client) -> None:
     question = Question.of(single, random_prompt(NUM_TOKENS, seed=51), 16)
     ask(tiered.complete, question)
     Accounts(tiered).expect_free()

@@ -61,7 +61,7 @@ def test_tickets_from_before_prefill_slept_are_void_and_later_ones_are_good(
         accounts.expect_free()
 
 
-def test_decode_reads_after_it_slept_what_was_offered_before(
+def test_decode_reads_an_earlier_offer_after_it_slept(
     engines: tuple[Engine, Engine], single: Client
 ) -> None:
     prefill, decode = engines

@@ -67,7 +67,7 @@ def engines(
 
 @pytest.mark.parametrize("complete", [serial, early])
 @pytest.mark.parametrize("asked", ["never", "of both", "of prefill"])
-def test_a_client_is_told_what_a_single_engine_tells(
+def test_a_client_gets_the_same_usage_as_from_a_single_engine(
     engines: tuple[Pair, Client], complete: Complete, asked: str
 ) -> None:
     pair, single = engines

@@ -183,7 +183,7 @@ def test_memory_that_is_mapped_piece_by_piece_cannot_be_written(
 
 
 @pytest.mark.parametrize("settings", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}])
-def test_a_kernel_reads_what_another_process_has(reader: Reader, settings: dict[str, str]) -> None:
+def test_a_kernel_reads_memory_of_another_process(reader: Reader, settings: dict[str, str]) -> None:
     """Its memory is one allocation, or pieces that torch has put in one line."""
     with owner(**settings) as one:
         assert (len(one.export.allocations) > 2) == bool(settings)  # the cache, and the proof

@@ -57,7 +57,7 @@ def starve(prefill: SideProcess, tls: str) -> None:
 
 
 @each_way
-def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: str) -> None:
+def test_prefill_notices_that_no_peer_can_connect_and_begins_another_life(tls: str) -> None:
     with running("prefill", tls) as prefill:
         starve(prefill, tls)
         totals = wait_for(prefill.totals, lambda counts: counts.get("replaced_agents", 0) > 0)

@@ -220,7 +220,7 @@ def test_the_memory_of_an_owner_that_was_stalled_is_mapped_later(
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_a_pair_of_which_one_shares_nothing_says_what_that_costs(
+def test_a_pair_in_which_one_side_shares_no_memory_says_the_cost(
     make_pair: Callable[..., Pair], who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair(**{f"{who}_shares": False})
@@ -236,7 +236,7 @@ def test_a_pair_of_which_one_shares_nothing_says_what_that_costs(
     assert len(pair.unmapped) == 1
 
 
-def test_a_decode_engine_that_shall_not_gather_says_what_that_costs(
+def test_a_decode_engine_that_shall_not_gather_says_the_cost(
     make_pair: Callable[..., Pair],
 ) -> None:
     pair = make_pair(path="direct")

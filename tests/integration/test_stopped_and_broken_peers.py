@@ -97,7 +97,7 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
         pytest.param(50, False, id="fifty", marks=pytest.mark.slow),
     ],
 )
-def test_killed_readers_take_nobody_with_them(
+def test_killed_readers_end_no_other_process(
     paced_decode: Side, start: Start, num_readers: int, *, is_stopped: bool
 ) -> None:
     prefill = start(paced_over_tcp)

@@ -31,7 +31,9 @@ def wheel(path: Path, files: dict[str, str]) -> str:
     return str(path)
 
 
-def test_it_has_the_newer_code_the_older_binaries_and_what_both_need(tmp_path: Path) -> None:
+def test_it_has_the_newer_code_the_older_binaries_and_the_requirements_of_both(
+    tmp_path: Path,
+) -> None:
     info_files = {f"INFO/{name}": name for name in ("WHEEL", "entry_points.txt", "RECORD")}
     binaries = dict.fromkeys(("vllm/_C.so", "vllm/kernel.cuh", "vllm/vllm-rs"), "CUDA")
     published = {"vllm/engine.py": "new", **binaries, **info_files, "INFO/METADATA": PUBLISHED}

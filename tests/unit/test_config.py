@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     ],
     ids=lambda value: f"{value!r:.20}",
 )
-def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
+def test_a_value_that_is_not_allowed_is_refused_with_its_key_and_the_allowed_ones(
     names: dict[str, str], key: str, value: object, allowed: str
 ) -> None:
     names["anywhere"] = "0.0.0.0"  # noqa: S104 - refused
@@ -350,7 +350,7 @@ OUR_HOST = "kv_connector_extra_config['host']"
         pytest.param({"host": "10.0.0.1", "peers": ["10.0.0.0/24"]}, {}, OUR_HOST, id="with peers"),
     ],
 )
-def test_what_other_machines_reach_needs_a_key(
+def test_an_address_that_other_machines_reach_needs_a_key(
     extra: dict[str, object], environ: dict[str, str], name: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -364,7 +364,7 @@ def test_what_other_machines_reach_needs_a_key(
 
 
 @pytest.mark.parametrize("host", ["::1", "::ffff:127.0.0.1"])
-def test_what_only_this_machine_reaches_needs_no_key(host: str) -> None:
+def test_an_address_that_only_this_machine_reaches_needs_no_key(host: str) -> None:
     Config.parse({"host": host}, {})
 
 
@@ -426,7 +426,7 @@ def test_a_published_recipe_starts_under_the_names_of_vllms_connectors(
         assert "effect" in line or "lost" in line
 
 
-def test_our_own_name_refuses_what_no_release_of_vllms_connector_reads() -> None:
+def test_our_own_name_refuses_keys_that_no_release_of_vllms_connector_reads() -> None:
     for origin, extra in PUBLISHED.items():
         transfer = {"kv_connector": OWN_NAME, "kv_connector_extra_config": extra}
         if set(extra) <= {*Config.parsers(), *FOREIGN_KEYS, LEASE_KEY}:
@@ -530,7 +530,7 @@ def test_a_child_has_the_id_of_the_nearest_parent_that_has_one() -> None:
     assert ids == ["outer", "inner", "own", "outer"]
 
 
-def test_a_deep_configuration_is_no_trouble() -> None:
+def test_a_deep_configuration_does_no_harm() -> None:
     transfer: dict[str, Any] = dict(OURS)
     for _ in range(10_000):
         transfer = multi(transfer)
@@ -541,7 +541,7 @@ def test_a_deep_configuration_is_no_trouble() -> None:
     ("cidr", "words"),
     [("10.0.0.0/33", "does not appear to be"), ("10.0.0.1/8", "has host bits set")],
 )
-def test_the_peer_that_is_no_cidr_is_named(cidr: str, words: str) -> None:
+def test_an_entry_of_peers_other_than_a_cidr_is_named(cidr: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"{NO_PEERS}; .*{cidr}.* {words}"):
         Config.parse({"peers": ["10.0.0.0/8", cidr]}, {})
 

@@ -229,7 +229,7 @@ def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -
         read_key_file(link)
 
 
-def test_what_is_no_regular_file_is_refused(path: Path) -> None:
+def test_a_key_must_be_in_a_regular_file(path: Path) -> None:
     os.mkfifo(path, 0o600)
     with pytest.raises(ConfigError, match=f": it is not a regular file; allowed: {ALLOWED}$"):
         read_key_file(path)

@@ -36,7 +36,7 @@ def test_an_engine_that_drains_can_be_told_to_offer_again(make_engine: MakeEngin
     assert not engine.directory.is_draining
 
 
-def test_what_is_not_finished_in_time_is_counted(make_engine: MakeEngine) -> None:
+def test_unfinished_offers_and_loads_are_counted(make_engine: MakeEngine) -> None:
     engine = make_engine("P", 1)
     engine.directory.count_awaited = lambda: 3
     engine.offer("p1", [TABLE], TOKENS)
@@ -130,7 +130,7 @@ def test_the_label_of_the_weights_is_set_with_the_key_alone(
     assert engine.directory.weights == "step 8"
 
 
-def test_a_label_of_weights_that_is_none_asks_nobody() -> None:
+def test_an_invalid_label_of_weights_asks_no_engine() -> None:
     result = nixl_kv(f"set-weights {'x' * 257} --at 127.0.0.1:1")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: LABEL is 'xxx")

@@ -88,7 +88,7 @@ def test_engines_with_different_weights_do_not_fit(publish: Publish) -> None:
     assert "weights is '' here and 'step 8' there" in result.stdout
 
 
-def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
+def test_an_address_without_a_listener_exits_2(publish: Publish) -> None:
     prefill = publish("left")
     control = ZmqControl(make_user_key()[0])
     port = control.listen(HOST, 0)
@@ -98,7 +98,7 @@ def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
     assert result.stderr == f"error: --decode-at {HOST}:{port}: cannot connect\n"
 
 
-def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_an_answer_exits_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.2)
     with answering(None) as where:
         result = plan(where, where)
@@ -120,7 +120,7 @@ def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -
         ),
     ],
 )
-def test_answer_that_is_no_description_exits_2(payload: bytes, words: str) -> None:
+def test_an_answer_other_than_a_description_exits_2(payload: bytes, words: str) -> None:
     with answering(payload) as where:
         result = plan(where, where)
     assert result.exit_code == 2

@@ -97,7 +97,7 @@ def test_decode_reads_from_prefill_for_a_tool(make_engine: MakeEngine, tools: Pa
         other.check({"nixl_kv_ticket": status.facts["probe_ticket"]})
 
 
-def test_what_changes_an_engine_is_refused_with_what_to_do(
+def test_a_command_that_changes_an_engine_is_refused_with_advice(
     engine: LocalEngine, tools: Path
 ) -> None:
     option = f"--key-file {tools}"

@@ -50,7 +50,7 @@ def link() -> Link:
     return Link()
 
 
-def test_a_read_copies_pair_by_pair_what_is_there_after_so_many_polls(link: Link) -> None:
+def test_a_read_copies_pair_by_pair_the_bytes_present_after_its_polls(link: Link) -> None:
     link.fabric.polls = 2
     read = link.read([0, 3], [7, 0])
     for _ in range(2):

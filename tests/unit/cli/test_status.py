@@ -203,7 +203,7 @@ def test_tables_fit_the_terminal(
         assert whole in shown
 
 
-def test_what_this_release_does_not_know_is_shown_whole(
+def test_fields_unknown_to_this_release_are_shown_whole(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The record is open: a newer engine may send other keys and lists. Pipes have no width."""

@@ -219,7 +219,7 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])
-def test_it_has_the_names_by_which_platforms_know_what_speaks_nixl(name: str) -> None:
+def test_it_has_the_names_by_which_platforms_recognise_nixl_connectors(name: str) -> None:
     """vLLM's factory has another class under each of these names, without a path."""
     transfer: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path="nixl_kv.connector")
     assert KVConnectorFactory.get_connector_class(transfer) is NixlKVConnector

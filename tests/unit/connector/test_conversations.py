@@ -80,7 +80,7 @@ def test_without_the_setting_nothing_is_wrapped_or_sent(make: Make) -> None:
     assert kinds == {events.SetEngine}
 
 
-def test_the_scheduler_finds_what_its_steps_fill(make: Make) -> None:
+def test_the_scheduler_finds_the_blocks_that_its_steps_fill(make: Make) -> None:
     owner = make()
     request = owner.add("a", PROMPT, max_tokens=30)
     assert not owner.find(request).num_blocks
@@ -117,7 +117,7 @@ def test_a_reset_of_an_idle_engine_hides_everything(make: Make) -> None:
     assert not owner.find(request).num_blocks
 
 
-def test_a_reset_of_the_connector_hides_what_vllm_keeps(make: Make) -> None:
+def test_a_reset_of_the_connector_hides_the_blocks_that_vllm_keeps(make: Make) -> None:
     owner = make()
     request = owner.add("a", PROMPT, max_tokens=9)
     epoch = only(owner.step(), events.BlocksTaken).epoch

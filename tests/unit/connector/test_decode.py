@@ -84,7 +84,7 @@ def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
     ],
     ids=["no ticket", "more tokens than the prompt", "the context of another offer of this prompt"],
 )
-def test_a_ticket_that_is_not_valid_asks_nobody(
+def test_an_invalid_ticket_asks_no_engine(
     decode: DecodeScheduler, params: object, words: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
@@ -325,7 +325,7 @@ def test_each_transition_of_a_load(
 # --- KV that another engine has cached
 
 
-def test_a_sought_request_waits_then_loads_what_was_found(decode: DecodeScheduler) -> None:
+def test_a_sought_request_waits_then_loads_the_found_blocks(decode: DecodeScheduler) -> None:
     decode.seek(D1, len(TOKEN_IDS))
     assert decode.get_num_new_matched_tokens(D1, 4) == (None, False)
     assert decode.aside == {D1}

@@ -122,7 +122,7 @@ def test_a_running_request_may_get_deep_values_too(engine: Engine) -> None:
     assert extra_args(engine.step()) is None
 
 
-def test_what_is_not_ours_is_dropped_only_where_it_would_end_the_engine(
+def test_foreign_values_are_dropped_only_if_they_would_end_the_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine("alone")

@@ -227,7 +227,7 @@ def test_the_hash_covers_the_adapter_and_the_salt() -> None:
     run(test)
 
 
-def test_nobody_reads_the_engines_own_answer() -> None:
+def test_the_engines_own_answer_is_not_read() -> None:
     async def test() -> None:
         client = Client()
         queue = await client.ask()
@@ -460,7 +460,7 @@ def test_a_hung_engine_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_the_address_is_what_the_connector_tells() -> None:
+def test_the_address_comes_from_the_connector() -> None:
     assert Address(**ADDRESS).weights == "step 7"
 
 
@@ -526,7 +526,9 @@ def test_a_client_that_is_no_longer_used_is_collected() -> None:
     run(test)
 
 
-def test_an_abort_by_the_client_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_by_the_client_does_not_count_as_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(early.time, "monotonic", lambda: now)
 

@@ -335,7 +335,7 @@ def test_a_request_whose_prefill_computes_gets_blocks_in_the_next_step(engine: E
     engine.end(output)
 
 
-def test_what_has_not_begun_has_not_landed(engine: Engine) -> None:
+def test_a_load_that_has_not_begun_has_not_landed(engine: Engine) -> None:
     """Whatever a rank says. vLLM's engine would end."""
     engine.add("d", PROMPT, ticket_for(PROMPT, is_early=True).params(None))
     (prepare,) = engine.vllm.schedule().kv_connector_metadata.commands

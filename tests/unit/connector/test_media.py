@@ -207,7 +207,7 @@ def test_a_prompt_may_go_on_after_prefills(num_tokens: int, more: int) -> None:
     assert decode.scheduler.get_num_new_matched_tokens(D1, 0) == (loaded, True)
 
 
-def test_media_after_prefills_prompt_are_nobodys_but_decodes() -> None:
+def test_media_after_prefills_prompt_are_decodes_alone() -> None:
     tokens = [*TOKENS, *[IMAGE] * 4, 50]
     both = Media((picture(), picture("more", begin=24, end=28)))
     params = sealed(PICTURE).params(None)

@@ -65,7 +65,7 @@ def with_media(*features: Any, params: Any = None, tokens: list[int] = TOKENS) -
         pytest.param({}, False, id="nothing"),
     ],
 )
-def test_data_is_told_from_what_may_be_a_stand_in(data: dict[str, Any], *, is_data: bool) -> None:
+def test_data_is_told_from_possible_stand_ins(data: dict[str, Any], *, is_data: bool) -> None:
     reader = MediaReader(frozenset({IMAGE}), has_geometry=False)
     (item,) = reader.media_of(with_media(feature(**data))).items
     assert (item.begin, item.end, item.identifier) == (10, 14, "picture")
@@ -238,7 +238,7 @@ def test_stand_ins_are_computed_in_no_role(make: Make, role: str) -> None:
 
 
 @pytest.mark.parametrize(("setting", "is_private"), [("auto", False), ("ticket", True)])
-def test_only_what_may_be_other_media_is_kept_private(
+def test_only_media_that_may_differ_are_kept_private(
     make: Make, setting: str, *, is_private: bool
 ) -> None:
     prefill = make("kv_producer")

@@ -145,7 +145,7 @@ def engine() -> Iterator[Make]:
 # --- prefill
 
 
-def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
+def test_blocks_from_the_tier_are_offered(engine: Make) -> None:
     prefill = engine(ours("kv_producer"), TIER)
     prefill.fill_tier()
     request = prefill.request("second", WANT_TICKET)
@@ -326,7 +326,7 @@ def test_media_are_not_computed_because_another_connectors_load_failed(
     decode.end(output)
 
 
-def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
+def test_prefill_is_released_if_the_tier_comes_first(engine: Make) -> None:
     """An engine that describes itself must come first: vLLM would bring it another's handshake."""
     decode = engine(TIER, ours("kv_consumer"))
     theirs = KVConnectorHandshakeMetadata()
@@ -373,7 +373,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed(
 
 
 @pytest.mark.xfail(Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it")
-def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
+def test_a_tier_has_copied_the_blocks_that_a_load_will_overwrite(engine: Make) -> None:
     """Why OffloadingConnector is not for decode with vLLM 0.32: docs/deploy/README.md."""
     decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
     decode.request("first")
@@ -393,7 +393,7 @@ def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None
 # --- connectors made at the start
 
 
-def test_what_it_counts_is_found_by_its_name_without_plugins(
+def test_its_stats_are_found_by_its_name_without_plugins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An API server does this if VLLM_PLUGINS names only others."""

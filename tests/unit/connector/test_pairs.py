@@ -107,7 +107,7 @@ def test_a_request_that_ends_otherwise_tells_the_ranks(
     assert prefill.finish("it was aborted") == (None, [WithdrawOffer(PAIR.nonce)])
 
 
-def test_a_cache_reset_withdraws_what_is_half_computed(prefill: Prefill) -> None:
+def test_a_cache_reset_withdraws_half_computed_prompts(prefill: Prefill) -> None:
     prefill.arrive()
     prefill.scheduler.reset_cache()
     assert prefill.step() == [WithdrawOffer(PAIR.nonce)]
@@ -435,7 +435,7 @@ def test_a_request_that_vllm_sends_back_loses_its_grant(*, is_early: bool) -> No
     assert prefill.finish()[1] == [PublishOffer(again.nonce, P1)]
 
 
-def test_rejected_drafts_are_no_way_back(chunks: Prefill) -> None:
+def test_rejected_drafts_do_not_count_as_a_way_back(chunks: Prefill) -> None:
     """They are tokens of the answer: decode does not read their blocks."""
     chunks.manager.tables["p1"] = ([*TABLE, 16, 17],)
     chunks.step([(P1, range(10, NUM_TOKENS))])

@@ -255,7 +255,7 @@ def test_bad_values_of_the_engine_cost_offers_and_no_error(
 
 
 @pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
-def test_a_preemption_ends_what_was_prepared_at_once(side: Side, *, is_deferred: bool) -> None:
+def test_a_preemption_ends_prepared_offers_at_once(side: Side, *, is_deferred: bool) -> None:
     """A paused engine makes no step, and its cache is reset as soon as all blocks are free."""
     side.arrive()
     first = side.compute()

@@ -394,7 +394,9 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make
 # --- an engine that is to stop
 
 
-def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(make: Make) -> None:
+def test_requests_that_arrive_while_it_drains_are_not_offered_and_earlier_ones_are(
+    make: Make,
+) -> None:
     scheduler = make()
     directory = scheduler._directory
     assert directory is not None
@@ -412,7 +414,7 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     assert directory.count_awaited() == 0
 
 
-def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> None:
+def test_prefill_leaves_out_the_last_token_of_models_with_state(make: Make) -> None:
     """Decode computes it, from the state before it."""
     scheduler, request = make(has_state=True), new_request(TO_OFFER)
     scheduler.on_new_request(request)

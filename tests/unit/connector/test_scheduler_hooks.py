@@ -212,7 +212,7 @@ def test_a_request_that_fails_during_a_step_gives_no_token(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("params", ["x", ["a"], 7, 1.5, True, "", 0])
-def test_parameters_that_are_no_object_end_no_engine(engine: Engine, params: Any) -> None:
+def test_parameters_other_than_an_object_end_no_engine(engine: Engine, params: Any) -> None:
     """VLLM's scheduler reads them as an object, right after the connector's hook."""
     engine.add("d", PROMPT, params)
     ended: dict[str, FinishReason] = {}

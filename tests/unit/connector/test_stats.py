@@ -153,7 +153,7 @@ def test_refused_tickets_and_requests_without_one_are_recomputed() -> None:
     }
 
 
-def test_a_request_that_fails_for_its_ticket_is_no_load() -> None:
+def test_a_request_that_fails_for_its_ticket_does_not_count_as_a_load() -> None:
     stats = Stats()
     counts, reports = RequestCounts(stats, CONFIG.entry_of, recomputes=False), RankReports()
     counts.count_refused(D1, "prompt")
@@ -167,7 +167,7 @@ def test_a_request_that_fails_for_its_ticket_is_no_load() -> None:
     assert stats.data["loads"] == {"cancelled|": 1}, "a later request has the same id"
 
 
-def test_what_the_scheduler_reads_at_once_is_not_kept() -> None:
+def test_stats_that_the_scheduler_reads_at_once_are_not_kept() -> None:
     counts, reports = RequestCounts(Stats(), CONFIG.entry_of, recomputes=False), RankReports()
     reports.add([LoadReady(D1), EarlyReleased(NONCE, P1)])
     assert (reports.ready, reports.released, bool(reports)) == ({D1}, {NONCE}, True)
@@ -295,7 +295,7 @@ def test_the_log_line_has_the_names_of_vllms_connector_first() -> None:
     assert line["ended_offers{unclaimed}"] == 1
 
 
-def test_without_a_transfer_there_is_no_speed() -> None:
+def test_stats_without_a_transfer_have_no_speed() -> None:
     stats = rank_stats(LoadEnded(D1, 0, None))  # this rank has none of the prompt's KV
     assert stats.reduce() == {}
     stats.count("denied_asks")
@@ -373,7 +373,7 @@ def test_an_engine_shows_requests_that_a_router_sent_to_the_wrong_pool(
     assert shown(registry, "nixl_kv_refused_tickets_total", reason="role") == 1
 
 
-def test_build_info_tells_what_runs(registry: Any) -> None:
+def test_build_info_has_the_role_and_the_settings(registry: Any) -> None:
     metrics(role="kv_consumer", verify="all")
     (family,) = [each for each in registry.collect() if each.name == "vllm:nixl_kv_build_info"]
     (sample,) = family.samples

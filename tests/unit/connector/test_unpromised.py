@@ -347,7 +347,7 @@ def test_a_missing_owner_is_named_once(monkeypatch: pytest.MonkeyPatch, part: Pa
     assert text == f"{part.owner.replace(':', '.')} ({part.purpose})"
 
 
-def test_an_optional_parameter_more_is_no_change() -> None:
+def test_an_additional_optional_parameter_does_not_count_as_a_change() -> None:
     def free(request: Any, reason: str = "", *rest: Any, later: int = 0) -> Any:
         return request, reason, rest, later
 
@@ -473,7 +473,7 @@ def test_all_missing_parts_are_named_at_once(make: Make, monkeypatch: pytest.Mon
     )
 
 
-def test_what_only_recurrent_state_needs_ends_no_other_start(
+def test_a_part_that_only_recurrent_state_needs_ends_no_other_start(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed(monkeypatch, "_all_token_ids", "_token_ids")
@@ -677,7 +677,7 @@ def test_other_errors_of_an_import_stay(name: str | None) -> None:
     assert unpromised.import_error(error) is error
 
 
-def test_the_start_names_what_it_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_names_the_part_that_it_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = sys.modules
     for module in [each for each in modules if each.startswith("nixl_kv.connector.")]:
         if module.rpartition(".")[2] in ("connector", "scheduler", "worker"):

@@ -185,7 +185,7 @@ PROMPTS: Final = {
 @pytest.mark.parametrize("is_early", [False, True], ids=["ticket", "early ticket"])
 @pytest.mark.parametrize("limit", [1024, 64], ids=["one step", "chunks"])
 @pytest.mark.parametrize(("on_prefill", "on_decode", "prompt"), PROMPTS.values(), ids=PROMPTS)
-def test_a_client_is_told_what_prefill_had_cached(
+def test_a_client_gets_the_number_of_tokens_that_prefill_had_cached(
     make: Callable[..., Engine],
     on_prefill: list[list[int]],
     on_decode: list[list[int]],

@@ -182,7 +182,7 @@ def nested(config: VllmConfig, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("words", [words for words, (change, _) in REFUSED.items() if change])
-def test_what_needs_no_cache_is_refused_before_the_weights_load(words: str, depth: int) -> None:
+def test_settings_are_refused_before_the_weights_load(words: str, depth: int) -> None:
     """Also in nested MultiConnectors: the child's role and buffer device count, not the outer."""
     config, (change, _) = vllm_config({"port": 0}), REFUSED[words]
     assert change is not None
@@ -356,7 +356,7 @@ def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
         pytest.param({"video_pruning_rate": 0.5}, {"video_pruning": "evs 0.5"}, id="pruning"),
     ],
 )
-def test_what_an_engine_makes_of_media_is_a_fact(
+def test_the_processing_of_media_is_a_fact(
     options: dict[str, Any], changed: dict[str, str]
 ) -> None:
     plain = {"mm_processor_kwargs": "{}", "media_io_kwargs": "{}", "video_pruning": "none"}
@@ -626,7 +626,7 @@ def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["full", "sliding", "chunked", "layers with specs of their own"],
 )
-def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
+def test_a_groups_window_is_that_of_its_layers(spec: Any, tokens: int) -> None:
     assert window(spec) == tokens
     assert pagings(vllm_config(), cache_of(spec)) == (Paging(0, 32, tokens),)
 
@@ -687,7 +687,7 @@ def divided(number: int = 2, width: int = 1, **changed: Any) -> Any:
     return config
 
 
-def test_a_rank_has_a_stripe_of_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_a_stripe_of_divided_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(rank_in_group=1)
     monkeypatch.setattr(module, "get_dcp_group", lambda: group)
     monkeypatch.setattr(module, "get_pcp_group", lambda: group)

@@ -162,7 +162,7 @@ def test_a_load_under_way_is_computed_again(make: Make, how: str, *, report: str
     assert not decode.vllm.requests
 
 
-def test_the_worker_reports_what_was_held_back(make: Make) -> None:
+def test_the_worker_reports_the_loads_held_back(make: Make) -> None:
     decode = make("kv_consumer")
     decode.request("d", decode.ticket())
     decode.step()

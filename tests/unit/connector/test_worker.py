@@ -165,7 +165,7 @@ CONVERSATIONS = {"port": 0, "conversations": "on"}
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
-def test_a_step_tells_the_rank_what_it_reuses_and_when_it_has_written(role: str) -> None:
+def test_a_step_tells_the_rank_which_blocks_it_reuses_and_when_it_has_written(role: str) -> None:
     """Before it zeroes blocks, and after it; on a stage without the draft model before the next."""
     worker = Worker(vllm_config(CONVERSATIONS, kv_role=role), kv_cache_config())
     worker.register_kv_caches(kv_caches())
@@ -218,7 +218,7 @@ def test_a_copy_is_for_prefill_alone_and_reports_each_offer_as_ended(
     assert worker.get_transfer_results(set()).finished_sending == set()
 
 
-def test_what_a_life_owed_is_reported_after_it(worker: Worker, silent_load: PrepareLoad) -> None:
+def test_reports_that_a_life_owed_come_after_it(worker: Worker, silent_load: PrepareLoad) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register_kv_caches(kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
@@ -400,7 +400,7 @@ def test_a_rank_port_that_does_not_fit_is_refused(first: int, rank: int, engines
         ("kv_both", 0, "prefill and decode"),
     ],
 )
-def test_a_rank_is_what_its_engine_is(
+def test_the_spec_of_a_rank_has_the_facts_of_its_engine(
     role: str, rank_port: int, roles: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {"draft model": "eagle3"}

@@ -62,7 +62,7 @@ def test_few_blocks_stand_for_a_prompt(count: int, places: list[int]) -> None:
 
 
 @given(given_blocks=st.integers(1, 200), kept=st.integers(1, 200), more=st.integers(0, 50))
-def test_a_changed_history_is_found_by_half_of_what_is_unchanged(
+def test_a_changed_history_is_found_by_half_of_its_unchanged_part(
     given_blocks: int, kept: int, more: int
 ) -> None:
     kept = min(kept, given_blocks)
@@ -298,7 +298,7 @@ def test_an_ended_request_is_not_resumed_under_its_name(reader: Reader) -> None:
     assert reader.finds.state_of(B) is SoughtState.NAMED
 
 
-def test_nothing_is_asked_for_what_another_load_has_left(reader: Reader) -> None:
+def test_nothing_is_asked_if_few_tokens_are_left(reader: Reader) -> None:
     reader.begin(A, wanted=b"1")
     reader.begin(B, wanted=b"1")
     assert not reader.begin(B, source=None, local=LONG - MIN_TOKENS + 1, wanted=b"2")

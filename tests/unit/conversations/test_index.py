@@ -133,7 +133,7 @@ def test_a_block_that_is_taken_again_is_good_again(vllm: Map) -> None:
     assert vllm.find(A) == (2, 2, [1])
 
 
-def test_a_block_that_nobody_took_is_not_found(vllm: Map) -> None:
+def test_a_block_that_no_request_took_is_not_found(vllm: Map) -> None:
     vllm.insert(A, first=4)
     vllm.end_step()
     assert vllm.find(A) is None

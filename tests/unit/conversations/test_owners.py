@@ -261,7 +261,7 @@ def test_a_peer_may_have_any_name(asker: Asker, engine: str) -> None:
     assert [answer.outcome for answer in asker.outcomes()] == [expected]
 
 
-def test_each_description_and_each_answer_tells_whom_this_engine_has_met(asker: Asker) -> None:
+def test_each_description_and_each_answer_names_the_engines_met(asker: Asker) -> None:
     """Also an answer of nothing, and one that comes too late."""
     first = asker.ask()
     asker.receive(described())
@@ -403,7 +403,7 @@ def test_an_owner_that_refuses_is_not_asked_for_a_pause(
     assert [type(each) for each in asker.take()] == [Describe]
 
 
-def test_bytes_that_are_no_answer_count_as_a_lost_connection(asker: Asker) -> None:
+def test_bytes_other_than_an_answer_count_as_a_lost_connection(asker: Asker) -> None:
     asker.meet()
     question = asker.ask()
     asker.owners.receive(FromEndpoint(HERE, b"\xff garbage"), asker.now)

@@ -175,7 +175,7 @@ SEALED_ELSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", SEALED_ELSE.values(), ids=SEALED_ELSE)
-def test_what_the_engine_has_not_sealed_for_this_offer_is_denied(
+def test_a_run_that_the_engine_has_not_sealed_for_this_offer_is_denied(
     rank: Rank, changed: dict[str, Any]
 ) -> None:
     found = rank.found(*changed.pop("ids", (1,)), **changed)

@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_described_yet_says_so(
     assert answer.reason == "this engine is still starting"
 
 
-def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
+def test_a_message_other_than_a_question_is_dropped_and_the_next_is_answered(
     directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     payloads = (b"", b"\xc1garbage", encode(ask()), encode(describe()))
@@ -209,7 +209,7 @@ def drain(*, undo: bool = False) -> bytes:
     return encode(Drain(incarnation=ANY_INCARNATION, undo=undo))
 
 
-def test_an_engine_that_is_to_drain_says_what_it_still_awaits(starting: Directory) -> None:
+def test_a_draining_engine_says_how_many_offers_and_loads_it_awaits(starting: Directory) -> None:
     """Also before it is described, and as often as it is asked."""
     server = starting.server
     assert not server.is_draining
@@ -269,7 +269,7 @@ def test_a_tool_sets_the_label_of_the_weights(labelled: Directory) -> None:
     assert labelled.server.weights == ""
 
 
-def test_without_a_key_nobody_sets_the_label(directory: Directory) -> None:
+def test_the_label_cannot_be_set_without_a_key(directory: Directory) -> None:
     refused = WeightsSet(incarnation=ENGINE_LIFE, former="", refusal=NO_KEY)
     assert directory.tell(set_weights("mine")) == [refused]
     assert "key_file" in NO_KEY
@@ -386,7 +386,7 @@ def test_only_an_engine_that_finds_takes_long_questions(*, finds: bool) -> None:
 
 
 @pytest.mark.parametrize("version", [11, 13])
-def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
+def test_a_peer_of_another_version_gets_this_version_as_the_answer(
     directory: Directory, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once, whatever the question, so that no peer waits for an answer."""
@@ -403,7 +403,7 @@ def test_a_refusal_is_not_refused(directory: Directory) -> None:
         assert directory.answers(msgspec.msgpack.encode(message)) == []
 
 
-def test_a_description_is_encoded_once_for_all_who_ask(
+def test_a_description_is_encoded_once_for_all_askers(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question, encoded = encode(describe()), Mock()

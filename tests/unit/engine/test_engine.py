@@ -120,7 +120,7 @@ def test_there_are_as_many_slots_as_offers_can_be(
     assert slots_for(CacheLayout((group,), "DRAM", 0, ())) == expected
 
 
-def test_what_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
+def test_a_rank_that_serves_can_be_read_whole(fabric: Fabric, make: Make) -> None:
     ring = allocate(4096)
     feature = PathFeature(served=(ExtraMemory(ring.span, "DRAM", 0),))
     loop = make(is_decode=False, features=(lambda _setup: feature,)).start_stepped()
@@ -135,7 +135,7 @@ def test_the_configuration_reaches_the_machines(make: Make) -> None:
     assert (parts.decode._timeout_s, parts.decode._heartbeat_interval_s) == (7.0, 4.0 / 5)
 
 
-def test_what_a_rank_needs_of_its_peers_reaches_their_check(make: Make) -> None:
+def test_the_requirements_of_a_rank_reach_the_check_of_its_peers(make: Make) -> None:
     config = Config.parse({"peers": ["10.0.0.0/8"]}, {})
     loop = make(extras={"draft": "one"}, config=config).start_stepped()
     with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
@@ -314,9 +314,7 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
     assert loop.has_ended()
 
 
-def test_nobody_wakes_a_loop_that_is_closed(
-    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_loop_is_not_woken(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wake-up descriptor may be another file by then."""
     wake, steps_at_wake = loop.wake, list[list[str]]()
 

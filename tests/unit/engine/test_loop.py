@@ -213,9 +213,7 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     assert len(told) == 13
 
 
-def test_a_load_that_nobody_wants_any_more_is_no_warning(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwanted_load_logs_no_warning(world: World, caplog: pytest.LogCaptureFixture) -> None:
     reading(world)
     world.decode.submit(CancelLoad(RequestId("d1")))
     world.decode.turn()
@@ -380,7 +378,7 @@ def test_a_long_description_is_decoded_beside_the_thread(
     world.until(lambda: peer.state.name == "READY")
 
 
-def test_what_is_no_description_behind_its_tag_is_counted_and_logged(
+def test_an_invalid_description_is_counted_and_logged(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
@@ -406,7 +404,7 @@ def test_only_so_many_descriptions_wait_to_be_decoded(
 
 
 @pytest.mark.parametrize("version", [11, 13])
-def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
+def test_a_peer_of_another_version_gets_this_version_as_the_answer(
     world: World, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = Stranger(world, world.prefill)
@@ -454,7 +452,9 @@ def test_a_link_that_breaks_is_lost_if_no_word_comes_before_it_breaks_again(
     assert f"lost {endpoint}" in caplog.text
 
 
-def test_a_link_that_nobody_uses_is_no_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_an_unused_link_does_not_count_as_a_loss(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     granted(world)
     world.decode.submit(CancelLoad(RequestId("d1")))
     world.run(2)
@@ -539,7 +539,7 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
     assert left == [bytes(16)]
 
 
-def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
+def test_a_rank_that_closes_sends_its_outstanding_reports(world: World) -> None:
     """Commands that it has not looked at are owed as well."""
     reading(world)
     world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
@@ -555,7 +555,7 @@ def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
     assert sorted(end.request for end in world.prefill.ends()) == ["p1", "p2", "p3"]
 
 
-def test_what_was_loaded_and_not_reported_before_a_rank_stops_is_not_loaded(world: World) -> None:
+def test_an_unreported_load_fails_when_its_rank_stops(world: World) -> None:
     """The cache is discarded when the engine sleeps."""
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
@@ -705,7 +705,7 @@ def test_an_error_of_serving_ends_no_grant(
     assert world.decode.ended_load().failure is None
 
 
-def test_a_rank_that_cannot_be_read_does_not_serve_whoever_asks(make_world: MakeWorld) -> None:
+def test_a_rank_that_cannot_be_read_answers_no_ask(make_world: MakeWorld) -> None:
     world = make_world(roles=("prefill", "decode"))
     assert isinstance(Stranger(world, world.decode).ask(), Deny)
     assert world.decode.turn() is None
@@ -733,7 +733,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     assert counts_of(world.prefill) == {"thread_restarts": 1}
 
 
-def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: World) -> None:
+def test_after_a_restart_a_load_is_reported_once_nothing_writes(world: World) -> None:
     reading(world)
     counts_of(world.decode)
     world.decode.background.is_held = True
@@ -776,7 +776,7 @@ def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
 # --- more messages than a turn has time for
 
 
-def test_what_a_turn_has_no_time_for_waits_and_more_waits_at_its_senders(
+def test_messages_beyond_a_turns_time_wait_and_more_wait_at_their_senders(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, strangers = world.prefill.loop, [Stranger(world, world.prefill) for _ in range(4)]

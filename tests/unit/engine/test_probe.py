@@ -100,7 +100,7 @@ def test_a_rank_meets_an_engine_and_reads_from_it(tool: Tool) -> None:
     assert read == FENCE_TOKEN_BYTES + NUM_READS * num_bytes
 
 
-def test_a_probe_is_no_first_contact_and_keeps_nothing(tool: Tool) -> None:
+def test_a_probe_does_not_count_as_a_first_contact_and_keeps_nothing(tool: Tool) -> None:
     tool.probe()
     counted = tool.world.decode.parts.counts
     tool.world.decode.engine.pop_results()

@@ -36,7 +36,7 @@ def granted(world: World) -> None:
 
 
 @pytest.mark.parametrize("roles", ["prefill", "decode", "prefill and decode"])
-def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
+def test_an_idle_rank_says_its_identity(make_world: MakeWorld, roles: str) -> None:
     rank = make_world(roles=(roles, roles)).prefill
     answer = status(rank)
     assert answer.incarnation == rank.parts.description.incarnation
@@ -166,7 +166,7 @@ def test_long_ids_of_requests_are_cut(world: World) -> None:
     assert len(encode(answer)) < 5000
 
 
-def test_a_rank_says_what_its_own_process_has(
+def test_a_rank_says_the_usage_of_its_own_process(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool runs in another shell, perhaps on another host."""

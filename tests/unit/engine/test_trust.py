@@ -39,7 +39,7 @@ def test_engines_with_one_key_accept_each_others_tickets(key_file: str) -> None:
     assert sealed.open() == at_host("10.0.0.1")
 
 
-def test_engines_of_a_user_on_a_machine_share_a_key_that_nobody_has_configured() -> None:
+def test_engines_of_a_user_on_a_machine_share_a_key_without_configuration() -> None:
     sealed = trust({}).check(trust({}).seal(at_host()))
     assert sealed.mac
     assert sealed.open() == at_host()
@@ -151,7 +151,7 @@ def test_a_wrong_mac_beside_a_configured_key_names_no_generated_one(key_file: st
         pytest.param(False, ["10.0.0.0/8"], ["127.0.0.1"], False, id="its own host, no key"),
     ],
 )
-def test_its_sockets_let_in_whom_it_trusts(
+def test_its_sockets_admit_the_peers_that_it_trusts(
     key_file: str, *, has_key: bool, peers: list[str] | None, own: list[str], is_let_in: bool
 ) -> None:
     listener = trust({"key_file": key_file, "peers": peers}).control(*own)

@@ -41,7 +41,7 @@ def test_facts_are_compared_by_name(mismatches: Callable[..., list[Mismatch]]) -
     assert list(map(str, found)) == ["b is '2' here and None there", "z is '1' here and '0' there"]
 
 
-def test_what_only_the_remote_engine_has_besides_its_model_does_not_matter() -> None:
+def test_facts_that_only_the_remote_engine_has_beside_its_model_do_not_matter() -> None:
     assert model_mismatches({}, {"a": "1"}) == [Mismatch("a", None, "1")]
     assert extra_mismatches({}, {"a": "1"}) == []
 

@@ -89,7 +89,7 @@ def test_all_entries_of_a_load_are_read_whole_and_nothing_else_is_touched(
 ENTRIES = Request(GROUPS, 256, 299)
 
 
-def test_prefill_keeps_what_the_window_needs_and_no_more() -> None:
+def test_prefill_keeps_the_entries_of_the_window_and_no_more() -> None:
     """Three 4-token blocks: the window of the last token begins within the first of them."""
     assert [len(kept) for kept in ENTRIES.kept_on_prefill()] == [2, 3, 2]
     assert [len(kept) for kept in replace(ENTRIES, end=301).kept_on_prefill()] == [2, 3, 3]

@@ -842,7 +842,7 @@ def test_a_good_read_ends_the_count_of_failures() -> None:
     assert peer.state is PeerState.HANDSHAKING, "it counts from the beginning"
 
 
-def test_a_link_that_ends_without_a_load_is_no_failure() -> None:
+def test_a_link_that_ends_without_a_load_does_not_count_as_a_failure() -> None:
     """A drained engine stops like this: nothing is remembered; the next load asks at once."""
     machine = loading([*ASKING, (cancel_load(), GIVEN_UP)])
     machine.handle(lost(), 110.0)

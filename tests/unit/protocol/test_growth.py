@@ -127,7 +127,7 @@ def prefill_calls(held: int, features: Sequence[Feature]) -> dict[str, int]:
 
 @pytest.mark.parametrize("measured", [decode_calls, prefill_calls])
 @pytest.mark.parametrize("has_features", [False, True], ids=["alone", "with all features"])
-def test_calls_do_not_grow_with_what_is_held(
+def test_calls_do_not_grow_with_the_offers_and_loads_held(
     measured: Callable[[int, Sequence[Feature]], dict[str, int]], *, has_features: bool
 ) -> None:
     with features_of_a_rank() as features:

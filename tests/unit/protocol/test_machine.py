@@ -34,7 +34,7 @@ def test_the_same_keys_are_due_as_if_all_were_looked_at(
         assert deadlines.next == min(oracle.values(), default=math.inf)
 
 
-def test_what_is_set_anew_all_the_time_takes_no_room() -> None:
+def test_deadlines_that_are_set_again_take_no_room() -> None:
     deadlines = Deadlines[int]()
     for step in range(10_000):
         deadlines.set(step % 10, step + 100.0)

@@ -312,7 +312,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
 
 @pytest.mark.parametrize("decoder", DIRECTIONS)
 @pytest.mark.parametrize("message", [message for message, _ in WIRE.values()], ids=WIRE)
-def test_a_socket_accepts_only_what_may_come_to_it(
+def test_a_socket_accepts_only_its_own_messages(
     message: Message, decoder: Callable[[bytes], Message]
 ) -> None:
     kind = type(message).__name__
@@ -524,7 +524,7 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode([1, 12]), "Expected `str`", id="tag is not a string"),
     ],
 )
-def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
+def test_bytes_that_are_not_a_message_are_refused(payload: bytes, error: str) -> None:
     with pytest.raises(RemoteProtocolError, match=re.escape(error)):
         decode(payload)
 
@@ -540,7 +540,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         pytest.param(8, [], id="other tags"),
     ],
 )
-def test_a_foreign_version_is_what_is_said_first(
+def test_an_error_names_a_foreign_version_first(
     version: int, kind: object, fields: list[Any]
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
@@ -558,7 +558,7 @@ def test_a_version_refusal_is_read_in_every_version_for_ever() -> None:
         decode(msgspec.msgpack.encode([wire[0], 13, wire[2]]))
 
 
-def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
+def test_an_unknown_message_without_a_version_does_not_count_as_a_foreign_version() -> None:
     """Else two sides could answer each other's refusals for ever."""
     with pytest.raises(RemoteProtocolError, match="Invalid value 'Shout'") as raised:
         decode(msgspec.msgpack.encode(["Shout", 0]))

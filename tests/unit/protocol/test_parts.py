@@ -309,7 +309,7 @@ def test_a_part_may_end_an_offer_as_it_is_published() -> None:
     assert (part.of("is_needless"), part.of("pop_asks")) == ([(NONCE,)], [])
 
 
-def test_a_release_of_what_is_not_bound_yet_reaches_a_part() -> None:
+def test_a_release_of_an_unbound_offer_reaches_a_part() -> None:
     machine, part = with_part([(92.0, prepare_pair(4))], on_release=[SIGN])
     unknown = asked(release(nonce=NONCE2))
     play(machine, [(93.0, offers.RELEASE, SIGN), (unknown, SIGN)])
@@ -410,7 +410,7 @@ def test_a_part_is_checked_with_its_machine() -> None:
         machine.check()
 
 
-def test_a_part_finds_offers_by_what_is_granted() -> None:
+def test_a_part_finds_offers_by_their_grants() -> None:
     machine, _ = with_part(offers.GRANTED)
     request = pack_request()
     assert machine.granted_to(request) is machine.offers[NONCE]
@@ -587,7 +587,7 @@ def test_a_part_hears_of_each_read_that_begins() -> None:
     assert part.of("on_begun") == [(CLAIM, ReadState.READING, scripts.START)]
 
 
-def test_a_part_may_have_to_prove_what_has_landed() -> None:
+def test_a_part_may_have_to_prove_a_landed_load() -> None:
     machine, part = load_with_part(scripts.READING, must_prove=True, prove=[SIGN])
     play(machine, [(111.0, read_done(), SIGN)])
     assert part.of("must_prove") == [(CLAIM, 7, read_done())]
@@ -608,7 +608,7 @@ def test_without_that_a_read_that_has_landed_is_done() -> None:
         pytest.param(cancel_load(), False, id="the load is dropped"),
     ],
 )
-def test_a_part_does_not_prove_what_the_fence_did_not(event: Any, *, ends: bool) -> None:
+def test_a_part_does_not_prove_a_load_that_the_fence_did_not(event: Any, *, ends: bool) -> None:
     machine, part = load_with_part(scripts.READING, must_prove=True)
     machine.handle(event, 111.0)
     if not ends:

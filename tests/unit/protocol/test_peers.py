@@ -103,9 +103,7 @@ def test_the_tokens_of_ranks_come_with_their_admission() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_forgotten_incarnation_does_not_end_what_another_was_admitted_for(
-    *, is_shared: bool
-) -> None:
+def test_a_forgotten_incarnation_does_not_end_the_admission_of_another(*, is_shared: bool) -> None:
     """The filter knows decode's address once: `Leave` would end the connections of both."""
     decode = Decode()
     decode.meet(1, 0.0)

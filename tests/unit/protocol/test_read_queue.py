@@ -55,7 +55,7 @@ def test_ranks_that_hang_lose_their_turns_alone() -> None:
     assert started(queue, 2 * STALL_S) == [6, 7]
 
 
-def test_what_waits_advances_with_what_is_before_it() -> None:
+def test_a_waiting_read_advances_with_those_before_it() -> None:
     queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(0), HALF), (3, at(1), HALF))
     assert started(queue) == [0, 3]
     assert queue.moved_at(key(2)) == 0.0

@@ -152,7 +152,7 @@ def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> 
         pytest.param({FIELD: PARAMS[FIELD]}, id="nothing else"),
     ],
 )
-def test_what_is_beside_it_does_not_matter(params: object) -> None:
+def test_other_fields_beside_a_ticket_do_not_matter(params: object) -> None:
     assert opened(params) == ticket()
 
 
@@ -211,7 +211,7 @@ NO_FORM = [
         *[({FIELD: text}, NO_TICKET) for text in NO_FORM],
     ],
 )
-def test_what_is_no_ticket_is_refused_in_words(params: object, error: str) -> None:
+def test_a_value_that_is_not_a_ticket_is_refused_with_a_message(params: object, error: str) -> None:
     with pytest.raises(RemoteProtocolError) as refused:
         SealedTicket.parse(params)
     assert str(refused.value) == error
@@ -275,7 +275,7 @@ def test_a_payload_of_another_form_is_refused(entries: object, words: str) -> No
         pytest.param(None, id="no base64"),
     ],
 )
-def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes | None) -> None:
+def test_a_payload_must_be_msgpack(payload: bytes | None) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=") if payload else "A"
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):

@@ -46,7 +46,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     assert reading.agent.poll() == []
 
 
-def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> None:
+def test_a_read_that_ends_while_it_is_posted_is_known_at_once(reading: Reading) -> None:
     """Shared memory does this."""
     reading.fabric.polls = 0
     (done,) = reading.start([2, 9], [7, 3], range(8))
@@ -133,7 +133,7 @@ def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
 
 
 @pytest.mark.parametrize("kind", ["data", "slot"])
-def test_a_read_whose_state_is_not_known_ends_with_its_agent(
+def test_a_read_in_an_unknown_state_ends_with_its_agent(
     reading: Reading, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes may still land: NIXL says 'not found' of a read whose peer was removed, and goes on."""
@@ -165,7 +165,7 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
-def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
+def test_an_unwanted_read_ends_when_its_posted_parts_have_landed(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it goes piece by piece; else all of it lands, as if it were wanted."""

@@ -87,7 +87,7 @@ def test_all_slices_arrive_and_each_is_progress(reading: Sliced) -> None:
     assert op.failure is None
 
 
-def test_a_turn_posts_what_its_budget_allows(reading: Sliced) -> None:
+def test_a_turn_posts_reads_up_to_its_budget(reading: Sliced) -> None:
     reading.budget.runs = 15
     op = reading.start()
     op.poll()
@@ -129,7 +129,7 @@ def test_slices_are_bounded_in_bytes(reading: Sliced, monkeypatch: pytest.Monkey
     assert max(reading.posted) == 7
 
 
-def test_a_read_that_is_stopped_ends_after_what_is_in_flight(reading: Sliced) -> None:
+def test_a_stopped_read_ends_after_its_parts_in_flight(reading: Sliced) -> None:
     reading.fabric.polls = 2
     op = reading.start()
     op.poll()

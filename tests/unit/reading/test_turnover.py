@@ -415,9 +415,7 @@ def forget_some(reading: Reading, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_an_agent_with_connections_that_nobody_uses_is_replaced(
-    reading: Reading, count: int
-) -> None:
+def test_an_agent_with_unused_connections_is_replaced(reading: Reading, count: int) -> None:
     """Its reads end there, and the new one knows its peers before it is used."""
     first, started = reading.agents.current, reading.clock.now
     forget_some(reading, count)
@@ -549,9 +547,7 @@ def test_an_agent_that_is_being_made_is_not_left_behind(
     assert opening.cancelled() is not has_begun
 
 
-def test_what_is_closed_reads_nothing_any_more(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_agent_reads_nothing(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that does not end keeps no other one."""
     reading.fabric.reads_hang = True
     reading.start(D1, R1)

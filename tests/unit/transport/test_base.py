@@ -124,7 +124,7 @@ def test_each_reader_gets_its_own_reply(world: World) -> None:
         assert world.receive(reader) == [FromEndpoint(world.endpoint, b"to %d" % number)]
 
 
-def test_disconnecting_is_no_loss_and_drops_late_answers(world: World) -> None:
+def test_disconnecting_does_not_count_as_a_loss_and_drops_late_answers(world: World) -> None:
     world.reader.send(world.endpoint, b"hello")
     (request,) = world.requests(world.server)
     for endpoint in (world.endpoint, world.endpoint, endpoint_at(HOST, 1)):
@@ -196,7 +196,7 @@ def test_a_peer_that_closes_is_lost_and_may_come_back(world: World) -> None:
 
 
 @in_time
-def test_what_came_before_the_loss_is_received_first(world: World) -> None:
+def test_messages_before_the_loss_are_received_first(world: World) -> None:
     world.reader.send(world.endpoint, b"hello")
     world.server.reply(world.requests(world.server)[0].route, b"last words")
     if isinstance(world.reader, ZmqControl):

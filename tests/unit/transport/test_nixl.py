@@ -38,7 +38,7 @@ def settings_of(call: Any) -> list[str]:
     ("memory", "num_cores", "expected"),
     [("DRAM", 1, 2), ("DRAM", 2, 2), ("DRAM", 3, 3), ("DRAM", 64, 4), ("VRAM", 64, 2)],
 )
-def test_where_a_read_is_a_copy_cores_copy_together(
+def test_cores_copy_together_if_a_read_is_a_copy(
     memory: Memory,
     num_cores: int,
     expected: int,

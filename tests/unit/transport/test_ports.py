@@ -66,7 +66,7 @@ LONG += [f"fd00:{i:x}::/48" for i in range(0, 200, 2)]
     [("127.0.0.1", ["2001:db8::/32"]), ("::", ["2001:db8::/32"]), ("127.0.0.1", LONG)],
     ids=["IPv4", "IPv6 and IPv4", "a long list"],
 )
-def test_the_kernel_drops_what_other_hosts_send(host: str, networks: list[str]) -> None:
+def test_the_kernel_drops_packets_of_other_hosts(host: str, networks: list[str]) -> None:
     """A socket on `::` is reached over IPv4 as well: by packets of IPv4."""
     with filtered(host, *networks, "127.0.0.2/32") as listening:
         port = listening.getsockname()[1]
@@ -82,7 +82,7 @@ def test_the_kernel_drops_what_other_hosts_send(host: str, networks: list[str]) 
 
 
 @pytest.mark.parametrize(("network", "is_open"), [("::1/128", True), ("fd00::/8", False)])
-def test_the_kernel_drops_what_other_hosts_send_over_ipv6(network: str, *, is_open: bool) -> None:
+def test_the_kernel_drops_packets_of_other_hosts_over_ipv6(network: str, *, is_open: bool) -> None:
     with filtered("::1", network) as listening:
         connection = connects("::1", listening.getsockname()[1], "::1")
         assert (connection is not None) is is_open
@@ -162,7 +162,7 @@ def test_open_connections_are_not_touched(port: LimitedPort) -> None:
     ("descriptors", "limit"),
     [(1024, 256), (4096, 1024), (65536, 4096), (resource.RLIM_INFINITY, 4096)],
 )
-def test_the_limit_is_what_the_process_can_afford(
+def test_the_limit_fits_the_descriptors_of_the_process(
     monkeypatch: pytest.MonkeyPatch, descriptors: int, limit: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))

@@ -593,7 +593,7 @@ def num_sent(endpoint: Endpoint, opening: bytes) -> int:
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
 @pytest.mark.parametrize("keys", [KEYS, None], ids=["with a key", "without"])
-def test_who_has_proved_no_key_is_named_by_its_address(
+def test_a_peer_that_proved_no_key_is_named_by_its_address(
     make: MakeControl, keys: Keys | None, host: str
 ) -> None:
     server, friend = make(keys), make(keys)

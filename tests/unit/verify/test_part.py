@@ -256,7 +256,7 @@ def test_a_reader_repeats_its_request_until_the_offer_that_is_expected_has_come(
     play(digest_machine([]), [(asked(digest_request()), replied(deny()))])
 
 
-def test_whose_digest_is_wanted() -> None:
+def test_only_readers_that_asked_want_a_digest() -> None:
     part = DigestPart()
     machine = prefill_machine(SHARED, parts=(part,))
 

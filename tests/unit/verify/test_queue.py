@@ -104,7 +104,7 @@ def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
 # --- the slices of a digest
 
 
-def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
+def test_a_digest_is_that_of_the_bytes_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
     expected = reference(find_slices(cache.layout(), (FULL, BEHIND), TABLES, end=END), CLAIM)
     sums = expected.rows.tobytes(), expected.columns.tobytes()
     assert digest_of(digests, order()) == DigestMade(b"route", asked(), *sums)
@@ -136,9 +136,7 @@ def compared(here: DigestQueue, wanted: CompareDigest) -> DigestCompared:
     return ended
 
 
-def test_what_was_read_is_compared_with_what_prefill_has(
-    wanted: CompareDigest, landed: Cache
-) -> None:
+def test_read_bytes_are_compared_with_prefills(wanted: CompareDigest, landed: Cache) -> None:
     here = queue_of(landed)
     equal = compared(here, wanted)
     assert (equal.difference, equal.refusal) == (None, None)
@@ -156,7 +154,7 @@ def landing(wanted: CompareDigest, *, has_landed: bool = True) -> CompareDigest:
     return msgspec.structs.replace(wanted, rows=b"", columns=b"", has_landed=has_landed)
 
 
-def test_what_has_landed_is_digested_before_there_is_something_to_compare(
+def test_a_landed_load_is_digested_before_prefills_digest_comes(
     wanted: CompareDigest, landed: Cache, counts: Counts
 ) -> None:
     here = queue_of(landed, counts=counts)
@@ -216,7 +214,7 @@ def test_the_digest_of_a_load_that_is_over_is_forgotten(
     assert compared(here, wanted).difference is not None
 
 
-def test_what_has_landed_and_cannot_be_digested_is_tried_again(
+def test_a_landed_load_that_cannot_be_digested_is_tried_again(
     wanted: CompareDigest, cache: Cache
 ) -> None:
     here = queue_of(cache, FailingDigester(DigestError("no GPU"), CLAIM))
@@ -258,7 +256,7 @@ def test_a_claim_has_one_digest_at_a_time(cache: Cache) -> None:
     assert digest_of(digests, order(b"third")).route == b"third"
 
 
-def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
+def test_a_cleared_digest_never_ends(digests: DigestQueue) -> None:
     digests.add(order())
     digests.poll()
     digests.clear()
@@ -325,7 +323,7 @@ def test_readers_of_the_same_heads_get_the_same_digest(cache: Cache, counts: Cou
     assert by_name(counts)["digest_seconds"] == 2
 
 
-def test_a_digest_that_nobody_waits_for_is_dropped(
+def test_an_unwanted_digest_is_dropped(
     cache: Cache, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under overload later digests would be late too."""
@@ -364,7 +362,7 @@ def test_a_digest_is_made_while_one_of_its_readers_waits(
 # --- counts
 
 
-def test_what_was_made_is_counted(digests: DigestQueue, counts: Counts) -> None:
+def test_finished_digests_are_counted(digests: DigestQueue, counts: Counts) -> None:
     assert not counts
     digest_of(digests, order())
     digest_of(digests, order(slices=(BEHIND,)))
@@ -375,7 +373,7 @@ def test_what_was_made_is_counted(digests: DigestQueue, counts: Counts) -> None:
 # --- missing layers and blocks
 
 
-def test_a_digest_of_what_is_not_here_is_refused(digests: DigestQueue) -> None:
+def test_a_digest_of_absent_blocks_is_refused(digests: DigestQueue) -> None:
     wanted = order(slices=(replace(FULL, layer="layer.9"),))
     refused = digests.add(wanted)
     assert isinstance(refused, DigestMade)
@@ -389,7 +387,9 @@ def test_a_rank_without_a_digester_refuses(cache: Cache) -> None:
     assert refused == DigestMade(b"route", asked(), refusal="this rank computes no digests")
 
 
-def test_a_comparison_that_is_refused_is_no_difference(wanted: CompareDigest, cache: Cache) -> None:
+def test_a_refused_comparison_does_not_count_as_a_difference(
+    wanted: CompareDigest, cache: Cache
+) -> None:
     absent = msgspec.structs.replace(wanted, slices=(replace(FULL, layer="layer.9"),))
     refusal = "layer 'layer.9' is not on this rank"
     assert queue_of(cache).add(absent) == DigestCompared(D1, Rank(3), CLAIM, refusal=refusal)

@@ -132,7 +132,7 @@ def test_a_description_holds_no_descriptor_open(owner: Owner) -> None:
     assert len(owner.shared.description.allocations) == 4  # with the proof's
 
 
-def test_what_is_outside_is_not_located(memory: Any, owner: Owner, cache: list[Span]) -> None:
+def test_memory_outside_is_not_located(memory: Any, owner: Owner, cache: list[Span]) -> None:
     mapping = memory.Mapping(owner.export, 0, owner.directory, Tokens())
     first = min(one.address for one in owner.export.allocations)
     for address, length in ((first - 8, 16), (1 << 20, 16), (cache[0].address, 1 << 50)):

@@ -171,7 +171,7 @@ def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -
     assert reading.agent.is_reading(reading.prefill.transport.name)
 
 
-def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
+def test_an_agent_ends_once_no_kernel_writes() -> None:
     reading = Gathering()
     reading.read()
     reading.gather.polls = 3
@@ -283,7 +283,7 @@ def test_memory_is_shared_if_it_can_be(
 
 
 @pytest.mark.usefixtures("_gpus")
-def test_a_rank_whose_memory_cannot_be_exported_says_what_that_costs(
+def test_a_rank_that_cannot_export_its_memory_says_the_cost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory: Any = sys.modules["nixl_kv.reading.gather.memory"]

@@ -162,7 +162,7 @@ def test_few_descriptors_are_open_at_a_time(owner: Owner, tmp_path: Path) -> Non
         pieces.close()
 
 
-def test_a_reader_that_stops_early_closes_what_it_has(owner: Owner, tmp_path: Path) -> None:
+def test_a_reader_that_stops_early_closes_its_descriptors(owner: Owner, tmp_path: Path) -> None:
     before = num_open_files()
     with owner.serving():
         pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
@@ -422,7 +422,7 @@ def test_connections_are_limited(owner: Owner) -> None:
 @pytest.mark.parametrize(
     "packet", [b"x", NUMBER.pack(COUNT), NUMBER.pack((1 << 32) - 1), bytes(share.PACKET_BYTES)]
 )
-def test_what_is_not_a_piece_ends_a_connection(owner: Owner, packet: bytes) -> None:
+def test_a_message_other_than_a_piece_ends_a_connection(owner: Owner, packet: bytes) -> None:
     with owner.connect() as one:
         owner.turn()
         one.send(owner.server.invite())
@@ -447,7 +447,7 @@ def test_a_holder_that_asks_for_more_is_cut_off(owner: Owner) -> None:
         assert refusal(one) == "it sent 4 bytes; allowed: nothing: all pieces are sent"
 
 
-def test_a_reader_that_never_takes_its_answers_blocks_nobody(owner: Owner) -> None:
+def test_a_reader_that_never_takes_its_answers_blocks_no_other(owner: Owner) -> None:
     with owner.connect() as one:
         owner.turn()
         one.send(owner.server.invite())

@@ -62,7 +62,7 @@ def test_prefill_packs_in_runs_that_are_as_long_as_its_own_layout_has_them(
     assert reads.num_bytes == entry_bytes(staged(order, 2, 4)) == 2 * 2 * 4 * 16
 
 
-def test_what_is_not_there_or_has_no_room_is_refused() -> None:
+def test_an_absent_share_or_a_small_ring_is_refused() -> None:
     group = remote("LBHNC").groups[0]
     for share, ring, why in (
         ({"a": (0, 5)}, RING, "allowed: within 0 to 4"),
@@ -76,7 +76,7 @@ def test_what_is_not_there_or_has_no_room_is_refused() -> None:
 
 
 @pytest.mark.parametrize("entry", [1, 7, 24, 100, 101])
-def test_what_fits_into_a_slot_fits_into_each_slot(entry: int) -> None:
+def test_a_chunk_that_fits_into_one_slot_fits_into_each(entry: int) -> None:
     ring = Ring(Span(4096, 700), 7)
     for slot in range(7):
         first = ring.first_entry(slot, entry)
@@ -129,7 +129,7 @@ def test_a_local_block_that_does_not_fit_is_refused() -> None:
         list(split_tokens((group(64), group(4)), Table.of([0]), range(64), 3))
 
 
-def test_what_prefill_does_not_have_is_not_in_the_slot() -> None:
+def test_bytes_that_prefill_lacks_are_not_in_the_slot() -> None:
     table = Table.of([7, ABSENT, 9, 3], 10)
     entries = staged_entries(table, group(4), range(56))
     assert entries == range(10, 14)

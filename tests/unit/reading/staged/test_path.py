@@ -166,7 +166,7 @@ def failing(copier: Any, name: str, times: int, monkeypatch: pytest.MonkeyPatch)
         pytest.param("", 0, ("direct", 0), id="too many views, which cost a call of numpy's each"),
     ],
 )
-def test_what_cannot_be_packed_is_read_as_it_is(
+def test_kv_that_cannot_be_packed_is_read_directly(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -182,7 +182,7 @@ def test_what_cannot_be_packed_is_read_as_it_is(
 
 
 @pytest.mark.parametrize("error", [TransportError("too many views"), MemoryError()])
-def test_what_cannot_be_planned_is_planned_once(
+def test_a_plan_that_fails_is_tried_once(
     world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     refuse = Mock(side_effect=error)
@@ -193,7 +193,7 @@ def test_what_cannot_be_planned_is_planned_once(
     refuse.assert_called_once()
 
 
-def test_what_cannot_be_scattered_fails_that_load_alone(
+def test_a_chunk_that_cannot_be_scattered_fails_its_load_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(staged_path(world).staging.copier, "start", 1, monkeypatch)
@@ -278,7 +278,7 @@ def heads_of(layer: int, end: int = 2) -> messages.LayerHeads:
         ({}, "a chunk has 6 entries"),
     ],
 )
-def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
+def test_a_reader_that_asks_for_absent_chunks_gets_nothing(
     world: World, changed: dict[str, Any], why: str
 ) -> None:
     layers = tuple(map(heads_of, range(Sizes().layers)))

@@ -254,7 +254,7 @@ def test_a_short_read_does_not_wait_for_a_long_one(world: World) -> None:
     world.finish(long)
 
 
-def test_nobody_looks_twice_in_no_time(world: World) -> None:
+def test_reads_are_not_polled_twice_in_no_time(world: World) -> None:
     world.finish(world.start(0))
     world.fabric.polls = 3
     read = world.start(1)
@@ -336,7 +336,7 @@ def test_a_read_that_makes_no_sense_is_refused(
         world.reader.read(*lists, (ids(*local), ids(*remote)))
 
 
-def test_what_is_not_tcp_is_read_as_it_is() -> None:
+def test_reads_without_tcp_are_not_paced() -> None:
     world = World(is_tcp=False)
     local, remote = world.lists([(0, 40, 48, 3)])
     world.finish(world.reader.read(local, remote, (ids(1), ids(2))))

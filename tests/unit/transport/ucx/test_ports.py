@@ -215,7 +215,7 @@ def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
             assert attached == []
 
 
-def test_what_a_stranger_sent_before_the_filter_is_not_read(only_one_address: None) -> None:
+def test_bytes_sent_before_the_filter_are_not_read(only_one_address: None) -> None:
     """UCX would execute it: a PUT needs no answer before."""
     del only_one_address
     with contextlib.ExitStack() as stack:
