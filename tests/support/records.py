@@ -137,7 +137,7 @@ def find(hashes: Sequence[bytes], first_block: int = 0, weights: str = "") -> me
     )
 
 
-ask = partial(messages.Ask, **OF_CLAIM, context=CONTEXT, number=1, readers=(0,))
+ask = partial(messages.Ask, **OF_CLAIM, context=CONTEXT, number=1, readers=(Rank(0),))
 grant = partial(
     messages.Grant, **OF_CLAIM, lease_s=LEASE_S, tables=TABLES, slot=3, fence_token=FENCE_TOKEN
 )
