@@ -6,7 +6,7 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
@@ -38,6 +38,8 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
+_Kind = TypeVar("_Kind")
+
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     msgspec.msgpack.encode(kind.__name__): decoder
     for kinds, decoder in (
@@ -56,6 +58,11 @@ def decode(payload: bytes) -> Message:
     """Decode as the socket for such a message does."""
     decoders = (DECODERS[tag] for tag in DECODERS if tag in payload[:16])
     return next(decoders, messages.decode_answer)(payload)
+
+
+def _filled(kind: Callable[..., _Kind], **values: Any) -> Callable[..., _Kind]:
+    """Makes one with these values, except for those that a call gives."""
+    return partial(kind, **values)
 
 
 def hex32(number: int) -> str:
@@ -137,15 +144,15 @@ def find(hashes: Sequence[bytes], first_block: int = 0, weights: str = "") -> me
     )
 
 
-ask = partial(messages.Ask, **OF_CLAIM, context=CONTEXT, number=1, readers=(Rank(0),))
-grant = partial(
+ask = _filled(messages.Ask, **OF_CLAIM, context=CONTEXT, number=1, readers=(Rank(0),))
+grant = _filled(
     messages.Grant, **OF_CLAIM, lease_s=LEASE_S, tables=TABLES, slot=3, fence_token=FENCE_TOKEN
 )
-deny = partial(messages.Deny, **OF_CLAIM)
-recall = partial(messages.Recall, **OF_CLAIM)
-release = partial(messages.Release, **OF_CLAIM, complete=True)
-digest_request = partial(messages.DigestRequest, **OF_CLAIM, end=7, slices=SLICES)
-digest_reply = partial(messages.DigestReply, **OF_CLAIM, rows=SUMS * 4, columns=SUMS)
+deny = _filled(messages.Deny, **OF_CLAIM)
+recall = _filled(messages.Recall, **OF_CLAIM)
+release = _filled(messages.Release, **OF_CLAIM, complete=True)
+digest_request = _filled(messages.DigestRequest, **OF_CLAIM, end=7, slices=SLICES)
+digest_reply = _filled(messages.DigestReply, **OF_CLAIM, rows=SUMS * 4, columns=SUMS)
 
 
 def pending(state: messages.PrefillState, **changed: Any) -> messages.Pending:
@@ -179,7 +186,8 @@ _OF_LOAD: Final[dict[str, Any]] = {
 }
 
 
-ready, landed = (partial(kind, **_OF_LOAD) for kind in (messages.Ready, messages.Landed))
+ready = _filled(messages.Ready, **_OF_LOAD)
+landed = _filled(messages.Landed, **_OF_LOAD)
 
 
 def renewed(*lost: Claim, **changed: Any) -> messages.HeartbeatReply:
@@ -218,7 +226,7 @@ def description(
 # --- commands
 
 
-ticket = partial(
+ticket = _filled(
     Ticket,
     engine=PREFILL,
     host="10.0.0.1",
@@ -251,7 +259,7 @@ def opened(params: object) -> Ticket:
     return SealedTicket.parse(params).open()
 
 
-prepare_offer = partial(
+prepare_offer = _filled(
     events.PrepareOffer, nonce=NONCE, request=P1, context=CONTEXT, num_tokens=8, tables=TABLES
 )
 
