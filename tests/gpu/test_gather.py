@@ -36,7 +36,7 @@ LONG = 1000
 
 @contextmanager
 def owner(**settings: str) -> Iterator[Owner]:
-    """Of memory that it shares in no directory."""
+    """It shares its memory in no directory."""
     with running(Owner("plain", Path(), settings, is_apart=False)) as one:
         yield one
 

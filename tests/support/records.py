@@ -51,7 +51,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     )
     for kind in get_args(kinds)
 }
-"""By a message's tag, as msgpack; where several sockets take a message, the last one's."""
+"""Decoders by the tag of a message, as msgpack. If several sockets take it, the last one counts."""
 
 
 def decode(payload: bytes) -> Message:
