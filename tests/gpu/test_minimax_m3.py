@@ -61,8 +61,8 @@ DTYPES: Final = {
 @contextmanager
 def engines(connector: Connector, dtype: str, cluster: Cluster) -> Iterator[Pair]:
     """Prefill on the first GPU, decode on the first two."""
-    flags = ("--load-format", "dummy", "--max-num-batched-tokens", "16384", *DECODE_GRAPHS)
-    flags += ("--block-size", "128", "--no-enable-prefix-caching", *DTYPES[dtype])
+    flags: tuple[str, ...] = ("--load-format", "dummy", "--max-num-batched-tokens", "16384")
+    flags += (*DECODE_GRAPHS, "--block-size", "128", "--no-enable-prefix-caching", *DTYPES[dtype])
     prefill, decode = pair_specs(
         ensure_tiny_model(model=MiniMaxM3(layers=LAYERS, max_positions=ROOM), weights=False),
         connector,
@@ -79,7 +79,7 @@ def engines(connector: Connector, dtype: str, cluster: Cluster) -> Iterator[Pair
     env = {**decode.extra_env, **visible(*range(RANKS))}
     started = cluster.start(prefill, replace(decode, extra_env=env, tensor_parallel=RANKS))
     try:
-        with Pair(*started) as pair:
+        with Pair(started[0], started[1]) as pair:
             yield pair
     finally:
         cluster.end(*started)

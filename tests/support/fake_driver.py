@@ -5,12 +5,13 @@ the bindings do. Addresses are this process's own, so that tests can read and wr
 write to a read-only mapping ends the process. A descriptor works in every process of this host.
 """
 
-# ruff: noqa: N802 - the names are CUDA's
+# ruff: noqa: N802, N816 - the names are CUDA's
 import ctypes
 import enum
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,13 +44,8 @@ class _Names:
         return name
 
 
-CUmemAllocationHandleType = _Names()
-CUipcMem_flags = _Names()
-CUmemAccess_flags = _Names()
-CUmemLocationType = _Names()
-CUmemAllocationType = _Names()
-CUmemAllocationGranularity_flags = _Names()
-CUdevice_attribute = _Names()
+CUmemAllocationHandleType = CUipcMem_flags = CUmemAccess_flags = CUmemLocationType = _Names()
+CUmemAllocationType = CUmemAllocationGranularity_flags = CUdevice_attribute = _Names()
 
 handles: dict[int, tuple[int, int]] = {}
 """The descriptor and size of each allocation's handle."""
@@ -64,40 +60,20 @@ def CUmemAllocationProp() -> SimpleNamespace:
     return SimpleNamespace(location=SimpleNamespace(), allocFlags=SimpleNamespace())
 
 
-def CUmemAccessDesc() -> SimpleNamespace:
-    return SimpleNamespace(location=SimpleNamespace())
+CUmemAccessDesc = CUmemAllocationProp
 
 
-def cuDeviceGet(ordinal: int) -> tuple[Any, ...]:
-    return OK, ordinal
+def _giving(*values: Any) -> Callable[..., tuple[Any, ...]]:
+    """A function that returns these, whatever its arguments are."""
+    return lambda *_: values
 
 
-def cuDeviceGetAttribute(attribute: str, device: int) -> tuple[Any, ...]:
-    del attribute, device
-    return OK, 1
-
-
-def cuDevicePrimaryCtxRetain(device: int) -> tuple[Any, ...]:
-    return OK, device
-
-
-def cuDevicePrimaryCtxRelease(device: int) -> tuple[Any, ...]:
-    del device
-    return (OK,)
-
-
-def cuCtxPushCurrent(context: int) -> tuple[Any, ...]:
-    del context
-    return (OK,)
-
-
-def cuCtxPopCurrent() -> tuple[Any, ...]:
-    return OK, 0
-
-
-def cuMemGetAllocationGranularity(properties: Any, option: str) -> tuple[Any, ...]:
-    del properties, option
-    return OK, UNIT
+cuDeviceGet = cuDevicePrimaryCtxRetain = lambda ordinal: (OK, ordinal)
+cuDeviceGetAttribute = _giving(OK, 1)
+cuDevicePrimaryCtxRelease = cuCtxPushCurrent = _giving(OK)
+cuCtxPopCurrent = _giving(OK, 0)
+cuMemGetAllocationGranularity = _giving(OK, UNIT)
+cuIpcGetMemHandle = _giving(INVALID, None)
 
 
 def _new_handle(descriptor: int, size: int) -> int:
@@ -196,11 +172,6 @@ def cuMemImportFromShareableHandle(descriptor: int, kind: str) -> tuple[Any, ...
     return OK, _new_handle(os.dup(descriptor), status.st_size)
 
 
-def cuIpcGetMemHandle(address: int) -> tuple[Any, ...]:
-    del address
-    return INVALID, None
-
-
 def cuMemcpyHtoD(address: int, content: bytes, size: int) -> tuple[Any, ...]:
     ctypes.memmove(address, content, size)
     return (OK,)
@@ -208,10 +179,7 @@ def cuMemcpyHtoD(address: int, content: bytes, size: int) -> tuple[Any, ...]:
 
 def failing(name: str, error: CUresult) -> Any:
     """A function that fails always."""
-
-    def fail(*_: object) -> tuple[Any, ...]:
-        return error, None
-
+    fail = _giving(error, None)
     fail.__name__ = name
     return fail
 

@@ -20,12 +20,7 @@ from nixl_kv.protocol.events import (
     Record,
     WriteSlot,
 )
-from nixl_kv.protocol.prefill import (
-    CAUSES,
-    END_REASONS,
-    PrefillMachine,
-    PrefillPart,
-)
+from nixl_kv.protocol.prefill import CAUSES, END_REASONS, PrefillMachine, PrefillPart
 from support.records import (
     CLAIM,
     HOLD_S,

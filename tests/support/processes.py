@@ -4,9 +4,9 @@ import gc
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 from typing_extensions import Self
 
+from harness.cluster.waiting import look_until
 from harness.local.caches import Cache, Sizes
 from harness.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
@@ -266,9 +267,5 @@ def running(role: str, tls: str, *, is_checked: bool = True) -> SideProcess:
     return SideProcess(EndingSide, role, tls, is_checked)
 
 
-def wait_for(measure: Callable[[], Any], is_enough: Callable[[Any], bool]) -> Any:
-    """Measure until it is enough, or until the timeout; return the last measurement."""
-    deadline = time.monotonic() + WAIT_S
-    while not is_enough(measured := measure()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return measured
+wait_for = partial(look_until, timeout_s=WAIT_S, interval_s=0.1)
+"""Measure until it is enough, or until the timeout; return the last measurement."""

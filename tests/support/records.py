@@ -4,8 +4,11 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, get_args
+
+import msgspec
 
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.match import ParallelShape, Route
@@ -35,34 +38,31 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
+_Kind = TypeVar("_Kind")
+
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
-    **dict.fromkeys(
-        (
-            *(b"\xa8Describe", b"\xa4Find", b"\xa5Drain", b"\xaaSetWeights"),
-            *(b"\xa5Ready", b"\xa6Landed"),
-        ),
-        messages.decode_to_engine,
-    ),
-    **dict.fromkeys(
-        (
-            *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa9Heartbeat"),
-            *(b"\xa7Release", b"\xadStatusRequest", b"\xa5Admit", b"\xa5Leave"),
-            b"\xa6Paused",
-        ),
-        messages.decode_to_rank,
-    ),
-    **dict.fromkeys(
-        (b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet"),
-        messages.decode_to_tool,
-    ),
-    b"\xa5Found": messages.decode_to_finder,
+    msgspec.msgpack.encode(kind.__name__): decoder
+    for kinds, decoder in (
+        (messages.ToFinder, messages.decode_to_finder),
+        (messages.ToTool, messages.decode_to_tool),
+        (messages.ToEngine, messages.decode_to_engine),
+        (messages.ToRank | messages.StatusRequest, messages.decode_to_rank),
+        (messages.Answer, messages.decode_answer),
+    )
+    for kind in get_args(kinds)
 }
+"""Decoders by the tag of a message, as msgpack. If several sockets take it, the last one counts."""
 
 
 def decode(payload: bytes) -> Message:
-    """Decode as the socket for such a message does; its tag, as msgpack, tells which socket."""
+    """Decode as the socket for such a message does."""
     decoders = (DECODERS[tag] for tag in DECODERS if tag in payload[:16])
     return next(decoders, messages.decode_answer)(payload)
+
+
+def _filled(kind: Callable[..., _Kind], **values: Any) -> Callable[..., _Kind]:
+    """Makes one with these values, except for those that a call gives."""
+    return partial(kind, **values)
 
 
 def hex32(number: int) -> str:
@@ -144,30 +144,19 @@ def find(hashes: Sequence[bytes], first_block: int = 0, weights: str = "") -> me
     )
 
 
-def ask(**changed: Any) -> messages.Ask:
-    values = {**OF_CLAIM, "context": CONTEXT, "number": 1, "readers": (0,)}
-    return messages.Ask(**{**values, **changed})
-
-
-def grant(**changed: Any) -> messages.Grant:
-    values = {"lease_s": LEASE_S, "tables": TABLES, "slot": 3, "fence_token": FENCE_TOKEN}
-    return messages.Grant(**{**OF_CLAIM, **values, **changed})
+ask = _filled(messages.Ask, **OF_CLAIM, context=CONTEXT, number=1, readers=(Rank(0),))
+grant = _filled(
+    messages.Grant, **OF_CLAIM, lease_s=LEASE_S, tables=TABLES, slot=3, fence_token=FENCE_TOKEN
+)
+deny = _filled(messages.Deny, **OF_CLAIM)
+recall = _filled(messages.Recall, **OF_CLAIM)
+release = _filled(messages.Release, **OF_CLAIM, complete=True)
+digest_request = _filled(messages.DigestRequest, **OF_CLAIM, end=7, slices=SLICES)
+digest_reply = _filled(messages.DigestReply, **OF_CLAIM, rows=SUMS * 4, columns=SUMS)
 
 
 def pending(state: messages.PrefillState, **changed: Any) -> messages.Pending:
     return messages.Pending(**{**OF_CLAIM, "state": state, **changed})
-
-
-def deny(**changed: Any) -> messages.Deny:
-    return messages.Deny(**{**OF_CLAIM, **changed})
-
-
-def digest_request(**changed: Any) -> messages.DigestRequest:
-    return messages.DigestRequest(**{**OF_CLAIM, "end": 7, "slices": SLICES, **changed})
-
-
-def digest_reply(**changed: Any) -> messages.DigestReply:
-    return messages.DigestReply(**{**OF_CLAIM, "rows": SUMS * 4, "columns": SUMS, **changed})
 
 
 def pack_request(chunk: int = 0, **changed: Any) -> messages.PackRequest:
@@ -197,24 +186,12 @@ _OF_LOAD: Final[dict[str, Any]] = {
 }
 
 
-def ready(**changed: Any) -> messages.Ready:
-    return messages.Ready(**{**_OF_LOAD, **changed})
-
-
-def landed(**changed: Any) -> messages.Landed:
-    return messages.Landed(**{**_OF_LOAD, **changed})
-
-
-def recall(**changed: Any) -> messages.Recall:
-    return messages.Recall(**{**OF_CLAIM, **changed})
+ready = _filled(messages.Ready, **_OF_LOAD)
+landed = _filled(messages.Landed, **_OF_LOAD)
 
 
 def renewed(*lost: Claim, **changed: Any) -> messages.HeartbeatReply:
     return messages.HeartbeatReply(**{**OF_RANK, "number": 2, "lost": lost, **changed})
-
-
-def release(*, complete: bool = True, **changed: Any) -> messages.Release:
-    return messages.Release(**{**OF_CLAIM, "complete": complete, **changed})
 
 
 def layout() -> CacheLayout:
@@ -249,19 +226,18 @@ def description(
 # --- commands
 
 
-def ticket(**changed: Any) -> Ticket:
-    values = {
-        "engine": PREFILL,
-        "host": "10.0.0.1",
-        "port": 5600,
-        "incarnation": ENGINE_LIFE,
-        "nonce": NONCE,
-        "num_tokens": 8,
-        "context": CONTEXT,
-        "epoch": 0,
-        "weights": "",
-    }
-    return Ticket(**{**values, **changed})
+ticket = _filled(
+    Ticket,
+    engine=PREFILL,
+    host="10.0.0.1",
+    port=5600,
+    incarnation=ENGINE_LIFE,
+    nonce=NONCE,
+    num_tokens=8,
+    context=CONTEXT,
+    epoch=0,
+    weights="",
+)
 
 
 def ticket_for(token_ids: Sequence[int], nonce: Nonce = NONCE, **changed: Any) -> Ticket:
@@ -283,9 +259,9 @@ def opened(params: object) -> Ticket:
     return SealedTicket.parse(params).open()
 
 
-def prepare_offer(**changed: Any) -> events.PrepareOffer:
-    values = {"nonce": NONCE, "request": P1, "context": CONTEXT, "num_tokens": 8, "tables": TABLES}
-    return events.PrepareOffer(**{**values, **changed})
+prepare_offer = _filled(
+    events.PrepareOffer, nonce=NONCE, request=P1, context=CONTEXT, num_tokens=8, tables=TABLES
+)
 
 
 def publish_offer(nonce: Nonce = NONCE, request: RequestId = P1) -> events.PublishOffer:

@@ -30,9 +30,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.load import (
-    LoadPart,
-)
+from nixl_kv.protocol.load import LoadPart
 from nixl_kv.protocol.messages import Landed, PrefillState, Reader, Ready
 from support.records import (
     CLAIM,

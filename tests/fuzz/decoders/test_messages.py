@@ -24,8 +24,9 @@ import pytest
 from fuzz.decoders.exchange import Exchange
 from fuzz.decoders.mutate import mutate
 from fuzz.decoders.samples import KINDS, sample
-from harness.local.caches import ORDERS, Cache, Sizes
+from harness.local.caches import Cache, Sizes
 from harness.local.engine import HAS_VERIFY, HOST_PATHS
+from harness.local.model_layouts import PACKED
 from nixl_kv.errors import IncompatiblePeer, RemoteProtocolError
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout, Part, Span, Table
@@ -146,7 +147,7 @@ def plan_reads(layout: bytes) -> bool:
 def sample_layouts() -> Iterator[CacheLayout]:
     """In so much room that other numbers of theirs fit as well."""
     sizes = Sizes(layers=36, blocks=64, heads=8, tokens=16, key=64, value=64)
-    for order in ORDERS:
+    for order in PACKED:
         yield replace(Cache(sizes, order).layout(), spans=ROOM)
     for tokens in (4, 128):
         yield replace(Cache(replace(sizes, tokens=tokens)).layout(), spans=ROOM)

@@ -26,14 +26,7 @@ from nixl_kv.early.answers import PROMISE, seal_promise
 from nixl_kv.ids import RequestId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import Hint, Reader, encode
 from support.records import rank_description, teller, ticket_for
-from support.vllm_scheduler import (
-    BLOCK,
-    MAX_TOKENS,
-    OURS,
-    hooked,
-    make_config,
-    make_scheduler,
-)
+from support.vllm_scheduler import BLOCK, MAX_TOKENS, OURS, hooked, make_config, make_scheduler
 
 LONGEST: Final = 160  # tokens of a prompt
 SAVER: Final = {"kv_connector": "Saver", "kv_connector_module_path": "fuzz.scheduler.saver"}

@@ -10,8 +10,6 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 
 Bytes = npt.NDArray[np.uint8]
 
-ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
 
 @dataclass(frozen=True)
 class Sizes:
