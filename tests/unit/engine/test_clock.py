@@ -2,7 +2,9 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,20 +31,25 @@ class Machine:
         self.clock.end_wait()
 
 
-def test_a_wait_counts_as_long_as_it_was_meant_to_be() -> None:
+@pytest.mark.parametrize(
+    ("steps", "counted_s"),
+    [
+        ([("wait", 30.0, 30.0), ("wait", None, 500.0), ("wait", 30.0, 10.0)], 540.0),
+        ([("wait", 3.0, 28.0)], 3.0 + MAX_GAP_S),
+        ([("stand_still", 25.0), ("wait", 5.0, 5.0)], MAX_GAP_S + 5.0),
+        ([("compute", 7.0), ("wait", 0, 0)], 7.0),
+    ],
+    ids=["waits", "a wait that lasts too long", "a turn that stands still", "one that computes"],
+)
+def test_waits_and_work_count_and_of_other_time_the_beginning(
+    steps: list[tuple[Any, ...]], counted_s: float
+) -> None:
     machine = Machine()
+    machine.wait(0, 0)
     begin = machine.clock()
-    machine.wait(30.0, 30.0)
-    machine.wait(None, 500.0)
-    machine.wait(30.0, 10.0)  # a message came
-    assert machine.clock() - begin == 540.0
-
-
-def test_of_a_longer_wait_only_the_beginning_counts() -> None:
-    machine = Machine()
-    begin = machine.clock()
-    machine.wait(3.0, 28.0)
-    assert machine.clock() - begin == 3.0 + MAX_GAP_S
+    for step, *seconds in steps:
+        getattr(machine, step)(*seconds)
+    assert machine.clock() - begin == counted_s
 
 
 def test_a_call_of_another_thread_leaves_nothing_out() -> None:
@@ -59,24 +66,6 @@ def test_a_call_of_another_thread_leaves_nothing_out() -> None:
     machine.used = loop_used
     machine.clock.end_wait()
     assert machine.clock() - begin == 30.0
-
-
-def test_of_a_turn_that_stands_still_only_the_beginning_counts() -> None:
-    machine = Machine()
-    machine.wait(0, 0)
-    begin = machine.clock()
-    machine.stand_still(25.0)
-    machine.wait(5.0, 5.0)
-    assert machine.clock() - begin == MAX_GAP_S + 5.0
-
-
-def test_a_turn_that_computes_counts_whole() -> None:
-    machine = Machine()
-    machine.wait(0, 0)
-    begin = machine.clock()
-    machine.compute(7.0)
-    machine.wait(0, 0)
-    assert machine.clock() - begin == 7.0
 
 
 TURNS = st.lists(

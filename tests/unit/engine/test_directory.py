@@ -1,11 +1,8 @@
 """Questions for an engine's description, and the answers."""
 
-import queue
-import threading
-from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import DEFAULT, Mock, call
 
 import msgspec
 import pytest
@@ -15,12 +12,11 @@ from nixl_kv.engine.directory import (
     BOUNDS,
     DRAIN_HERE,
     FINDS,
-    MAX_HINTS,
     NO_KEY,
     DirectoryServer,
     describe_engine,
 )
-from nixl_kv.errors import ERROR_PAUSE_S
+from nixl_kv.errors import ERROR_PAUSE_S, TransportError
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
@@ -36,6 +32,7 @@ from nixl_kv.protocol.messages import (
     PAUSED_S,
     Answer,
     Describe,
+    Description,
     Drain,
     Draining,
     Find,
@@ -78,11 +75,13 @@ NONCES = [Nonce(hex32(number)) for number in range(4)]
 class Directory:
     """A directory whose turns a test makes, and a peer that asks it."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, described: Description | None = None, **options: Any) -> None:
         self.network = MemoryNetwork()
         self.control = MemoryControl(self.network)
         self.server = DirectoryServer(self.control, HOST, 0, **options)
         self.asker = MemoryControl(self.network)
+        if described is not None:
+            self.server.publish(described)
 
     def ask(self, *payloads: bytes) -> None:
         for payload in payloads:
@@ -105,26 +104,15 @@ class Directory:
 
 
 @pytest.fixture
-def starting() -> Iterator[Directory]:
+def starting() -> Directory:
     """The engine is not described yet."""
-    directory = Directory()
-    yield directory
-    directory.server.stop()
+    return Directory()
 
 
 @pytest.fixture
-def directory(starting: Directory) -> Directory:
+def directory() -> Directory:
     """The engine is described."""
-    starting.server.publish(description())
-    return starting
-
-
-@pytest.fixture
-def labelled() -> Iterator[Directory]:
-    """An engine with a key, whose weights have a label."""
-    directory = Directory(weights="step 7", has_key=True)
-    yield directory
-    directory.server.stop()
+    return Directory(description())
 
 
 @pytest.mark.parametrize(
@@ -195,13 +183,6 @@ def test_ranks_are_heard_in_order_and_not_answered(directory: Directory) -> None
     assert directory.server.pop_hints() == []
 
 
-def test_a_flood_of_them_costs_the_oldest(directory: Directory) -> None:
-    """An idle scheduler takes none."""
-    hints: list[Hint] = [landed(reader=teller(number % 1000)) for number in range(MAX_HINTS + 3)]
-    directory.replies(*map(encode, hints))
-    assert directory.server.pop_hints() == hints[3:]
-
-
 # Offers and loads to stop
 
 
@@ -258,8 +239,9 @@ def set_weights(label: str) -> bytes:
     return encode(SetWeights(incarnation=ANY_INCARNATION, weights=label))
 
 
-def test_a_tool_sets_the_label_of_the_weights(labelled: Directory) -> None:
+def test_a_tool_sets_the_label_of_the_weights() -> None:
     """At once, so that the scheduler never acts by the former label after the answer."""
+    labelled = Directory(weights="step 7", has_key=True)
     assert labelled.tell(set_weights("step 8")) == [
         WeightsSet(incarnation=ANY_INCARNATION, former="step 7")
     ]
@@ -274,16 +256,6 @@ def test_the_label_cannot_be_set_without_a_key(directory: Directory) -> None:
     assert directory.tell(set_weights("mine")) == [refused]
     assert "key_file" in NO_KEY
     assert directory.server.weights == ""
-
-
-@pytest.mark.parametrize("label", ["two\nlines", "x" * 257, 7, None])
-def test_a_label_that_is_none_changes_nothing(
-    labelled: Directory, caplog: pytest.LogCaptureFixture, label: object
-) -> None:
-    wire = msgspec.msgpack.encode(["SetWeights", 12, ANY_INCARNATION, label])
-    assert labelled.tell(wire) == []
-    assert labelled.server.weights == "step 7"
-    assert "request for a description dropped: " in caplog.text
 
 
 # What its prefix cache has
@@ -309,21 +281,21 @@ FOUND = Found(
 
 
 @pytest.fixture
-def finding() -> Iterator[tuple[Directory, Mock]]:
-    find = Mock(return_value=FOUND)
-    directory = Directory(find=find)
-    directory.server.publish(description())
-    yield directory, find
-    directory.server.stop()
+def find() -> Mock:
+    return Mock(return_value=FOUND)
+
+
+@pytest.fixture
+def finding(find: Mock) -> Directory:
+    return Directory(description(), find=find)
 
 
 @pytest.mark.parametrize("incarnation", [ENGINE_LIFE, ANY_INCARNATION])
 def test_an_engine_tells_which_blocks_it_has(
-    finding: tuple[Directory, Mock], incarnation: Incarnation
+    finding: Directory, find: Mock, incarnation: Incarnation
 ) -> None:
-    directory, find = finding
     question = msgspec.structs.replace(FIND, incarnation=incarnation)
-    (payload,) = directory.replies(encode(question))
+    (payload,) = finding.replies(encode(question))
     assert decode_to_finder(payload) == FOUND
     find.assert_called_once_with(question)
 
@@ -332,11 +304,10 @@ def test_an_engine_tells_which_blocks_it_has(
     "other", [{"engine": EngineId("other")}, {"incarnation": OTHER_LIFE}], ids=["engine", "life"]
 )
 def test_a_question_for_another_engine_or_life_finds_nothing(
-    finding: tuple[Directory, Mock], other: dict[str, Any]
+    finding: Directory, find: Mock, other: dict[str, Any]
 ) -> None:
-    directory, find = finding
     question = msgspec.structs.replace(FIND, **other)
-    (payload,) = directory.replies(encode(question))
+    (payload,) = finding.replies(encode(question))
     answer = decode_to_finder(payload)
     assert isinstance(answer, Refusal)
     assert (answer.engine, answer.incarnation) == (question.engine, question.incarnation)
@@ -344,10 +315,9 @@ def test_a_question_for_another_engine_or_life_finds_nothing(
     find.assert_not_called()
 
 
-def test_a_failed_search_costs_one_answer(finding: tuple[Directory, Mock]) -> None:
-    directory, find = finding
+def test_a_failed_search_costs_one_answer(finding: Directory, find: Mock) -> None:
     find.side_effect = [RuntimeError("a bug"), FOUND]
-    (payload,) = directory.replies(encode(FIND), encode(FIND))
+    (payload,) = finding.replies(encode(FIND), encode(FIND))
     assert decode_to_finder(payload) == FOUND
 
 
@@ -355,31 +325,26 @@ def test_without_conversations_or_a_description_no_question_is_answered(
     directory: Directory,
 ) -> None:
     assert directory.replies(encode(FIND)) == []
-    undescribed = Directory(find=Mock())
-    assert undescribed.replies(encode(FIND)) == []
-    undescribed.server.stop()
+    assert Directory(find=Mock()).replies(encode(FIND)) == []
 
 
 def test_a_tool_finds_nothing(
-    finding: tuple[Directory, Mock], monkeypatch: pytest.MonkeyPatch
+    finding: Directory, find: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, find = finding
     reply = Mock()
-    monkeypatch.setattr(directory.control, "reply", reply)
-    directory.control.inbox.append(FromPeer(b"r", encode(FIND), Proved.TOOLS_KEY))
-    directory.server.turn(0)
+    monkeypatch.setattr(finding.control, "reply", reply)
+    finding.control.inbox.append(FromPeer(b"r", encode(FIND), Proved.TOOLS_KEY))
+    finding.server.turn(0)
     assert isinstance(decode_to_tool(reply.call_args.args[1]), KeyRefusal)
     find.assert_not_called()
 
 
-@pytest.mark.parametrize("finds", [False, True])
-def test_only_an_engine_that_finds_takes_long_questions(*, finds: bool) -> None:
-    control = Mock()
-    DirectoryServer(control, HOST, 0, find=Mock() if finds else None)
-    (_, _, bounds) = control.listen.call_args.args
-    assert bounds == (FINDS if finds else BOUNDS)
-    is_within = len(encode(FIND)) <= bounds.message_bytes
-    assert is_within is finds
+@pytest.mark.parametrize("find", [None, Mock()], ids=["no", "finds"])
+def test_only_an_engine_that_finds_takes_long_questions(find: Mock | None) -> None:
+    control, bounds = Mock(), FINDS if find else BOUNDS
+    DirectoryServer(control, HOST, 0, find=find)
+    control.listen.assert_called_once_with(HOST, 0, bounds)
+    assert (len(encode(FIND)) <= bounds.message_bytes) is bool(find)
 
 
 # Messages of another version
@@ -422,8 +387,12 @@ def let_fail(control: MemoryControl, method: str, *errors: Exception) -> None:
     setattr(control, method, Mock(wraps=getattr(control, method), side_effect=effects))
 
 
-def test_no_error_ends_the_thread(directory: Directory, caplog: pytest.LogCaptureFixture) -> None:
-    """An error costs one answer of those that are asked for together."""
+def test_no_error_ends_the_thread(
+    directory: Directory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error costs one answer of those that are asked for together, and a pause."""
+    pause = Mock()
+    monkeypatch.setattr("nixl_kv.errors.time.sleep", pause)
     let_fail(directory.control, "poll", RuntimeError("a bug at the poll"), KeyError("another"))
     let_fail(directory.control, "reply", ValueError("a bug at the reply"))
     directory.ask(encode(describe()))
@@ -433,37 +402,8 @@ def test_no_error_ends_the_thread(directory: Directory, caplog: pytest.LogCaptur
     for words in ("a bug at the poll", "another", "a bug at the reply"):
         assert words in caplog.text
     assert {record.levelname for record in caplog.records} == {"CRITICAL"}
-
-
-def test_an_error_that_recurs_leaves_the_processor_alone(
-    starting: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is a pause after each; this test has one that it ends itself."""
-    pauses: queue.Queue[float] = queue.Queue()
-    go_on = threading.Semaphore(0)
-
-    def pause(seconds: float) -> None:
-        pauses.put(seconds)
-        go_on.acquire()
-
-    monkeypatch.setattr("nixl_kv.engine.directory.time.sleep", pause)
-    let_fail(starting.control, "poll", *[RuntimeError("a bug of every poll")] * 20)
-    starting.server.start()
-    for _ in range(3):
-        assert pauses.get(timeout=TIMEOUT_S) == ERROR_PAUSE_S
-        go_on.release()
-    go_on.release(20)
-    starting.server.stop()
-
-
-def test_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions are short, and few answers wait for who does not take them."""
-    listen = Mock(return_value=1)
-    monkeypatch.setattr(MemoryControl, "listen", listen)
-    Directory()
-    listen.assert_called_once_with(HOST, 0, BOUNDS)
-    assert len(encode(describe())) < BOUNDS.message_bytes <= 4096
-    assert BOUNDS.answers <= 8
+    assert pause.call_args_list == [call(ERROR_PAUSE_S)] * 3
+    directory.server.stop()
 
 
 def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:
@@ -504,57 +444,51 @@ def test_its_status_tells_whether_it_is_described_and_drains(starting: Directory
 # A pause
 
 
+def listening_rank(directory: Directory) -> MemoryControl:
+    """The second of two ranks; the first one cannot be told anything."""
+    let_fail(directory.control, "send", TransportError("no socket"))
+    rank = MemoryControl(directory.network)
+    endpoint = endpoint_at(HOST, rank.listen(HOST, 0))
+    absent, known = description(2).ranks
+    ranks = absent, msgspec.structs.replace(known, endpoint=endpoint)
+    directory.server.publish(msgspec.structs.replace(description(2), ranks=ranks))
+    return rank
+
+
+def heard(directory: Directory, rank: MemoryControl) -> list[tuple[int, bool]]:
+    """The numbers of what the rank is told in a turn, and whether the engine is paused."""
+    directory.server.turn(0)
+    told = [decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)]
+    incarnation = description(2).ranks[1].incarnation
+    assert all(isinstance(one, Paused) and one.incarnation == incarnation for one in told)
+    return [(one.number, one.is_paused) for one in told if isinstance(one, Paused)]
+
+
 def test_ranks_hear_of_a_pause_in_order(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the links to them close, as an idle directory has none."""
-    rank = MemoryControl(directory.network)
-    endpoint = endpoint_at(HOST, rank.listen(HOST, 0))
-    known = description().ranks[0]
-    described = msgspec.structs.replace(known, endpoint=endpoint)
-    directory.server.publish(msgspec.structs.replace(description(), ranks=(described,)))
+    rank = listening_rank(directory)
     for is_paused in (True, False):
         directory.server.tell_ranks(is_paused=is_paused)
-    directory.server.turn(0)
-    heard = [decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)]
-    assert heard == [
-        Paused(incarnation=known.incarnation, number=1, is_paused=True),
-        Paused(incarnation=known.incarnation, number=2, is_paused=False),
-    ]
+    assert heard(directory, rank) == [(1, True), (2, False)]
     assert len(directory.control.links()) == 1
     monkeypatch.setattr("nixl_kv.engine.directory.LINK_KEPT_S", 0.0)
     directory.server.turn(0)
     assert not directory.control.links()
 
 
-def test_a_rank_that_cannot_be_told_costs_nothing(directory: Directory) -> None:
-    directory.server.tell_ranks(is_paused=True)
-    assert directory.answers(encode(describe())) == [description()]
-
-
 def test_a_pause_is_repeated_while_it_lasts() -> None:
     """A connection may break, and a rank believes a pause for a while only."""
     now = 0.0
     directory = Directory(clock=lambda: now)
-    rank = MemoryControl(directory.network)
-    endpoint = endpoint_at(HOST, rank.listen(HOST, 0))
-    described = msgspec.structs.replace(description().ranks[0], endpoint=endpoint)
-    directory.server.publish(msgspec.structs.replace(description(), ranks=(described,)))
-
-    def heard() -> list[bool]:
-        directory.server.turn(0)
-        found = [
-            decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)
-        ]
-        return [each.is_paused for each in found if isinstance(each, Paused)]
-
+    rank = listening_rank(directory)
     directory.server.tell_ranks(is_paused=True)
-    assert heard() == [True]
-    assert heard() == []
+    assert heard(directory, rank) == [(1, True)]
+    assert heard(directory, rank) == []
     now += PAUSED_S / 4
-    assert heard() == [True]
+    assert heard(directory, rank) == [(2, True)]
     directory.server.tell_ranks(is_paused=False)
-    assert heard() == [False]
+    assert heard(directory, rank) == [(3, False)]
     now += PAUSED_S
-    assert heard() == []
-    directory.server.stop()
+    assert heard(directory, rank) == []

@@ -19,13 +19,7 @@ from nixl_kv import errors
 from nixl_kv.config import Config
 from nixl_kv.early.slots import NUM_SLOTS
 from nixl_kv.engine import engine as engine_module
-from nixl_kv.engine.engine import (
-    MAX_SLOTS,
-    MIN_SLOTS,
-    RankSpec,
-    TransferEngine,
-    slots_for,
-)
+from nixl_kv.engine.engine import MAX_SLOTS, MIN_SLOTS, RankSpec, TransferEngine, slots_for
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at, new_fence_token

@@ -17,6 +17,7 @@ from nixl_kv.engine.event_log import (
 from nixl_kv.errors import MAX_ID
 from nixl_kv.protocol.events import OVER, Transition
 from nixl_kv.protocol.messages import MAX_LISTED
+from support.stepped import Clock
 
 CLAIM = "00000003"
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
@@ -49,17 +50,45 @@ def transitions_of(story: list[tuple[float, Transition]]) -> list[Transition]:
     return [transition for _, transition in story]
 
 
-def test_a_story_has_its_events_in_order_with_their_times() -> None:
-    transitions = [
-        prepared("d1"),
-        moved("d1", "", "ASKING"),
-        Transition("read", f"{CLAIM}/0", "d1", RANK, "READING", "DONE", "ReadDone", 4096),
-        ended("d1"),
-    ]
-    story = log_of(*transitions).story("d1")
-    assert transitions_of(story) == transitions
-    assert [time for time, _ in story] == [100.0, 101.0, 102.0, 103.0]
-    assert story[2][1].num_bytes == 4096
+OTHER = "engine 'other' at tcp://10.0.0.2:5600"
+OF_OTHER = Transition("peer", OTHER, "", OTHER, "", "CONNECTING", "")
+ONE, TWO, XYZ = (prepared(f"cmpl-{name}") for name in ("abc-0", "abc-1", "xyz-0"))
+READING, READ = moved("d1", "GRANTED", "READING"), moved("d1", "READING", "FAILED")
+READ_LOADED = READ._replace(after="LOADED", is_last=True)
+PAIR = prepared("d-1"), prepared("d-2"), ended("d-2", "FAILED", before="ASKED"), LOST
+GRANTED = Transition("offer", "n", "p1", ENGINE, "OFFERED", "GRANTED", "Ask")
+RELEASED = Transition("offer", "n", "p1", ENGINE, "GRANTED", OVER, "Release: read", is_last=True)
+MET = CONNECTING, prepared("d1"), OF_OTHER, READY, ended("d1"), LOST
+
+
+@pytest.mark.parametrize(
+    ("events", "request_id", "exact", "story"),
+    [
+        pytest.param((READY, ONE, TWO, XYZ), "abc", False, [1, 2], id="a part of an id"),
+        pytest.param((ONE, TWO), "abc", True, [], id="a part is not the id"),
+        pytest.param((ONE, TWO), "cmpl-abc-1", True, [1], id="a whole id"),
+        pytest.param((ONE,), "", False, [], id="no id"),
+        pytest.param((READY, ONE, TWO), EVERY_REQUEST, False, [0, 1, 2], id="every request"),
+        pytest.param(MET, "d1", False, [1, 3, 4], id="its peer's events while it lives"),
+        pytest.param((prepared("d1"), READING, LOST), "d1", False, [0, 1, 2], id="it reads"),
+        pytest.param((prepared("d1"), READ, LOST), "d1", False, [0, 1, 2], id="a read failed"),
+        pytest.param(
+            (prepared("d1"), READ_LOADED, LOST), "d1", False, [0, 1, 2], id="a read ended"
+        ),
+        pytest.param(PAIR, "d-", False, [0, 1, 2, 3], id="one of two lives"),
+        pytest.param(PAIR, "d-2", False, [1, 2], id="the other one has ended"),
+        pytest.param((GRANTED, RELEASED, LOST), "p1", False, [0, 1], id="an offer has ended"),
+    ],
+)
+def test_a_story_has_the_events_of_requests_and_of_their_peers_meanwhile(
+    events: tuple[Transition, ...],
+    request_id: str,
+    story: list[int],
+    exact: bool,  # noqa: FBT001 - a column of the table
+) -> None:
+    """Each event comes one second after the one before."""
+    found = log_of(*events).story(request_id, exact=exact)
+    assert found == [(100.0 + place, events[place]) for place in story]
 
 
 def test_only_the_last_events_are_kept() -> None:
@@ -68,6 +97,7 @@ def test_only_the_last_events_are_kept() -> None:
     assert log.since == 106.0
     assert log.story("d5", exact=True) == []
     assert len(log.story("d6", exact=True)) == 1
+    assert len(log.story(EVERY_REQUEST, limit=2)) == 2
     assert [event.request for _, event in log.story("d", limit=2)] == ["d8", "d9"]
 
 
@@ -83,63 +113,6 @@ def test_a_cause_is_short_and_can_be_printed() -> None:
 def test_without_events_there_is_no_story() -> None:
     log = EventLog()
     assert (len(log), log.since, log.story("d1"), log.story_lines("d1", 9)) == (0, None, [], [])
-
-
-def test_requests_are_found_by_a_part_of_their_id() -> None:
-    """The client's id is a part of vLLM's."""
-    log = log_of(READY, prepared("cmpl-abc-0"), prepared("cmpl-abc-1"), prepared("cmpl-xyz-0"))
-    assert transitions_of(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
-    assert log.story("abc", exact=True) == log.story("") == []
-    assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
-
-
-def test_every_request_means_the_last_events_of_all_subjects() -> None:
-    transitions = [READY, prepared("d1"), prepared("d2")]
-    log = log_of(*transitions)
-    assert transitions_of(log.story(EVERY_REQUEST)) == transitions
-    assert transitions_of(log.story(EVERY_REQUEST, limit=2)) == transitions[1:]
-
-
-def test_the_peers_events_are_told_while_the_request_lives() -> None:
-    name = "engine 'other' at tcp://10.0.0.2:5600"
-    other = Transition("peer", name, "", name, "", "CONNECTING", "")
-    own = [prepared("d1"), READY, moved("d1", "", "ASKING"), ended("d1")]
-    log = log_of(CONNECTING, own[0], other, *own[1:], LOST)
-    assert transitions_of(log.story("d1")) == own
-
-
-@pytest.mark.parametrize(
-    "last",
-    [moved("d1", "GRANTED", "READING"), moved("d1", "READING", "FAILED")],
-    ids=["reading", "one of its reads failed"],
-)
-def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
-    last: Transition,
-) -> None:
-    story = [prepared("d1"), last, LOST]
-    assert transitions_of(log_of(*story).story("d1")) == story
-
-
-def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
-    end = ended("d-2", "FAILED", before="ASKED")
-    log = log_of(prepared("d-1"), prepared("d-2"), end, LOST)
-    assert transitions_of(log.story("d-"))[-1] == LOST
-    assert transitions_of(log.story("d-2"))[-1] == end
-
-
-def test_an_offer_is_over_with_its_last_event() -> None:
-    asked = Transition("offer", "n", "p1", ENGINE, "OFFERED", "GRANTED", "Ask")
-    over = Transition("offer", "n", "p1", ENGINE, "GRANTED", OVER, "Release: read", is_last=True)
-    assert transitions_of(log_of(asked, over, LOST).story("p1")) == [asked, over]
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_the_end_of_a_story_does_not_depend_on_names_of_states(*, is_last: bool) -> None:
-    """The read's own end is not the load's, even if it has the name of one."""
-    read = moved("d1", "STARTED", "LOADED")._replace(is_last=True)
-    load = ended("d1", "B", before="A")._replace(is_last=is_last)
-    story = [prepared("d1"), load, read, LOST]
-    assert transitions_of(log_of(*story).story("d1")) == (story[:-1] if is_last else story)
 
 
 @pytest.mark.parametrize("limit", [3, 10, 11, 12])
@@ -196,14 +169,6 @@ def test_long_ids_are_cut_and_still_found() -> None:
 
 
 # --- the loads that failed
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def failed(request: str, reason: str, peer: str = ENGINE) -> Transition:

@@ -1,38 +1,21 @@
 """One turn of the transfer thread: the order of its work, and how long it waits."""
 
-import logging
-from collections.abc import Sequence
-from typing import ClassVar
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import msgspec
 import numpy as np
 import pytest
 
-from harness.local.engine import part_of
 from harness.local.machines import by_name
 from harness.local.memory import MemoryTransport
 from harness.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine import loop
-from nixl_kv.engine.loop import (
-    MAX_DECODING,
-    RECEIVING_S,
-    SERVING_PAUSE_S,
-    STOPPED,
-)
+from nixl_kv.engine.loop import MAX_DECODING, RECEIVING_S, SERVING_PAUSE_S, STOPPED
 from nixl_kv.errors import REQUEST_LINES, TransportError
 from nixl_kv.feature import Feature
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import (
-    ANY_INCARNATION,
-    Endpoint,
-    EngineId,
-    Incarnation,
-    Rank,
-    RequestId,
-    new_claim,
-)
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Rank, RequestId, new_claim
 from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import (
     CancelLoad,
@@ -46,8 +29,6 @@ from nixl_kv.protocol.events import (
     RevokeOffer,
     SetEngine,
     StartLoad,
-    WorkAction,
-    WorkEvent,
 )
 from nixl_kv.protocol.messages import (
     Answer,
@@ -64,13 +45,7 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.turnover import TIDY_S, TRY_AGAIN_S
-from nixl_kv.transport.base import (
-    LINGER_S,
-    LINK_KEPT_S,
-    LONGEST_PAUSE_S,
-    FromEndpoint,
-    Received,
-)
+from nixl_kv.transport.base import LINGER_S, LINK_KEPT_S, LONGEST_PAUSE_S, FromEndpoint, Received
 from support.records import HOME, ask, description, hex32, reader
 from support.stepped import Background, MakeWorld, Stepped, World
 
@@ -201,16 +176,9 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
     reason = "reading prefill rank 0 failed: block table has 1 entries; needed: 3"
     assert first == f"request d1: KV not loaded: {reason} (broken; {engine})"
-    told = [line.split(" s  ", 1)[1] for line in lines]
-    assert told[0] == f"d1 {engine}: CONNECTING (PrepareLoad: offer 00000000)"
-    assert told[2] == f"{engine}: CONNECTING -> HANDSHAKING (PeerFits: 1 of 1 ranks)"
-    rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
-    assert told[-3:] == [
-        f"d1 {engine}: READY -> FAILING (Failure: broken)",
-        f"d1 {rank}: READING -> FAILED (ReadFailed)",
-        f"d1 {engine}: FAILING -> FAILED (Settled: {reason} (broken))",
-    ]
-    assert len(told) == 13
+    assert lines[0].endswith(f" s  d1 {engine}: CONNECTING (PrepareLoad: offer 00000000)")
+    assert lines[-1].endswith(f"d1 {engine}: FAILING -> FAILED (Settled: {reason} (broken))")
+    assert len(lines) == 13
 
 
 def test_an_unwanted_load_logs_no_warning(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,35 +198,15 @@ def test_only_so_many_failures_are_logged_in_a_second(
         world.decode.start_load(number, OTHER_TABLE, 11)
         world.decode.turn()
     assert sum("KV not loaded" in message for message in caplog.messages) == REQUEST_LINES
-    caplog.clear()
-    world.clock.now += 1.0
-    world.decode.start_load(99, OTHER_TABLE, 11)
-    world.decode.turn()
-    assert "request d99: KV not loaded" in caplog.messages[0]
-    assert caplog.messages[1] == "  and 2 more like it since the last such line"
 
 
-def test_long_ids_cost_short_lines_and_a_short_status(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    names = [RequestId("x\n" * 30_000 + f"-{number:08x}") for number in range(3)]
-    ticket = world.prefill.offer(1, TABLE, 11)
-    world.decode.submit(PrepareLoad(names[0], ticket, new_claim()))
-    world.decode.turn()
-    stranger = Stranger(world, world.decode)
-    stranger.send(encode(StatusRequest(incarnation=ANY_INCARNATION, request="x" * 500)))
-    assert len(stranger.answer()) < 5000
-    for name in names:  # the first has too few blocks, the others were never prepared
-        world.decode.submit(StartLoad(name, 0, 11, (Table.of([2]),)))
-        world.run()
-    world.decode.submit(CancelLoad(names[0]))
+def test_long_ids_cost_short_lines(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    name = RequestId("x\n" * 30_000)
+    world.decode.submit(PrepareLoad(name, world.prefill.offer(1, TABLE, 11), new_claim()))
+    world.decode.submit(StartLoad(name, 0, 11, (Table.of([2]),)))  # too few blocks
     world.run()
-    assert len(world.decode.ends()) == len(names)
-    assert sum("KV not loaded" in message for message in caplog.messages) == len(names)
-    assert sum(": CONNECTING" in message for message in caplog.messages) >= 2, (
-        "the story of the first"
-    )
+    assert world.decode.failed_load().kind is FailureKind.BROKEN
+    assert len(caplog.messages) > 5, "the story of the load"
     assert max(map(len, caplog.messages)) < 600
     assert all(message.isprintable() for message in caplog.messages)
 
@@ -595,43 +543,28 @@ def test_a_rank_has_not_stopped_before_the_end_of_each_agent_is_proven(world: Wo
     assert world.decode.failed_load() == STOPPED
 
 
-class StubWorker:
+def busy_worker(wait_s: float) -> MagicMock:
     """The worker of a feature, with one piece of work that never ends."""
-
-    name: ClassVar[str] = "stubs"
-    actions: ClassVar[frozenset[type]] = frozenset()
-
-    def __init__(self, wait_s: float) -> None:
-        self.wait_s: float | None = wait_s
-
-    def __len__(self) -> int:
-        return 1
-
-    def add(self, action: WorkAction) -> WorkEvent | None:
-        raise NotImplementedError(action)
-
-    def poll(self) -> Sequence[WorkEvent]:
-        return ()
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    worker = MagicMock(actions=frozenset(), wait_s=wait_s)
+    worker.name = "busy"
+    worker.__len__.return_value = 1
+    worker.poll.return_value = ()
+    return worker
 
 
 def test_a_part_that_is_closed_stays_closed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error keeps nothing else from being closed, and is raised."""
-    world = make_world(features=(lambda _: Feature(worker=StubWorker(1.0)),))
+    worker = busy_worker(1.0)
+    world = make_world(features=(lambda _: Feature(worker=worker),))
     parts = world.decode.parts
     closed = Mock(wraps=parts.control.close)
     monkeypatch.setattr(parts.control, "close", closed)
-    with monkeypatch.context() as buggy:
-        buggy.setattr(part_of(parts, StubWorker), "close", Mock(side_effect=KeyError("a bug")))
-        with pytest.raises(KeyError, match="a bug"):
-            world.decode.engine.stop()
+    worker.close.side_effect = KeyError("a bug")
+    with pytest.raises(KeyError, match="a bug"):
+        world.decode.engine.stop()
+    worker.close.side_effect = None
     assert not parts.agents.polled
     world.decode.engine.stop()
     closed.assert_called_once()
@@ -665,7 +598,7 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
 def test_the_work_of_a_feature_is_stepped_as_often_as_it_needs(
     make_world: MakeWorld, pause_s: float
 ) -> None:
-    world = make_world(features=(lambda _: Feature(worker=StubWorker(pause_s)),))
+    world = make_world(features=(lambda _: Feature(worker=busy_worker(pause_s)),))
     assert world.prefill.turn() == pause_s
 
 

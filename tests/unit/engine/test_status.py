@@ -3,17 +3,15 @@
 import os
 import resource
 
-import msgspec
 import pytest
 
 from harness.local.engine import HAS_STAGED, HAS_VERIFY
 from nixl_kv.engine.event_log import RECENT_S
 from nixl_kv.engine.status import LOST_LISTENER, MAX_SETTINGS, build_status, process_facts
 from nixl_kv.errors import MAX_ID
-from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, short
-from nixl_kv.protocol.events import CancelLoad
+from nixl_kv.ids import ANY_INCARNATION, Rank, RequestId, new_claim, short
+from nixl_kv.protocol.events import PrepareLoad
 from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest, decode_to_tool, encode
-from nixl_kv.transport.ucx.detect import HostFacts
 from support.records import prepare_offer
 from support.stepped import MakeWorld, Stepped, World
 
@@ -141,29 +139,18 @@ def test_the_failures_of_a_peer_are_listed(world: World) -> None:
     assert peer["detail"] == f"{endpoint}: cannot connect"
     assert peer["paused_for_s"] == 0.0
     (failure,) = answer.lists["failures"]
-    assert (failure["peer"], failure["reason"]) == (
-        f"engine 'prefill' at {endpoint}",
-        "unreachable",
-    )
     assert (failure["num_loads"], failure["requests"]) == (2, ["d2", "d1"])
-    assert f"{endpoint}: cannot connect" in failure["detail"]
-
-
-def test_a_load_that_was_cancelled_is_not_a_failure(world: World) -> None:
-    granted(world)
-    world.decode.submit(CancelLoad(RequestId("d1")))
-    world.run()
-    assert status(world.decode, "d1").lists["story"][-1]["after"] == "FAILED"
-    assert status(world.decode).lists["failures"] == []
 
 
 def test_long_ids_of_requests_are_cut(world: World) -> None:
     name = RequestId("x" * 60_000)
     world.prefill.submit(prepare_offer(request=name))
-    world.prefill.turn()
-    answer = status(world.prefill)
-    assert len(answer.lists["offers"][0]["request"]) == MAX_ID
-    assert len(encode(answer)) < 5000
+    world.decode.submit(PrepareLoad(name, world.prefill.offer(2, TABLE, 11), new_claim()))
+    world.run()
+    for rank, kind in ((world.prefill, "offers"), (world.decode, "loads")):
+        answer = status(rank)
+        assert len(answer.lists[kind][0]["request"]) == MAX_ID
+        assert len(encode(answer)) < 5000
 
 
 def test_a_rank_says_the_usage_of_its_own_process(
@@ -186,21 +173,3 @@ def test_a_rank_says_the_usage_of_its_own_process(
     assert serving is not None
     monkeypatch.setattr(type(serving), "has_lost_listener", True)
     assert status(world.prefill).facts["unreadable"] == LOST_LISTENER
-
-
-def test_a_peer_is_shown_with_the_link_that_ucx_should_use(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    granted(world)
-    (peer,) = status(world.decode).lists["peers"]
-    assert (peer["link"], peer["why_slow"]) == ("", ""), "its metadata has no facts"
-    facts = HostFacts.find({"TLS": "tcp"})
-    (known,) = world.decode.parts.decode.peers.known.values()
-    assert known.description is not None
-    (rank,) = known.description.ranks
-    agent = msgspec.structs.replace(rank, agent=rank.agent + facts.suffix())
-    known.description = msgspec.structs.replace(known.description, ranks=(agent,))
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    (peer,) = status(world.decode).lists["peers"]
-    assert peer["link"] == "TCP"
-    assert peer["why_slow"] == "they share a host, but UCX_TLS=tcp excludes shared memory"

@@ -206,16 +206,6 @@ def test_a_peer_that_is_dropped_is_not_joined(reading: Reading, steps: int) -> N
     assert not reading.agents.is_busy
 
 
-def test_an_agent_that_another_peer_has_too_is_not_left(reading: Reading) -> None:
-    """An engine that is known under two addresses."""
-    reading.agents.execute(StartHandshake(OTHER, reading.description))
-    reading.settle()
-    for peer, num_left in ((OTHER, 0), (PEER, 2)):
-        reading.agents.execute(DropPeer(peer))
-        reading.poll()
-        assert reading.agents.current.ranks.num_left == num_left
-
-
 def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
     name = reading.prefill[1].transport.name
     reading.fabric.lost_peers.add(name)
@@ -395,15 +385,6 @@ def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: R
     assert reading.until(ReadFailed) == [ReadFailed(D1, R0, STOPPED)]
 
 
-def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
-    reading.agents.execute(StartHandshake(OTHER, reading.description))
-    reading.agents.poll()
-    assert len(reading.background) > 0
-    reading.agents.close()
-    reading.background.work()
-    assert reading.num_transports == 0
-
-
 def forget_some(reading: Reading, count: int) -> None:
     """Meet other engines, and forget them."""
     for number in range(count):
@@ -478,23 +459,6 @@ def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading
 
 
 # --- a read that does not end
-
-
-def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Reading) -> None:
-    reading.abandon_stuck()
-    for _ in range(3):
-        assert reading.agents.poll() == []  # another agent is being made
-        assert len(reading.background) == 1
-    assert reading.poll() == []  # it is used from now on; the first one is being destroyed
-    assert reading.num_transports == 2
-    assert reading.agents.is_read(D1)
-    assert reading.agents.is_busy
-    assert reading.agents.poll() == []
-    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
-    assert reading.num_transports == 1
-    assert not reading.agents.is_read(D1)
-    assert not reading.agents.is_busy
-    assert by_name(reading.counts) == {"replaced_agents stuck_read": 1}
 
 
 def test_an_agent_that_cannot_be_made_or_destroyed_is_tried_again_later(

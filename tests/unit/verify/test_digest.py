@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
@@ -60,13 +59,6 @@ def formula(secret: str, position: int, content: bytes) -> int:
         word = int.from_bytes(content[index : index + 4].ljust(4, b"\0"), "little")
         total += number_of(secret, 2 + index // 4) * word
     return mix(total & MASK)
-
-
-def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
-    offset, step, multipliers = digest.numbers_of(secret, content.shape[-1])
-    offsets = positions * step + offset
-    found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
-    return found
 
 
 def tokens_of(kv: KVSlice, end: int) -> list[int]:
@@ -218,26 +210,10 @@ def test_the_digest_does_not_depend_on_the_size_of_a_step(
     assert steps == {1: num_blocks + 1, 1 << 30: 1}.get(step_bytes, steps)
 
 
-def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short prompt of many layers must not need a turn of the thread for each layer."""
-    slices = Pair(typical(tokens=range(8, 150))).first_read()
-    num_bytes = sum(len(kv.positions) * kv.num_heads * kv.part.content for kv in slices)
-    monkeypatch.setattr(digest, "STEP_BYTES", num_bytes // 3)
-    assert 2 <= num_steps(slices) <= 4 < len(slices)
-
-
 # --- part of the wire protocol
 
 
 KNOWN: Final = "00112233445566778899aabbccddeeff"
-KNOWN_NUMBERS: Final = [
-    15459699162837532995,
-    15403177402315845193,
-    10850441494164078593,
-    3317612666046739977,
-]
-KNOWN_TERMS: Final = [15629482282614546230, 13002214064190901368]
-KNOWN_MIXED: Final = [0, 6238072747940578789, 13029008266876403067]
 KNOWN_ROWS: Final = [
     3115666331459021287,
     16334773933194723791,
@@ -245,15 +221,6 @@ KNOWN_ROWS: Final = [
     11237888770489935927,
 ]
 KNOWN_COLUMNS: Final = [17773966784058714653, 18006609157387819542]
-
-
-def test_numbers_terms_and_mix_have_the_values_of_the_wire_protocol() -> None:
-    offset, step, multipliers = digest.numbers_of(KNOWN, 8)
-    assert [number % 2**64 for number in map(int, (offset, step, *multipliers))] == KNOWN_NUMBERS
-    content = np.arange(6, dtype=np.uint8)
-    both = terms(KNOWN, np.array([0, 7]), np.stack([content, content + 250]))
-    assert both.tolist() == KNOWN_TERMS
-    assert digest.mix(np.array([0, 1, -1])).view(np.uint64).tolist() == KNOWN_MIXED
 
 
 def test_the_digest_of_a_cache_has_the_values_of_the_wire_protocol() -> None:
@@ -264,12 +231,6 @@ def test_the_digest_of_a_cache_has_the_values_of_the_wire_protocol() -> None:
     sums = reference(pair.first_read(), KNOWN)
     assert sums.rows.tolist() == KNOWN_ROWS
     assert sums.columns.tolist() == KNOWN_COLUMNS
-
-
-def test_sums_of_the_largest_position_and_words_wrap_like_the_formula() -> None:
-    position, content = 2**31 - 1, bytes([255]) * 12
-    (term,) = terms(SECRET, np.array([position]), np.frombuffer(content, dtype=np.uint8)[None])
-    assert term == formula(SECRET, position, content)
 
 
 @pytest.mark.parametrize(

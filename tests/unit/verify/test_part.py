@@ -23,18 +23,10 @@ from nixl_kv.protocol.events import (
     StartRead,
     TellRead,
     Tick,
-    Transition,
 )
-from nixl_kv.protocol.load import (
-    ASK_AGAIN_S,
-    READ_TRANSITIONS,
-    ReadState,
-)
+from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import DigestRequest
-from nixl_kv.protocol.prefill import (
-    PrefillMachine,
-    PrefillPart,
-)
+from nixl_kv.protocol.prefill import PrefillMachine, PrefillPart
 from nixl_kv.verify.part import DigestPart, ProofPart
 from support import offers
 from support.offers import (
@@ -106,7 +98,6 @@ from support.records import (
 )
 from support.scripts import (
     AGAIN,
-    ASKING,
     DENIED,
     DROPPED,
     EARLY,
@@ -129,16 +120,12 @@ from support.scripts import (
     TWO_ASKED,
     UNREACHABLE,
     WHOLE,
-    RecordedLoad,
     Script,
     after,
     decode_machine,
     each_of,
-    expect_recorded,
     failed,
-    moves_of,
     play,
-    rows_of,
     told,
 )
 
@@ -603,16 +590,6 @@ def test_a_verified_load(script: Script) -> None:
     assert (machine._by_request.get(D1) is None) == is_reported
 
 
-def test_the_scripts_above_make_each_transition_of_a_read_that_is_verified() -> None:
-    recorded: list[Transition] = []
-    for script in (VERIFICATION | SEVERAL_VERIFIED | PARTS).values():
-        play(verifying_machine(recorded.append), script)
-    state = ReadState.VERIFYING.name
-    rows = {row for row in rows_of(READ_TRANSITIONS) if state in row}
-    assert len(rows) > 1
-    assert {move for move in moves_of(recorded) if state in move} == rows
-
-
 def test_a_load_says_that_it_waits_for_a_digest() -> None:
     assert verifying(VERIFYING).loads[-1].waits_for == "a digest"
 
@@ -623,34 +600,10 @@ def test_that_a_load_is_verified_is_said_in_heartbeats() -> None:
     play(machine, after(VERIFYING, (100.0 + HEARTBEAT_S, Tick(), said)))
 
 
-def test_a_comparison_of_an_unknown_read_is_ignored() -> None:
-    event = digest_compared()
-    of_another_rank = replace(event, rank=Rank(1))
-    script = [(event,), *PREPARED, (event,), *ASKING[1:], (of_another_rank,)]
-    play(verifying_machine(), script)
-
-
 def test_prefill_never_hears_what_the_scheduler_believes() -> None:
     heard = told((SEVERAL_VERIFIED | PARTS).values(), lambda: (new_part(),))
     assert heard >= {CLAIM, NONCE, READER.incarnation}
     assert HINT_KEY not in heard
-
-
-def test_each_transition_of_a_verified_load_is_recorded_once() -> None:
-    recorded: list[Transition] = []
-    machine = verifying_machine(recorded.append)
-    of = RecordedLoad()
-    steps = [
-        *of.until_it_reads(START_VERIFIED),
-        (read_done(num_bytes=4096), (*of.rank, "READING", "VERIFYING", "ReadDone", 4096)),
-        (answered(digest_reply()),),
-        (
-            digest_compared(),
-            (*of.rank, "VERIFYING", "DONE", "Compared", 0, "", True),
-            (*of.load, "READY", "LOADED", "Settled", 0, "", True),
-        ),
-    ]
-    expect_recorded(machine, recorded, steps)
 
 
 def test_a_digest_from_before_a_preemption_is_forgotten() -> None:

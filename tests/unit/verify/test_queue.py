@@ -359,17 +359,6 @@ def test_a_digest_is_made_while_one_of_its_readers_waits(
     assert [one.refusal for one in ended] == [None, None]
 
 
-# --- counts
-
-
-def test_finished_digests_are_counted(digests: DigestQueue, counts: Counts) -> None:
-    assert not counts
-    digest_of(digests, order())
-    digest_of(digests, order(slices=(BEHIND,)))
-    digests.add(order(end=END + 8))
-    assert counts.seconds == {("digest_seconds", ""): [1.0, 1.0]}
-
-
 # --- missing layers and blocks
 
 

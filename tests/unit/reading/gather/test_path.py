@@ -36,8 +36,8 @@ SLOT_BYTES = 16  # of the fence slot, which NIXL reads
 class Gathering(Reading):
     """Prefill's memory is mapped."""
 
-    def __init__(self, *, is_able: bool = True) -> None:
-        self.gather = MemoryGather(is_able=is_able)
+    def __init__(self) -> None:
+        self.gather = MemoryGather()
         super().__init__([self.gather.path])
 
     def read(self) -> list[DataEvent]:
@@ -62,14 +62,6 @@ def test_mapped_memory_is_read_without_nixl() -> None:
     expected = reading.prefill.cache.blocks([7, 3])
     assert np.array_equal(reading.cache.blocks([2, 9]), expected)
     assert reading.fabric.bytes_copied == SLOT_BYTES
-
-
-def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
-    reading = Gathering(is_able=False)
-    (event,) = reading.read()
-    assert isinstance(event, ReadDone)
-    assert event.path == "direct"
-    assert reading.fabric.bytes_copied == event.num_bytes + SLOT_BYTES
 
 
 def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
@@ -145,14 +137,6 @@ def test_a_read_that_starts_before_the_mapping_is_closed_uses_nixl() -> None:
     assert event.path == "direct"
 
 
-def test_a_dropped_peer_is_unmapped() -> None:
-    reading = Gathering()
-    reading.read()
-    assert len(reading.gather.mapped) == 1
-    reading.agent.ranks.drop(PEER)
-    assert reading.gather.mapped == []
-
-
 def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -> None:
     """Other reads of the peer may never pause, and each new mapping would come on top."""
     reading = Gathering()
@@ -184,115 +168,108 @@ def test_an_agent_ends_once_no_kernel_writes() -> None:
 
 # Which ranks map the memory of others
 
+REFUSED = TransportError("CUDA_ERROR_INVALID_VALUE")
+OF_HOST = "on this rank: its KV cache is in host memory, and only GPU memory is shared"
+UNSHARED = "cannot be shared in share_dir, so other containers do not map it: CUDA_ERROR"
+SHARED = {"export": "shared"}
+EXPORTED = {"export": "exported"}
 
-def built(
-    memory: Memory, path: str, role: str = "prefill and decode", **settings: Any
-) -> PathFeature:
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands in for CUDA's bindings, beside Triton's module."""
+    memory, gpu = Mock(), Mock()
+    memory.Exported.return_value.description = "exported"
+    memory.Shared.return_value.description = "shared"
+    gpu.allocate.return_value = (1 << 20, None)
+    monkeypatch.setitem(sys.modules, "nixl_kv.gpu", gpu)
+    monkeypatch.setattr(nixl_kv, "gpu", gpu, raising=False)
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", Mock())
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", memory)
+    return memory
+
+
+def built(where: Memory, path: str, role: str, share_dir: Path | None) -> PathFeature:
     setup = rank_setup(
-        Config(path=path, **settings),
-        layout=dataclasses.replace(Cache(Sizes()).layout(), memory=memory),
+        Config(path=path, share_dir=None if share_dir is None else str(share_dir)),
+        layout=dataclasses.replace(Cache(Sizes()).layout(), memory=where),
         is_prefill="prefill" in role,
         is_decode="decode" in role,
     )
     return gather.build(setup)
 
 
-@pytest.fixture
-def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for CUDA's bindings and Triton."""
-    kernel, memory, gpu = Mock(), Mock(), Mock()
-    memory.Exported.return_value.description = "exported"
-    gpu.allocate.return_value = (1 << 20, None)
-    monkeypatch.setitem(sys.modules, "nixl_kv.gpu", gpu)
-    monkeypatch.setattr(nixl_kv, "gpu", gpu, raising=False)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", kernel)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", memory)
-
-
-@pytest.mark.usefixtures("_gpus")
-@pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
-def test_the_setting_says_who_maps_and_who_exports(path: str) -> None:
-    feature = built("VRAM", path)
-    assert isinstance(feature.path, GatherPath) == (path in {"auto", "gather"})
-    assert dict(feature.description) == ({} if path == "direct" else {"export": "exported"})
-    assert feature.path is not None
-    feature.path.close()
-
-
-@pytest.mark.usefixtures("_gpus")
-def test_host_memory_is_not_mapped() -> None:
-    assert built("DRAM", "auto") == PathFeature()
-
-
-@pytest.mark.usefixtures("_gpus")
 @pytest.mark.parametrize(
-    ("memory", "path", "role", "why"),
+    ("where", "path", "role", "shares", "maps", "description", "told"),
     [
-        (
-            "DRAM",
-            "auto",
-            "prefill",
-            "its KV cache is in host memory, and only GPU memory is shared",
-        ),
-        ("DRAM", "auto", "decode", "its KV cache is in host memory, and only GPU memory is shared"),
-        ("VRAM", "direct", "prefill", "path is 'direct'"),
-        ("VRAM", "staged", "decode", "path is 'staged'"),
-        ("VRAM", "staged", "prefill", ""),
-        ("VRAM", "gather", "decode", ""),
+        ("VRAM", "auto", "prefill and decode", False, True, EXPORTED, ""),
+        ("VRAM", "gather", "prefill and decode", False, True, EXPORTED, ""),
+        ("VRAM", "direct", "prefill and decode", False, False, {}, ""),
+        ("VRAM", "staged", "prefill and decode", False, False, EXPORTED, ""),
+        ("VRAM", "auto", "prefill and decode", True, True, SHARED, ""),
+        ("VRAM", "staged", "prefill", True, False, SHARED, ""),
+        ("VRAM", "gather", "decode", True, True, {}, ""),
+        ("VRAM", "direct", "prefill", True, False, {}, "on this rank: path is 'direct'"),
+        ("VRAM", "staged", "decode", True, False, {}, "on this rank: path is 'staged'"),
+        ("DRAM", "auto", "prefill and decode", False, False, {}, ""),
+        ("DRAM", "auto", "prefill", True, False, {}, OF_HOST),
+        ("DRAM", "auto", "decode", True, False, {}, OF_HOST),
     ],
 )
-def test_a_rank_that_cannot_use_share_dir_says_so(
+def test_settings_say_which_ranks_map_and_export_and_if_share_dir_has_no_effect(
+    memory: Mock,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    memory: Memory,
+    *,
+    where: Memory,
     path: str,
     role: str,
-    why: str,
+    shares: bool,
+    maps: bool,
+    description: dict[str, str],
+    told: str,
 ) -> None:
-    feature = built(memory, path, role, share_dir=str(tmp_path))
-    expected = f"share_dir {str(tmp_path)!r} has no effect on this rank: {why}"
-    assert (expected if why else "") in caplog.text
-    assert caplog.text.count("has no effect") == bool(why)
+    feature = built(where, path, role, tmp_path if shares else None)
+    assert isinstance(feature.path, GatherPath) == maps
+    assert dict(feature.description) == description
+    assert (feature.worker is not None) == (description == SHARED)
+    assert memory.Shared.called == (description == SHARED)
+    assert len(caplog.messages) == bool(told)
+    assert told in caplog.text
     if feature.path is not None:
         feature.path.close()
 
 
+@pytest.mark.parametrize(
+    ("exported", "description", "told"),
+    [
+        (Mock(description="exported"), EXPORTED, UNSHARED),
+        (REFUSED, {}, "0.5 instead of 154 to 392 GB/s"),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_exported_if_it_can_be(
+    memory: Mock,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    exported: Any,
+    description: dict[str, str],
+    told: str,
+) -> None:
+    """Prefill's log has the reason and the cost."""
+    memory.Shared.side_effect, memory.Exported.side_effect = REFUSED, [Mock(), exported]
+    feature = built("VRAM", "auto", "prefill and decode", tmp_path)
+    assert (dict(feature.description), feature.worker) == (description, None)
+    assert told in caplog.text
+    assert feature.path is not None
+    feature.path.close()
+
+
+@pytest.mark.usefixtures("memory")
 def test_without_gpus_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.kernel", None)
-    feature = built("VRAM", "auto")
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", None)
+    feature = built("VRAM", "auto", "prefill and decode", None)
     assert not isinstance(feature.path, GatherPath)
     assert dict(feature.description) == {}
-
-
-@pytest.mark.usefixtures("_gpus")
-@pytest.mark.parametrize("can_share", [True, False])
-def test_memory_is_shared_if_it_can_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, can_share: bool
-) -> None:
-    """Else it is exported as without the setting, and prefill's log has the reason."""
-    memory: Any = sys.modules["nixl_kv.reading.gather.memory"]
-    memory.Shared.return_value.description = "shared"
-    if not can_share:
-        memory.Shared.side_effect = TransportError("CUDA_ERROR_INVALID_VALUE")
-    feature = built("VRAM", "auto", share_dir=str(tmp_path))
-    assert dict(feature.description) == {"export": "shared" if can_share else "exported"}
-    assert (feature.worker is not None) == can_share
-    assert ("cannot be shared in share_dir" in caplog.text) != can_share
-    assert feature.path is not None
-    feature.path.close()
-
-
-@pytest.mark.usefixtures("_gpus")
-def test_a_rank_that_cannot_export_its_memory_says_the_cost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    memory: Any = sys.modules["nixl_kv.reading.gather.memory"]
-    memory.Exported.side_effect = [Mock(), TransportError("CUDA_ERROR_INVALID_VALUE")]
-    feature = built("VRAM", "auto")
-    assert dict(feature.description) == {}
-    assert "0.5 instead of 154 to 392 GB/s" in caplog.text
-    assert feature.path is not None
-    feature.path.close()
 
 
 # Which ranks of this host are read without a kernel
@@ -345,7 +322,9 @@ def test_a_process_without_proc_reads_with_nixl(monkeypatch: pytest.MonkeyPatch)
     assert event.path == "direct"
 
 
-def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(tmp_path: Path) -> None:
+def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another host's directory has other sockets."""
     shared = replace(EXPORT, share=Share(socket="0123456789abcdef"))
     stream: Any = None
@@ -360,14 +339,6 @@ def test_only_a_rank_whose_socket_is_here_is_asked_for_a_token(tmp_path: Path) -
     assert wanted(None) == wanted(EXPORT) == wanted(shared) == [False, False]
     (tmp_path / "0123456789abcdef").touch()
     assert wanted(shared) == [False, True]
-
-
-def test_a_directory_that_cannot_be_entered_has_no_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The transfer thread asks, so an error would fail all loads."""
-    stream: Any = None
-    path = GatherPath(stream, Mock(), lambda _: None, str(tmp_path))
-    rank: Any = SimpleNamespace(export=replace(EXPORT, share=Share(socket="0123456789abcdef")))
+    # The transfer thread asks, so an error would fail all loads.
     monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert not path.wants_token(rank)
+    assert wanted(shared) == [False, False]

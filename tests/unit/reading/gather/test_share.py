@@ -97,6 +97,21 @@ class Owner:
     def invitation(self) -> Share:
         return Share(socket=self.server.socket_name, token=self.server.invite())
 
+    def pieces(self, invitation: Share | None = None, tokens: Tokens | None = None) -> SharedPieces:
+        """A reader of them, which a test closes."""
+        directory = str(self.path.parent)
+        return SharedPieces(directory, invitation or self.invitation(), tokens or Tokens())
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[socket.socket]:
+        """A connection whose token was good."""
+        with self.connect() as one:
+            self.turn()
+            one.send(self.server.invite())
+            self.turn()
+            assert len(one.recv(100)) == ADMITTED_BYTES
+            yield one
+
     def connect(self, timeout_s: float = LIMIT_S) -> socket.socket:
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one.settimeout(timeout_s)
@@ -136,12 +151,10 @@ def refusal(one: socket.socket) -> str:
     return packet[NUMBER.size :].decode()
 
 
-def test_a_reader_gets_all_descriptors_in_order_and_keeps_the_connection(
-    owner: Owner, tmp_path: Path
-) -> None:
+def test_a_reader_gets_all_descriptors_in_order_and_keeps_the_connection(owner: Owner) -> None:
     before = num_open_files()
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        pieces = owner.pieces()
         assert read_all(pieces) == list(range(COUNT))
     assert not has_ended(pieces)
     assert len(owner.server) == 1
@@ -152,20 +165,10 @@ def test_a_reader_gets_all_descriptors_in_order_and_keeps_the_connection(
     assert num_open_files() == before
 
 
-def test_few_descriptors_are_open_at_a_time(owner: Owner, tmp_path: Path) -> None:
-    with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
-        before = num_open_files()
-        for descriptor in pieces.descriptors(COUNT):
-            assert num_open_files() <= before + 2 * BATCH  # the owner's and the reader's
-            os.close(descriptor)
-        pieces.close()
-
-
-def test_a_reader_that_stops_early_closes_its_descriptors(owner: Owner, tmp_path: Path) -> None:
+def test_a_reader_that_stops_early_closes_its_descriptors(owner: Owner) -> None:
     before = num_open_files()
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        pieces = owner.pieces()
         with contextlib.closing(pieces.descriptors(COUNT)) as descriptors:
             os.close(next(descriptors))
     assert num_open_files() == before + 2
@@ -183,36 +186,25 @@ def test_a_wrong_token_is_refused(owner: Owner, token: bytes) -> None:
     assert len(owner.server) == 0
 
 
-def test_a_token_is_good_for_one_connection(owner: Owner, tmp_path: Path) -> None:
+def test_a_token_is_good_for_one_connection(owner: Owner) -> None:
     with owner.serving():
         invitation = owner.invitation()
-        first = SharedPieces(str(tmp_path), invitation, Tokens())
+        first = owner.pieces(invitation)
         with pytest.raises(
             TransportError, match="closed the connection: its token is unknown or used"
         ):
-            SharedPieces(str(tmp_path), invitation, Tokens())
+            owner.pieces(invitation)
         assert not has_ended(first)
         first.close()
 
 
-def test_a_reader_connects_again_with_the_token_that_followed(owner: Owner, tmp_path: Path) -> None:
-    """Another NIXL agent maps the memory too, with the same description."""
-    tokens = Tokens()
-    with owner.serving():
-        invitation = owner.invitation()
-        for _ in range(3):
-            pieces = SharedPieces(str(tmp_path), invitation, tokens)
-            assert read_all(pieces) == list(range(COUNT))
-            pieces.close()
-
-
-def test_threads_that_map_the_same_memory_take_turns(owner: Owner, tmp_path: Path) -> None:
+def test_threads_that_map_the_same_memory_take_turns(owner: Owner) -> None:
     tokens, mapped, errors = Tokens(), list[SharedPieces](), list[Exception]()
     invitation = owner.invitation()
 
     def connect() -> None:
         try:
-            mapped.append(SharedPieces(str(tmp_path), invitation, tokens))
+            mapped.append(owner.pieces(invitation, tokens))
         except TransportError as error:
             errors.append(error)
 
@@ -265,9 +257,9 @@ def test_old_tokens_become_invalid(owner: Owner) -> None:
             assert (len(one.recv(100)) == ADMITTED_BYTES) == is_good
 
 
-def test_a_new_incarnation_ends_connections_and_tokens(owner: Owner, tmp_path: Path) -> None:
+def test_a_new_incarnation_ends_connections_and_tokens(owner: Owner) -> None:
     with owner.serving():
-        held = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        held = owner.pieces()
         read_all(held)
         unused = owner.invitation()
     owner.server.begin_life()
@@ -275,15 +267,15 @@ def test_a_new_incarnation_ends_connections_and_tokens(owner: Owner, tmp_path: P
     held.close()
     with owner.serving():
         with pytest.raises(TransportError, match="its token is unknown or used"):
-            SharedPieces(str(tmp_path), unused, Tokens())
-        again = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+            owner.pieces(unused)
+        again = owner.pieces()
         assert read_all(again) == list(range(COUNT))
         again.close()
 
 
 def test_the_end_of_the_server_ends_connections_and_its_file(owner: Owner, tmp_path: Path) -> None:
     with owner.serving():
-        held = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        held = owner.pieces()
         read_all(held)
     owner.server.close()
     owner.server.close()
@@ -313,12 +305,7 @@ def test_silent_connections_end_in_time(owner: Owner) -> None:
 
 
 def test_a_reader_fetches_within_a_time_and_holds_without_one(owner: Owner) -> None:
-    with owner.connect() as slow, owner.connect() as done:
-        owner.turn()
-        for one in (slow, done):
-            one.send(owner.server.invite())
-            owner.turn()
-            assert len(one.recv(100)) == ADMITTED_BYTES
+    with owner.admitted() as slow, owner.admitted() as done:
         for number in range(0, COUNT, BATCH):
             done.send(NUMBER.pack(number))
             owner.turn()
@@ -361,18 +348,6 @@ def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
         assert [len(one.recv(100)) for one in readers] == [ADMITTED_BYTES] * MAX_TOGETHER
 
 
-def test_a_flood_of_connections_wakes_the_thread_once_in_a_pause(owner: Owner) -> None:
-    with owner.connect():
-        assert owner.is_woken()
-        owner.server.poll()
-        with owner.connect():
-            assert not owner.is_woken()
-            assert owner.server.wait_s == pytest.approx(ACCEPTING_S)
-            owner.clock.now += ACCEPTING_S
-            owner.server.poll()
-            assert len(owner.server) == 2
-
-
 def test_without_descriptors_the_thread_waits_before_it_accepts_again(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -409,10 +384,7 @@ def no_descriptors_left() -> Iterator[None]:
 def test_connections_are_limited(owner: Owner) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
-            one = stack.enter_context(owner.connect())
-            owner.turn()
-            one.send(owner.server.invite())
-            owner.turn()
+            stack.enter_context(owner.admitted())
         one = stack.enter_context(owner.connect())
         owner.turn()
         assert refusal(one) == f"allowed: {MAX_CONNECTIONS} ranks that map this rank's memory"
@@ -423,22 +395,14 @@ def test_connections_are_limited(owner: Owner) -> None:
     "packet", [b"x", NUMBER.pack(COUNT), NUMBER.pack((1 << 32) - 1), bytes(share.PACKET_BYTES)]
 )
 def test_a_message_other_than_a_piece_ends_a_connection(owner: Owner, packet: bytes) -> None:
-    with owner.connect() as one:
-        owner.turn()
-        one.send(owner.server.invite())
-        owner.turn()
-        one.recv(100)
+    with owner.admitted() as one:
         one.send(packet)
         owner.turn()
         assert "allowed: " in refusal(one)
 
 
 def test_a_holder_that_asks_for_more_is_cut_off(owner: Owner) -> None:
-    with owner.connect() as one:
-        owner.turn()
-        one.send(owner.server.invite())
-        owner.turn()
-        one.recv(100)
+    with owner.admitted() as one:
         for _ in range(2):
             one.send(NUMBER.pack(COUNT - 1))
             owner.turn()
@@ -448,10 +412,7 @@ def test_a_holder_that_asks_for_more_is_cut_off(owner: Owner) -> None:
 
 
 def test_a_reader_that_never_takes_its_answers_blocks_no_other(owner: Owner) -> None:
-    with owner.connect() as one:
-        owner.turn()
-        one.send(owner.server.invite())
-        owner.turn()
+    with owner.admitted() as one:
         one.settimeout(0)
         with contextlib.suppress(OSError):
             for _ in range(10_000):
@@ -472,7 +433,7 @@ def test_a_piece_that_cannot_be_exported_is_a_reason(tmp_path: Path, error: Exce
     owner = Owner(tmp_path, fail)
     before = num_open_files()
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        pieces = owner.pieces()
         with pytest.raises(
             TransportError, match=r"pieces 0 to 31 cannot be handed out: .*(CUDA_|Too many)"
         ):
@@ -482,11 +443,9 @@ def test_a_piece_that_cannot_be_exported_is_a_reason(tmp_path: Path, error: Exce
     owner.server.close()
 
 
-def test_a_reader_asks_for_no_more_pieces_than_a_description_may_have(
-    owner: Owner, tmp_path: Path
-) -> None:
+def test_a_reader_asks_for_no_more_pieces_than_a_description_may_have(owner: Owner) -> None:
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        pieces = owner.pieces()
         with pytest.raises(TransportError, match=f"allowed: {MAX_ALLOCATIONS}"):
             next(pieces.descriptors(MAX_ALLOCATIONS + 1))
         pieces.close()
@@ -529,16 +488,6 @@ def test_a_reader_hears_at_once_that_the_owner_was_killed(tmp_path: Path) -> Non
         process.kill()
         assert has_ended(pieces, LIMIT_S)
         pieces.close()
-
-
-def test_an_owner_that_hangs_costs_a_reader_a_limited_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(share, "PROVING_S", 0.2)
-    with another_owner(tmp_path) as (process, invitation):
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(TransportError, match="timed out"):
-            SharedPieces(str(tmp_path), invitation, Tokens())
 
 
 class Time:
@@ -643,18 +592,18 @@ def test_an_owner_saves_up_no_time(tmp_path: Path, passing: Time) -> None:
 
 
 def test_a_reader_that_gave_up_may_try_again_with_its_token(
-    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner was stopped, and then finds the token of a connection that has ended."""
     invitation, tokens = owner.invitation(), Tokens()
     with monkeypatch.context() as impatient:
         impatient.setattr(share, "PROVING_S", 0.2)
         with pytest.raises(SharingError, match="proving a token to its owner: timed out"):
-            SharedPieces(str(tmp_path), invitation, tokens)
+            owner.pieces(invitation, tokens)
     owner.turn()
     assert len(owner.server) == 0
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), invitation, tokens)
+        pieces = owner.pieces(invitation, tokens)
         assert read_all(pieces) == list(range(COUNT))
         pieces.close()
 
@@ -674,23 +623,21 @@ def after_it_asks(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> None
 
 
 @pytest.mark.parametrize("when", [before_it_asks, after_it_asks])
-def test_a_full_owner_says_so(
-    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any
-) -> None:
+def test_a_full_owner_says_so(owner: Owner, monkeypatch: pytest.MonkeyPatch, when: Any) -> None:
     """Also if it ends a connection without reading the token."""
     monkeypatch.setattr(share, "MAX_CONNECTIONS", 0)
     when(monkeypatch, owner.turn)
     with pytest.raises(SharingError, match="owner closed the connection: allowed: 0 ranks that"):
-        SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        owner.pieces()
 
 
 @pytest.mark.parametrize("when", [before_it_asks, after_it_asks])
 def test_an_owner_that_ends_has_refused_nothing(
-    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, when: Any
 ) -> None:
     when(monkeypatch, owner.server.close)
     with pytest.raises(SharingError, match="owner closed the connection: it has ended, or takes"):
-        SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        owner.pieces()
 
 
 def test_a_lack_of_descriptors_is_named_with_the_limit(
@@ -744,10 +691,10 @@ def test_an_answer_that_is_not_right_is_described(
     assert num_open_files() == before
 
 
-def test_an_owner_that_hangs_later_costs_no_more(owner: Owner, tmp_path: Path) -> None:
+def test_an_owner_that_hangs_later_costs_no_more(owner: Owner) -> None:
     """A decode engine plans one rank at a time, so other peers would wait as long."""
     with owner.serving():
-        pieces = SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+        pieces = owner.pieces()
     begun = time.monotonic()
     with pytest.raises(TransportError, match="fetching piece 0 from its owner: timed out"):
         read_all(pieces)
@@ -768,7 +715,7 @@ def test_the_next_owner_removes_the_sockets_of_killed_ones(tmp_path: Path, owner
     left = {owner.server.socket_name, second.server.socket_name, "notes", "1" * 16}
     assert {path.name for path in tmp_path.iterdir()} == left
     with pytest.raises(TransportError, match="No such file"):
-        SharedPieces(str(tmp_path), invitation, Tokens())
+        owner.pieces(invitation)
     second.server.close()
 
 
@@ -801,7 +748,7 @@ def test_a_socket_with_a_full_queue_is_alive(tmp_path: Path, owner: Owner) -> No
                 one.connect(str(owner.path))
         remove_stale(tmp_path)
         with pytest.raises(SharingError, match="too many connections wait for it"):
-            SharedPieces(str(tmp_path), owner.invitation(), Tokens())
+            owner.pieces()
     assert owner.path.exists()
 
 

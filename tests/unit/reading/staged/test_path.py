@@ -3,6 +3,7 @@
 A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two blocks fit into any.
 """
 
+from collections import deque
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -292,42 +293,46 @@ def test_a_reader_that_asks_for_absent_chunks_gets_nothing(
 # Which reads are staged
 
 MANY = 100_000
+MEMORIES: tuple[Memory, ...] = "VRAM", "DRAM"
 
 
-def is_staged(
-    memory: Memory, num_runs: int, run: int, *, is_forced: bool = False, is_tcp: bool = False
-) -> bool:
-    staging: Any = SimpleNamespace(ring=SimpleNamespace(num_slots=4))
+def path_with(num_slots: int, memory: Memory = "DRAM", *, is_forced: bool = False) -> StagedPath:
+    staging: Any = SimpleNamespace(ring=SimpleNamespace(num_slots=num_slots))
     layout: Any = SimpleNamespace(memory=memory)
-    source = SimpleNamespace(is_tcp=is_tcp)
+    return StagedPath(layout, staging, is_forced=is_forced)
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_runs", "run", "expected"),
+    [
+        *[(memory, MANY, LONG_RUN[memory] - 1, True) for memory in MEMORIES],
+        *[(memory, MANY, LONG_RUN[memory], False) for memory in MEMORIES],
+        *[(memory, FEW_RUNS[memory] + 1, 1, True) for memory in MEMORIES],
+        *[(memory, FEW_RUNS[memory], 1, False) for memory in MEMORIES],
+        ("TCP", 100, LONG_TCP_RUN - 1, True),  # a run takes 0.45 ms there instead of 1.5 us
+        ("DRAM", 100, LONG_TCP_RUN - 1, False),
+        ("TCP", 100, LONG_TCP_RUN, False),
+        ("forced", 1, 1 << 30, True),
+    ],
+)
+def test_many_short_runs_are_staged(
+    monkeypatch: pytest.MonkeyPatch, memory: Any, num_runs: int, run: int, *, expected: bool
+) -> None:
+    monkeypatch.setattr(staged_path_module, "StagedOp", lambda *_: "staged")
+    source = SimpleNamespace(is_tcp=memory == "TCP")
     read: Any = SimpleNamespace(num_runs=num_runs, num_bytes=num_runs * run, source=source)
     rank: Any = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged_path_module, "StagedOp", lambda *_: "staged")
-        return StagedPath(layout, staging, is_forced=is_forced).start(rank, read) is not None
+    path = path_with(4, "VRAM" if memory == "VRAM" else "DRAM", is_forced=memory == "forced")
+    assert (path.start(rank, read) is not None) is expected
 
 
-@pytest.mark.parametrize("memory", ["VRAM", "DRAM"])
-def test_many_short_runs_are_staged(memory: Memory) -> None:
-    run, few = LONG_RUN[memory], FEW_RUNS[memory]
-    assert is_staged(memory, MANY, run - 1)
-    assert not is_staged(memory, MANY, run)
-    assert is_staged(memory, few + 1, 1)
-    assert not is_staged(memory, few, 1)
-    assert is_staged(memory, 1, 1 << 30, is_forced=True)
-
-
-def test_over_tcp_also_few_runs_and_longer_ones_are_staged() -> None:
-    """A run of a host cache takes 0.45 ms there instead of 1.5 us."""
-    staged = [
-        is_staged("DRAM", 100, run, is_tcp=is_tcp)
-        for run, is_tcp in (
-            (LONG_TCP_RUN - 1, False),
-            (LONG_TCP_RUN - 1, True),
-            (LONG_TCP_RUN, True),
-        )
-    ]
-    assert staged == [False, True, False]
+def test_two_reads_share_no_chunk_number() -> None:
+    """Prefill tells the chunks of a load's parts apart by them alone."""
+    path = path_with(2)
+    assert path.slots == deque((0, 1))
+    assert list(path.number_chunks(3)) == [0, 1, 2]
+    assert list(path.number_chunks(2)) == [3, 4]
+    assert path.number_chunks(messages.MAX_CHUNKS) == range(messages.MAX_CHUNKS)
 
 
 # Which ranks pack, and how they divide their staging memory

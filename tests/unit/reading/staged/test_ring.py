@@ -17,13 +17,9 @@ from nixl_kv.protocol.events import (
     Tick,
     WriteSlot,
 )
-from nixl_kv.protocol.load import (
-    ASK_AGAIN_S,
-)
+from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackRequest
-from nixl_kv.protocol.prefill import (
-    PrefillMachine,
-)
+from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.staged.ring import ChunkPart, PackedChunk, RingPart
 from support.offers import (
     ASK,

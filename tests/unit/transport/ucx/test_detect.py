@@ -12,94 +12,60 @@ RDMA = HostFacts("this-boot", "pid:[1]", has_rdma=True)
 OTHER_NAMESPACE = HostFacts("this-boot", "pid:[2]", has_rdma=False)
 ELSEWHERE = HostFacts("other-boot", "pid:[1]", has_rdma=False)
 RDMA_ELSEWHERE = HostFacts("other-boot", "pid:[1]", has_rdma=True)
-SILENT = None
+NOWHERE = HostFacts("", "", has_rdma=False)
+MEMORY, IPC, NO_NIC = Link("shared memory"), Link("GPU IPC"), Link("TCP")
+NO_PEER_NIC = Link("TCP", "the peer has no RDMA device that UCX may use, and the reader has one")
+NO_OWN_NIC = Link("TCP", "the reader has no RDMA device that UCX may use, and the peer has one")
+METADATA = b"nixlSerDes|...|"
+
+
+def apart(shared: Link) -> Link:
+    return Link("TCP", f"they share a host but not a PID namespace, which {shared.link} needs")
+
+
+def excluded(tls: str, shared: Link) -> Link:
+    return Link("TCP", f"they share a host, but UCX_TLS={tls} excludes {shared.link}")
 
 
 @pytest.mark.parametrize(
     ("own", "peer", "memory", "tls", "expected"),
     [
-        pytest.param(HERE, HERE, "DRAM", "all", False, id="one host"),
-        pytest.param(HERE, HERE, "VRAM", "all", False, id="GPUs of one host"),
-        pytest.param(HERE, OTHER_NAMESPACE, "DRAM", "all", True, id="two containers"),
-        pytest.param(HERE, OTHER_NAMESPACE, "VRAM", "all", True, id="GPUs of two containers"),
-        pytest.param(HERE, ELSEWHERE, "DRAM", "all", True, id="two hosts"),
-        pytest.param(RDMA, RDMA_ELSEWHERE, "VRAM", "all", False, id="RDMA on both"),
-        pytest.param(RDMA, ELSEWHERE, "VRAM", "all", True, id="RDMA on the reader only"),
-        pytest.param(HERE, RDMA_ELSEWHERE, "VRAM", "all", True, id="RDMA on the owner only"),
-        pytest.param(RDMA, SILENT, "VRAM", "all", False, id="a silent peer has our RDMA"),
-        pytest.param(HERE, SILENT, "DRAM", "all", True, id="a silent peer is another host"),
-        pytest.param(
-            HostFacts("", "", has_rdma=False),
-            HostFacts("", "", has_rdma=False),
-            "DRAM",
-            "all",
-            True,
-            id="hosts that cannot tell who they are",
-        ),
-        pytest.param(HERE, HERE, "DRAM", "tcp", True, id="TCP only"),
-        pytest.param(HERE, HERE, "DRAM", "tcp,cma", False, id="with CMA"),
-        pytest.param(HERE, HERE, "DRAM", "sm,tcp", False, id="with an alias of shared memory"),
-        pytest.param(HERE, HERE, "DRAM", "^cma", False, id="shared memory but CMA"),
-        pytest.param(HERE, HERE, "DRAM", "^sm", True, id="no shared memory"),
-        pytest.param(HERE, HERE, "DRAM", "^mm,cma,knem", True, id="no transport of shared memory"),
-        pytest.param(HERE, HERE, "VRAM", "sm,tcp,cuda_copy", True, id="no CUDA IPC"),
-        pytest.param(HERE, HERE, "VRAM", "^cuda_ipc", True, id="no CUDA IPC on NVIDIA"),
-        pytest.param(HERE, HERE, "VRAM", "^tcp", False, id="another excluded"),
-        pytest.param(HERE, HERE, "VRAM", "cuda", False, id="with an alias of CUDA IPC"),
-    ],
-)
-def test_the_rule(
-    own: HostFacts, peer: HostFacts | None, memory: Memory, tls: str, *, expected: bool
-) -> None:
-    metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
-    assert make_rule(own, {"TLS": tls}, memory)(metadata) is expected
-
-
-SHARED = "they share a host but not a PID namespace, which"
-EXCLUDED = "they share a host, but UCX_TLS=tcp excludes"
-
-
-@pytest.mark.parametrize(
-    ("own", "peer", "memory", "tls", "expected"),
-    [
-        (HERE, HERE, "DRAM", "all", Link("shared memory")),
-        (HERE, HERE, "VRAM", "all", Link("GPU IPC")),
-        (RDMA, RDMA, "DRAM", "rc,tcp", Link("RDMA")),
+        (HERE, HERE, "DRAM", "all", MEMORY),
+        (HERE, HERE, "VRAM", "all", IPC),
+        (HERE, OTHER_NAMESPACE, "DRAM", "all", apart(MEMORY)),
+        (HERE, OTHER_NAMESPACE, "VRAM", "all", apart(IPC)),
+        (HERE, ELSEWHERE, "DRAM", "all", NO_NIC),
         (RDMA, RDMA_ELSEWHERE, "VRAM", "all", Link("RDMA")),
-        (HERE, ELSEWHERE, "DRAM", "all", Link("TCP")),
-        (HERE, OTHER_NAMESPACE, "DRAM", "all", Link("TCP", f"{SHARED} shared memory needs")),
-        (HERE, OTHER_NAMESPACE, "VRAM", "all", Link("TCP", f"{SHARED} GPU IPC needs")),
-        (HERE, HERE, "DRAM", "tcp", Link("TCP", f"{EXCLUDED} shared memory")),
-        (HERE, HERE, "VRAM", "tcp", Link("TCP", f"{EXCLUDED} GPU IPC")),
-        (
-            RDMA,
-            ELSEWHERE,
-            "VRAM",
-            "all",
-            Link("TCP", "the peer has no RDMA device that UCX may use, and the reader has one"),
-        ),
-        (
-            HERE,
-            RDMA_ELSEWHERE,
-            "VRAM",
-            "all",
-            Link("TCP", "the reader has no RDMA device that UCX may use, and the peer has one"),
-        ),
-        (HERE, SILENT, "DRAM", "all", Link("")),
+        (RDMA, RDMA, "DRAM", "rc,tcp", Link("RDMA")),
+        (RDMA, ELSEWHERE, "VRAM", "all", NO_PEER_NIC),
+        (HERE, RDMA_ELSEWHERE, "VRAM", "all", NO_OWN_NIC),
+        (NOWHERE, NOWHERE, "DRAM", "all", NO_NIC),
+        (HERE, HERE, "DRAM", "tcp", excluded("tcp", MEMORY)),
+        (HERE, HERE, "DRAM", "tcp,cma", MEMORY),
+        (HERE, HERE, "DRAM", "sm,tcp", MEMORY),
+        (HERE, HERE, "DRAM", "^cma", MEMORY),
+        (HERE, HERE, "DRAM", "^sm", excluded("^sm", MEMORY)),
+        (HERE, HERE, "DRAM", "^mm,cma,knem", excluded("^mm,cma,knem", MEMORY)),
+        (HERE, HERE, "VRAM", "sm,tcp,cuda_copy", excluded("sm,tcp,cuda_copy", IPC)),
+        (HERE, HERE, "VRAM", "^cuda_ipc", excluded("^cuda_ipc", IPC)),  # NVIDIA's GPUs
+        (HERE, HERE, "VRAM", "^tcp", IPC),
+        (HERE, HERE, "VRAM", "cuda", IPC),
     ],
 )
-def test_a_link_has_a_name_and_a_reason_why_it_is_slow(
-    tmp_path: Path,
-    own: HostFacts,
-    peer: HostFacts | None,
-    memory: Memory,
-    tls: str,
-    expected: Link,
+def test_the_rule_names_a_link_and_why_it_is_slow(
+    tmp_path: Path, own: HostFacts, peer: HostFacts, memory: Memory, tls: str, expected: Link
 ) -> None:
-    metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
-    link = link_of(own, metadata, {"TLS": tls}, memory, tmp_path)
-    assert link == expected
-    assert peer is None or (link.link == "TCP") is make_rule(own, {"TLS": tls}, memory)(metadata)
+    metadata, settings = METADATA + peer.suffix(), {"TLS": tls}
+    assert link_of(own, metadata, settings, memory, tmp_path) == expected
+    assert make_rule(own, settings, memory)(metadata) is (expected.link == "TCP")
+
+
+@pytest.mark.parametrize(("own", "is_tcp"), [(RDMA, False), (HERE, True)])
+def test_a_silent_peer_is_another_host_with_the_readers_devices(
+    own: HostFacts, *, is_tcp: bool
+) -> None:
+    assert link_of(own, METADATA, {}, "VRAM") == Link("")
+    assert make_rule(own, {}, "VRAM")(METADATA) is is_tcp
 
 
 def test_devices_that_neither_can_use_are_named(tmp_path: Path) -> None:
@@ -138,7 +104,7 @@ def test_facts_of_a_machine_are_told_to_peers(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_any_of_it_has_a_place(tmp_path: Path) -> None:
-    assert HostFacts.find({}, tmp_path) == HostFacts("", "", has_rdma=False)
+    assert HostFacts.find({}, tmp_path) == NOWHERE
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,25 @@ def like_ucx(*, inheritable: bool = True, by_number: bool = True) -> Iterator[so
 
 
 @contextlib.contextmanager
-def unaccepted() -> Iterator[tuple[UcxPorts, socket.socket, socket.socket]]:
-    """The ports, UCX's socket, and an admitted stranger's connection that UCX has not accepted."""
+def guarded() -> Iterator[tuple[UcxPorts, socket.socket]]:
+    """The ports, and a socket that UCX has opened under their guard."""
     ports = UcxPorts()
     with contextlib.ExitStack() as stack:
         with ports.guard():
             ucx = stack.enter_context(like_ucx())
+        yield ports, ucx
+
+
+@contextlib.contextmanager
+def unaccepted() -> Iterator[tuple[UcxPorts, socket.socket, socket.socket]]:
+    """The ports, UCX's socket, and an admitted stranger's connection that UCX has not accepted."""
+    with guarded() as (ports, ucx):
         assert ports.admit([STRANGER])
         connection = connects(STRANGER, ucx.getsockname()[1])
         assert connection is not None
-        stack.enter_context(connection)
-        select.select([ucx], [], [], 5.0)
-        yield ports, ucx, connection
+        with connection:
+            select.select([ucx], [], [], 5.0)
+            yield ports, ucx, connection
 
 
 def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -> None:
@@ -102,11 +109,9 @@ def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
 @pytest.mark.usefixtures("only_one_address")
 def test_a_host_connects_while_it_is_admitted_and_not_before_or_afterwards() -> None:
     """Nor does a connection stay that it has made meanwhile; another host's does."""
-    ports = UcxPorts()
     with contextlib.ExitStack() as stack:
         keep = stack.enter_context
-        with ports.guard():
-            ucx = keep(like_ucx())
+        ports, ucx = keep(guarded())
         port = ucx.getsockname()[1]
 
         def accepted(source: str) -> tuple[socket.socket, socket.socket] | None:
@@ -137,15 +142,14 @@ def test_a_host_connects_while_it_is_admitted_and_not_before_or_afterwards() -> 
 @pytest.mark.usefixtures("only_one_address")
 def test_a_connection_is_cut_that_ucx_accepts_after_its_host_may_no_longer_connect() -> None:
     """The kernel has made it before, and it keeps the filter that admitted it."""
-    with contextlib.ExitStack() as stack:
-        ports, ucx, connection = stack.enter_context(unaccepted())
+    with unaccepted() as (ports, ucx, connection):
         assert ports.admit([])
         connection.settimeout(0.5)
         with pytest.raises(TimeoutError):  # it waits, beyond some looks
             connection.recv(1)
-        stack.enter_context(ucx.accept()[0])
-        connection.settimeout(30.0)
-        assert connection.recv(1) == b""
+        with ucx.accept()[0]:
+            connection.settimeout(30.0)
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.usefixtures("only_one_address")
@@ -159,10 +163,8 @@ def test_connections_that_are_never_accepted_are_reported(
 
 
 def test_sockets_that_come_later_admit_the_same_hosts_and_closed_ones_are_forgotten() -> None:
-    ports = UcxPorts()
     with contextlib.ExitStack() as stack:
-        with ports.guard():
-            first = stack.enter_context(like_ucx())
+        ports, first = stack.enter_context(guarded())
         filters: list[tuple[int, bytes]] = []
         stack.enter_context(
             patch.object(module, "attach", lambda one, code: filters.append((one.fileno(), code)))
@@ -202,17 +204,12 @@ def test_a_filter_is_the_latest_also_if_it_changes_while_an_agent_is_made(
 def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
     attached: list[tuple[str, int]],
 ) -> None:
-    ports = UcxPorts()
-    with contextlib.ExitStack() as stack:
-        with ports.guard():
-            ucx = stack.enter_context(like_ucx())
-        number = ucx.fileno()
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            other.settimeout(0)
-            os.dup2(other.fileno(), number)
-            attached.clear()
-            assert ports.admit(["192.0.2.7"])
-            assert attached == []
+    with guarded() as (ports, ucx), socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0)
+        os.dup2(other.fileno(), ucx.fileno())
+        attached.clear()
+        assert ports.admit(["192.0.2.7"])
+        assert attached == []
 
 
 def test_bytes_sent_before_the_filter_are_not_read(only_one_address: None) -> None:
@@ -264,9 +261,7 @@ def test_a_socket_that_was_open_without_a_filter_is_told_too(
 ) -> None:
     """UCX's library is another one than those that this changes."""
     monkeypatch.setattr(module, "_is_loopback", lambda _: False)
-    with contextlib.ExitStack() as stack:
-        with UcxPorts().guard():
-            stack.enter_context(like_ucx())
+    with guarded():
         (line,) = caplog.messages
     assert "UCX listened for a moment before its ports had one" in line
     assert "can write any memory of this process, and so run code" in line
@@ -276,16 +271,14 @@ def test_hosts_that_the_kernel_has_no_room_for_are_not_admitted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The former ones stay."""
-    ports, codes = UcxPorts(), list[bytes]()
+    codes: list[bytes] = []
 
     def attach_some(_: socket.socket, code: bytes) -> None:
         if len(code) > 400:
             raise OSError(12, "Cannot allocate memory")
         codes.append(code)
 
-    with contextlib.ExitStack() as stack:
-        with ports.guard():
-            stack.enter_context(like_ucx())
+    with guarded() as (ports, _):
         monkeypatch.setattr(module, "attach", attach_some)
         assert ports.admit(["192.0.2.7"])
         assert not ports.admit([f"192.0.2.{n}" for n in range(1, 200)])
