@@ -249,21 +249,6 @@ def test_the_paths_of_requests_in_the_architecture_are_the_code() -> None:
     assert {row: steps for row, steps in wrong.items() if steps} == {}
 
 
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ("`protocol/prefill.py: _publish` → `_grant_waiting` → `_ask_again`", []),
-        ("`protocol/prefill.py: _publish` (`PublishOffer`), `_reclaim`", []),
-        ("`protocol/prefill.py: _publish` → `_reclaim`", ["prefill.py: _publish → _reclaim"]),
-        ("`protocol/prefill.py: _publish` (`Grant`)", ["prefill.py: _publish ( Grant"]),
-        ("`protocol/prefill.py: _publish`, `publish`", ["prefill.py: publish"]),
-        ("`protocol/nothing.py: _publish`", ["nothing.py: _publish"]),
-    ],
-)
-def test_a_wrong_step_of_a_path_is_found(cell: str, expected: list[str]) -> None:
-    assert wrong_steps(f"| 1 | P | what | {cell} |") == expected
-
-
 def test_files_that_the_architecture_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)[`:]", read("ARCHITECTURE.md")))
     parts = [path.relative_to(REPO).parts for path in (REPO / "nixl_kv").rglob("*.py")]
