@@ -119,12 +119,6 @@ def test_the_tables_of_transitions_timeouts_and_backends_are_the_code() -> None:
     assert sorted(names) == sorted([*protocol_tables.TABLES, *others])
 
 
-def test_the_comment_beside_each_timeout_begins_with_a_sentence_about_its_end() -> None:
-    ends = {(each.file, each.name): each.ends for each in protocol_tables.timeouts()}
-    assert ends.keys() > {("config.py", "stall_s"), ("engine/engine.py", "CLOSING_PAUSES_S")}
-    assert [each for each, text in ends.items() if not 3 < len(text.split()) <= 25] == []
-
-
 def test_all_files_name_the_same_versions_of_vllm() -> None:
     required = re.search(r'"vllm>=0\.(\d+),<0\.(\d+)"', read("pyproject.toml"))
     assert required is not None

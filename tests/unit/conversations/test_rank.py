@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from nixl_kv.config import Config
 from nixl_kv.conversations.part import ContentPart
 from nixl_kv.conversations.runs import KEY_BYTES, Run, seal
-from nixl_kv.conversations.slots import NUM_SLOTS, ContentSlots
+from nixl_kv.conversations.slots import ContentSlots
 from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.feature import StepPart
 from nixl_kv.geometry.layout import Table
@@ -26,7 +26,6 @@ from nixl_kv.protocol.events import (
     StartLoad,
 )
 from nixl_kv.protocol.messages import Ask, Grant, decode_to_rank
-from support.features import features_of_a_rank
 from support.records import HOME, NONCE2, hex32
 from support.stepped import MakeWorld, Stepped, World
 from unit.engine.test_loop import Stranger
@@ -190,13 +189,6 @@ def test_without_it_a_rank_has_no_part_of_it(
     assert not any(isinstance(part, ContentSlots) for part in parts)
     world.prefill.submit(BlocksTaken(1, b""), SetContentKey(KEY))
     world.prefill.turn()
-
-
-def test_a_rank_has_one_slot_for_each_offer_of_it(world: World) -> None:
-    (slots,) = [s for s in world.prefill.engine._steps if isinstance(s, ContentSlots)]
-    assert slots.num_slots == NUM_SLOTS
-    with features_of_a_rank() as features:
-        assert not any(isinstance(each.step, ContentSlots) for each in features), "by default"
 
 
 def test_an_event_is_recorded_only_for_a_part_that_waits_for_it(world: World) -> None:

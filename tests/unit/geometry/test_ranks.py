@@ -11,19 +11,11 @@ from hypothesis import strategies as st
 
 from harness.local.model_layouts import heads_of_rank
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
-from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, assign, holdings, routes
+from nixl_kv.geometry.match import Holding, Holdings, assign, holdings, routes
 from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
 
 properties = settings(max_examples=80)
-
-
-@pytest.mark.parametrize("value", [-1, 0, 1025])
-def test_tp_and_pp_have_bounds(value: int) -> None:
-    with pytest.raises(ValueError, match=f"^tp is {value}; allowed: 1 to 1024$"):
-        ParallelShape(value, 1)
-    with pytest.raises(ValueError, match=f"^pp is {value}; allowed: 1 to 1024$"):
-        ParallelShape(1, value)
 
 
 def test_a_layout_holds_the_heads_and_stripes_of_all_its_groups() -> None:

@@ -511,10 +511,6 @@ def test_an_unknown_message_without_a_version_does_not_count_as_a_foreign_versio
     assert not isinstance(raised.value, ForeignVersion)
 
 
-def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=13)) == "it speaks wire version 13; this side speaks 12"
-
-
 def test_a_message_with_more_fields_is_read() -> None:
     wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 7"}]
     assert decode(msgspec.msgpack.encode(wire)) == release()
