@@ -384,12 +384,6 @@ def check_shared_directory(pod: Pod) -> None:
 
 
 @needs_kubectl
-def test_engines_that_share_gpus_take_different_ones() -> None:
-    found = engines(rendered("llm-d", "share-dir"))
-    assert {environment_of(pod.engine())["CUDA_VISIBLE_DEVICES"] for pod in found} == {"0", "1"}
-
-
-@needs_kubectl
 def test_a_disaggregated_set_has_the_pods_of_the_deployments() -> None:
     deployments = {
         pod.labels["app.kubernetes.io/component"]: pod for pod in pods(rendered("llm-d"))

@@ -109,19 +109,6 @@ def test_a_load_whose_blocks_are_reused_fails_before_its_bytes_are_believed(worl
     assert is_idle(world.prefill)
 
 
-def test_a_reader_waits_for_the_step_that_fills_the_blocks(world: World) -> None:
-    step(world.prefill, 2, 5, ends=False)
-    load(world, found(7, 3, 5, steps=2, need=2))
-    world.run()
-    assert world.decode.ends() == []
-    assert world.prefill.turn() == pytest.approx(0.001)
-    world.prefill.engine.end_step(lambda: None)
-    world.clock.now += 0.001
-    world.run()
-    assert world.decode.ended_load().failure is None
-    assert is_idle(world.prefill)
-
-
 def test_a_reuse_after_the_answer_is_denied(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """It is usual in a full cache, so nothing warns of it."""
     step(world.prefill, 2, 3)

@@ -84,12 +84,6 @@ def test_texts_have_bounds(scales: tuple[str, ...], error: str) -> None:
         assert replace(REGION, scales=scales).scales == scales
 
 
-def test_content_counts_all_pieces_of_all_parts() -> None:
-    assert REGION.content == 384
-    assert replace(REGION, parts=(Part(0, 576),)).content == 576
-    assert replace(REGION, parts=(Part(0, 2, count=64, stride=32), Part(9, 128))).content == 256
-
-
 def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
     first, second, third = (replace(REGION, layer=layer) for layer in "abc")
     groups = replace(GROUP, regions=(first, second)), replace(GROUP, regions=(third,))
@@ -147,24 +141,6 @@ def test_whether_two_stripes_have_a_token_in_common(one: Stripe, other: Stripe) 
     tokens = np.arange(math.lcm(one.period, other.period))
     common = bool((one.holds(tokens) & other.holds(tokens)).any())
     assert one.meets(other) == other.meets(one) == common
-
-
-@given(
-    blocks=st.integers(1, 6),
-    width=st.integers(1, 6),
-    count=st.integers(1, 8),
-    token=st.integers(0, 2000),
-)
-def test_places_are_those_of_vllm_s_kernel(blocks: int, width: int, count: int, token: int) -> None:
-    """Its `_compute_slot_mapping_kernel`: a block of all ranks, and what of it is whose."""
-    size = blocks * width
-    entry, offset = divmod(token, size * count)
-    place, slot = offset // width % count, offset // (width * count) * width + offset % width
-    stripe = Stripe(count, place, width if count > 1 else 1)
-    assert stripe.holds(np.array([token])).all()
-    assert divmod(stripe.position(token), size) == (entry, slot)
-    group = Group(size, 10, 1, (), stripe=stripe)
-    assert token // group.entry_size == entry
 
 
 @pytest.mark.parametrize(

@@ -65,16 +65,6 @@ AB, LATENT = {"a": 4, "b": 4}, {"a": 1, "b": 1}
 
 
 TYPICAL: dict[str, tuple[list[dict[str, Holding]], list[dict[str, Holding]], list[Reading]]] = {
-    "equal: rank by rank": (
-        engine(2, AB),
-        engine(2, AB),
-        [{0: both(0, 2)}, {1: both(2, 4)}],
-    ),
-    "TP 2 to 3": (
-        engine(3, {"a": 6}),
-        engine(2, {"a": 6}),
-        [{0: {"a": (0, 2)}}, {0: {"a": (2, 3)}, 1: {"a": (3, 4)}}, {1: {"a": (4, 6)}}],
-    ),
     "TP 8 to 2, each head twice on prefill": (
         engine(2, {"a": 4}),
         engine(8, {"a": 4}),
