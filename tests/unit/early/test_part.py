@@ -329,6 +329,12 @@ PAIRS: dict[str, Script] = {
     "a reader that gives up between two parts": after(
         PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED), GIVEN_UP)
     ),
+    "a reader that is done before the pin": after(
+        PARTS,
+        (94.0, prepare_pair(None)),
+        (MARK, granted_pair(None)),
+        (RELEASE, *pair_ended(OfferEnd.READ)),
+    ),
     "without a slot it waits for the pin": after(
         AWAITED,
         (92.0, prepare_offer(is_early=True, is_written=False, computed=4), COMPUTING),
