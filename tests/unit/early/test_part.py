@@ -66,6 +66,7 @@ from support.offers import (
 from support.records import (
     CLAIM,
     CONTEXT,
+    LEASE_S,
     NONCE,
     NONCE2,
     P1,
@@ -328,6 +329,9 @@ PAIRS: dict[str, Script] = {
     ),
     "a reader that gives up between two parts": after(
         PARTS, (RELEASE_INCOMPLETE, *pair_ended(OfferEnd.ABORTED), GIVEN_UP)
+    ),
+    "a reader that dies between two parts": after(
+        PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED), GIVEN_UP)
     ),
     "a reader that is done before the pin": after(
         PARTS,
