@@ -372,7 +372,7 @@ class Deny(_OfClaim, frozen=True, kw_only=True):
 class KVSlice:
     """Some heads of one layer, from token `begin` on, of the tokens that all `stripes` keep."""
 
-    layer: str
+    layer: _Text
     first_head: _Head  # counted over the model
     end_head: _EndHead
     begin: _Token

@@ -266,28 +266,6 @@ def test_all_unknown_keys_are_named_at_once() -> None:
     assert len(text) < 1000
 
 
-@given(st.data())
-def test_a_misspelt_key_is_refused_under_any_name(data: st.DataObject) -> None:
-    """One or two letters too many, too few or wrong, or one swapped with its neighbour."""
-    known = [*Config.parsers(), LEASE_KEY]
-    key = data.draw(st.sampled_from(known))
-    is_swap = data.draw(st.booleans())
-    for _ in range(1 if is_swap else data.draw(st.integers(1, 2))):
-        at, letter = data.draw(st.integers(0, len(key) - 2)), data.draw(st.sampled_from("aesx_-S"))
-        edits = (
-            key[:at] + letter + key[at:],
-            key[:at] + key[at + 1 :],
-            key[:at] + letter + key[at + 1 :],
-        )
-        swapped = key[:at] + key[at + 1] + key[at] + key[at + 2 :]
-        key = swapped if is_swap else data.draw(st.sampled_from(edits))
-    if key in known:
-        return
-    for is_drop_in in (False, True):
-        with pytest.raises(ConfigError, match="did you mean "):
-            Config.parse({key: None}, {}, is_drop_in=is_drop_in)
-
-
 @pytest.mark.parametrize(
     ("extra", "environ", "host", "port"),
     [

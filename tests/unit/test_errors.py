@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.errors import ID_END, MAX_ID, MAX_KINDS, LimitedLog, printable, shown_id
+from nixl_kv.errors import ID_END, MAX_ID, LimitedLog, printable, shown_id
 from support.stepped import Clock
 
 logger = logging.getLogger("test_errors")
@@ -59,13 +59,6 @@ def test_a_kind_may_have_several_lines_in_an_interval(caplog: pytest.LogCaptureF
     clock.now += 60
     assert log.info("request %d", 13, about="1")
     assert caplog.messages[10:] == ["request 13"], "none was left out"
-
-
-def test_kinds_without_end_cost_bounded_memory() -> None:
-    log = LimitedLog(logging.getLogger("silent"), Clock())
-    for number in range(3 * MAX_KINDS):
-        log.info("a line", about=f"{number}")
-    assert len(log._kinds) <= MAX_KINDS + 1
 
 
 @given(st.text() | st.text("x\n\x1b\ud800", min_size=MAX_ID - 2, max_size=3 * MAX_ID))

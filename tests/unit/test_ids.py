@@ -17,12 +17,6 @@ def test_random_names_are_32_hex_digits_and_never_equal(make: Callable[[], str])
     assert all(re.fullmatch("[0-9a-f]{32}", name) for name in names)
 
 
-def test_fence_tokens_are_16_bytes_and_never_equal() -> None:
-    tokens = {ids.new_fence_token() for _ in range(1000)}
-    assert len(tokens) == 1000
-    assert {len(token) for token in tokens} == {ids.FENCE_TOKEN_BYTES} == {16}
-
-
 def test_a_fence_token_is_never_the_clear_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids.secrets, "token_bytes", bytes)
     assert any(ids.new_fence_token())

@@ -370,22 +370,6 @@ def test_one_usable_directory_is_enough_and_later_engines_find_the_same_key(
     assert set(held) | {path} <= set(user_key_paths())
 
 
-@pytest.mark.parametrize("name", ["runtime", "temporary"])
-def test_the_key_of_running_engines_outlives_the_directory_that_is_emptied(
-    user: Path, name: str
-) -> None:
-    """A rolling restart keeps one key, and so does a logout or a sweep after it."""
-    old = write_key_file(emptied(user, name))
-    found = find_user_key()
-    assert found is not None
-    assert found.fingerprint == old.fingerprint
-    assert not lasting(user).exists()  # a tool changes nothing
-    for _ in range(2):
-        made, path = make_user_key()
-        assert (made.fingerprint, path) == (old.fingerprint, lasting(user))
-        emptied(user, name).unlink(missing_ok=True)
-
-
 def test_roots_key_is_not_in_another_users_home(
     user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,3 @@ def test_it_knows_its_version() -> None:
     version = metadata.version("nixl_kv")
     assert nixl_kv.__version__ == version
     assert run("--version").stdout == f"nixl-kv {version}\n"
-
-
-def test_an_attribute_that_does_not_exist_is_an_error() -> None:
-    assert not hasattr(nixl_kv, "version")

@@ -27,21 +27,6 @@ def engines(
     return described(prefill, model), described(decode, model)
 
 
-def test_each_rank_of_tp2_reads_half_of_the_heads_of_tp1() -> None:
-    figures = plan_figures(*engines(EngineShape(), EngineShape(tp=2)))
-    assert figures["links"] == [
-        {
-            "reader": n,
-            "source": 0,
-            "layers": 36,
-            "layer_numbers": "0-35",
-            "heads": [[4 * n, 4 + 4 * n]],
-        }
-        for n in (0, 1)
-    ]
-    assert figures["mismatches"] == figures["unread"] == []
-
-
 def test_a_rank_that_reads_recurrent_states_shows_their_layers() -> None:
     """Three layers have a state, the fourth has KV heads. The first stage has no KV."""
     shapes = EngineShape(block_size=128), EngineShape(tp=2, block_size=128)
@@ -84,6 +69,11 @@ def test_documented_output_is_what_the_command_prints() -> None:
 # --- engines that do not fit, and bad input
 
 
+OTHER_MODEL = described(EngineShape(), facts={"served_model_name": "llama"})
+OTHER_SHAPE = described(EngineShape(), MODEL)
+FITS = described(EngineShape())
+
+
 def test_a_mismatch_exits_1_and_is_named() -> None:
     prefill = described(EngineShape())
     decode = described(EngineShape(), facts={"served_model_name": "llama"})
@@ -95,11 +85,6 @@ def test_a_mismatch_exits_1_and_is_named() -> None:
     assert json.loads(result.stdout)["mismatches"] == [
         {"field": "served_model_name", "decode": "llama", "prefill": "qwen"}
     ]
-
-
-OTHER_MODEL = described(EngineShape(), facts={"served_model_name": "llama"})
-OTHER_SHAPE = described(EngineShape(), MODEL)
-FITS = described(EngineShape())
 
 
 @pytest.mark.parametrize(

@@ -44,23 +44,6 @@ def hashes(*parts: tuple[int, str]) -> list[bytes]:
 # --- the table
 
 
-@pytest.mark.parametrize(
-    ("count", "places"),
-    [
-        (0, []),
-        (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 3]),
-        (8, [1, 2, 4, 8]),
-        (9, [1, 2, 4, 8, 9]),
-        (1000, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]),
-    ],
-)
-def test_few_blocks_stand_for_a_prompt(count: int, places: list[int]) -> None:
-    chain = hashes((count, "a"))
-    assert list(marks(chain)) == [chain[place - 1] for place in places]
-
-
 @given(given_blocks=st.integers(1, 200), kept=st.integers(1, 200), more=st.integers(0, 50))
 def test_a_changed_history_is_found_by_half_of_its_unchanged_part(
     given_blocks: int, kept: int, more: int
@@ -205,39 +188,10 @@ def test_each_request_is_asked_for_once(reader: Reader) -> None:
     assert not reader.begin(source=None), "vLLM asks again, after a preemption for example"
 
 
-def test_an_answer_ends_its_question_once(reader: Reader) -> None:
-    reader.begin()
-    (question,) = reader.asked
-    assert (question.owner, question.ends_at) == (HERE, reader.now + FIND_S)
-    assert reader.answer(question)
-    assert not reader.answer(question)
-    assert not len(reader.finds)
-
-
 def test_an_answer_of_another_question_changes_nothing(reader: Reader) -> None:
     reader.begin()
     assert not reader.finds.awaits(Answer(A, new_nonce(), "none"))
     assert len(reader.finds) == 1
-
-
-def test_no_request_waits_longer_than_the_limit(reader: Reader) -> None:
-    reader.begin(A)
-    reader.now += FIND_S / 2
-    reader.begin(B)
-    assert reader.finds.pop_late() == []
-    reader.now += FIND_S / 2
-    assert reader.finds.pop_late() == [A]
-    assert not reader.answer(reader.asked[0]), "too late"
-    assert reader.answer(reader.asked[1])
-
-
-def test_a_request_that_has_ended_waits_no_longer(reader: Reader) -> None:
-    reader.begin(A)
-    reader.finds.add(B, Source(HERE, math.inf))
-    for request in (A, B):
-        reader.finds.finish(request)
-    assert not reader.answer(reader.asked[0])
-    assert not reader.begin(B, source=None)
 
 
 def test_only_so_many_questions_are_open(reader: Reader) -> None:

@@ -15,9 +15,7 @@ from nixl_kv.conversations.finding import FIND_S
 from nixl_kv.conversations.owners import (
     MAX_OWNERS,
     NO_CONTENT,
-    OWNER_TRANSITIONS,
     Answer,
-    OwnerEvent,
     Owners,
     OwnerState,
     Question,
@@ -145,11 +143,6 @@ def asker() -> Asker:
     return Asker()
 
 
-def test_the_table_is_complete() -> None:
-    assert OWNER_TRANSITIONS.keys() == set(OwnerState)
-    assert all(each.keys() == set(OwnerEvent) for each in OWNER_TRANSITIONS.values())
-
-
 def test_the_first_question_asks_for_the_description_then_for_the_blocks(asker: Asker) -> None:
     question = asker.ask()
     (describe,) = asker.take()
@@ -179,12 +172,6 @@ def test_the_first_question_asks_for_the_description_then_for_the_blocks(asker: 
     assert (ticket.engine, ticket.incarnation) == (description().engine, ENGINE_LIFE)
     assert (ticket.nonce, ticket.num_tokens) == (OFFER, 7 * 16)
     assert (ticket.epoch, ticket.weights, ticket.is_early) == (3, "label", False)
-
-
-def test_the_next_question_needs_one_message(asker: Asker) -> None:
-    asker.meet()
-    asker.ask()
-    assert [type(each) for each in asker.take()] == [Find]
 
 
 @pytest.mark.parametrize(
@@ -222,13 +209,6 @@ def test_a_long_prompt_is_asked_for_in_part(asker: Asker) -> None:
     (find,) = asker.take()
     assert isinstance(find, Find)
     assert len(find.hashes) == messages.MAX_HASHES
-
-
-def test_an_owner_without_such_blocks_answers_none(asker: Asker) -> None:
-    asker.meet()
-    question = asker.ask()
-    asker.receive(found(question, 0))
-    assert [answer.outcome for answer in asker.outcomes()] == ["none"]
 
 
 @pytest.mark.parametrize(
@@ -341,17 +321,6 @@ def test_a_question_that_waits_for_a_description_is_not_hashed_after_its_time(
     assert asker.num_hashed == 0
     assert [answer.outcome for answer in asker.outcomes()] == ["late"]
     assert asker.owners.state_of(HERE) is OwnerState.KNOWN
-
-
-def test_a_question_is_answered_once_although_its_owner_is_described_anew(asker: Asker) -> None:
-    asker.meet()
-    question = asker.ask()
-    asker.receive(Refusal(incarnation=ENGINE_LIFE, engine=EngineId("x"), reason="another life"))
-    asker.receive(found(question, 1))
-    asker.receive(described(incarnation=OTHER_LIFE))
-    asker.receive(found(question, 1, incarnation=OTHER_LIFE))
-    asker.wait(FIND_S)
-    assert len(asker.outcomes()) == 1
 
 
 def test_while_an_owner_is_described_other_requests_do_not_wait(asker: Asker) -> None:

@@ -35,28 +35,21 @@ from nixl_kv.protocol.events import (
     MakeDigest,
     OfferEnd,
     OfferEnded,
-    ReclaimBlocks,
     Reply,
-    RevokeAll,
     SetContentKey,
     Tick,
     WithdrawOffer,
 )
-from nixl_kv.protocol.messages import Deny, Grant, Pending, Recall
+from nixl_kv.protocol.messages import Deny, Grant, Pending
 from nixl_kv.protocol.prefill import (
-    OTHER_PROMPT,
-    READING_S,
-    RECALL_S,
     WITHDRAWN,
     PrefillMachine,
     State,
 )
 from nixl_kv.transport.base import SlotPage
 from nixl_kv.verify.part import DigestPart
-from support.offers import BOTH, NOT_THIS_READER, SECOND, prefill_machine
+from support.offers import BOTH, SECOND, prefill_machine
 from support.records import (
-    CLAIM,
-    HOLD_S,
     LEASE_S,
     NONCE,
     NONCE2,
@@ -74,8 +67,6 @@ from support.records import (
     pending,
     reader,
     release,
-    renew,
-    renewed,
     replied,
 )
 
@@ -373,14 +364,6 @@ def test_a_release_ends_the_offer(rank: Rank, *, complete: bool) -> None:
     assert not rank.is_valid(grant)
 
 
-def test_a_silent_reader_loses_its_lease(rank: Rank) -> None:
-    grant = rank.grant(asks(rank.found(1)))
-    (ended,) = rank.handle(Tick(), NOW + LEASE_S)
-    assert isinstance(ended, OfferEnded)
-    assert ended.end is OfferEnd.EXPIRED
-    assert not rank.is_valid(grant)
-
-
 def test_a_slot_that_one_tick_closes_may_be_granted_in_that_tick(rank: Rank) -> None:
     """The rank carries out the actions of an event after it. None may clear the new grant."""
     for nonce in nonces(COUNT):
@@ -388,62 +371,6 @@ def test_a_slot_that_one_tick_closes_may_be_granted_in_that_tick(rank: Rank) -> 
     rank.handle(asks(rank.found(2, steps=2, need=2)), NOW + LEASE_S - 2 * LOOK_S)
     rank.step(2)
     assert rank.is_valid(rank.grant(Tick(), NOW + LEASE_S))
-    assert len(rank.slots) == 1
-
-
-def test_a_waiting_ask_gets_a_slot_that_was_closed_meanwhile(rank: Rank) -> None:
-    for nonce in nonces(COUNT):
-        rank.grant(asks(rank.found(1, offer=nonce), nonce=nonce))
-    rank.handle(asks(rank.found(2, steps=2, need=2)))
-    rank.handle(asked(release(nonce=next(iter(nonces(1))))))
-    rank.step(2)
-    assert rank.is_valid(rank.grant(Tick(), NOW + LOOK_S))
-
-
-def test_a_reading_offer_is_not_recalled_or_revoked_for_blocks_that_nothing_holds(
-    rank: Rank,
-) -> None:
-    grant = rank.grant(asks(rank.found(1)))
-    assert rank.handle(ReclaimBlocks(5)) == []
-    assert rank.handle(RevokeAll()) == []
-    assert rank.handle(asked(renew(2, CLAIM, reading=1))) == [replied(renewed())]
-    assert rank.is_valid(grant)
-    assert rank.step(1) == denied(WITHDRAWN)
-
-
-def test_a_reader_that_does_not_read_gives_its_slot_back(rank: Rank) -> None:
-    for nonce, block in ((NONCE, 1), (NONCE2, 2)):
-        rank.grant(asks(rank.found(block, offer=nonce), nonce=nonce))
-    beats = [NOW + number * LEASE_S / 2 for number in range(int(2 * HOLD_S / LEASE_S) + 1)]
-    told: list[Any] = []
-    for number, now in enumerate(beats, 2):
-        told += [a.message for a in rank.handle(Tick(), now) if isinstance(a, Reply)]
-        rank.handle(asked(renew(number, CLAIM)), now)
-    assert [type(each) for each in told] == [Recall, Recall]
-    assert {offer.state for offer in rank.machine.offers.values()} == {State.RECALLED}
-    assert rank.step(1) == denied(WITHDRAWN), "a step reuses a block all the same"
-    assert list(rank.machine.offers) == [NONCE2]
-    rank.handle(Tick(), beats[-1] + RECALL_S)
-    assert not rank.machine.offers
-
-
-def test_a_reader_that_reads_for_too_long_loses_its_slot(rank: Rank) -> None:
-    rank.grant(asks(rank.found(1)))
-    for number in range(2, 2 + int(2 * READING_S / LEASE_S)):
-        now = NOW + (number - 2) * LEASE_S / 2
-        rank.handle(asked(renew(number, CLAIM, reading=1)), now)
-    assert rank.handle(ReclaimBlocks(5), now) == []
-    (ended,) = rank.handle(Tick(), now + LEASE_S / 2)
-    assert isinstance(ended, OfferEnded)
-    assert ended.end is OfferEnd.OVERDUE
-
-
-def test_others_cannot_take_part_in_the_offer(rank: Rank) -> None:
-    found = rank.found(1)
-    rank.grant(asks(found))
-    by = {"reader": STRANGER, "claim": RIVAL}
-    assert rank.handle(asks(found, **by)) == denied(NOT_THIS_READER, **by)
-    assert rank.handle(asks(found, context=hex32(0xBAD))) == denied(OTHER_PROMPT)
     assert len(rank.slots) == 1
 
 

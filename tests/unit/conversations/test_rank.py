@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from nixl_kv.config import Config
 from nixl_kv.conversations.part import ContentPart
 from nixl_kv.conversations.runs import KEY_BYTES, Run, seal
-from nixl_kv.conversations.slots import NUM_SLOTS, ContentSlots
+from nixl_kv.conversations.slots import ContentSlots
 from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.feature import StepPart
 from nixl_kv.geometry.layout import Table
@@ -26,7 +26,6 @@ from nixl_kv.protocol.events import (
     StartLoad,
 )
 from nixl_kv.protocol.messages import Ask, Grant, decode_to_rank
-from support.features import features_of_a_rank
 from support.records import HOME, NONCE2, hex32
 from support.stepped import MakeWorld, Stepped, World
 from unit.engine.test_loop import Stranger
@@ -110,19 +109,6 @@ def test_a_load_whose_blocks_are_reused_fails_before_its_bytes_are_believed(worl
     assert is_idle(world.prefill)
 
 
-def test_a_reader_waits_for_the_step_that_fills_the_blocks(world: World) -> None:
-    step(world.prefill, 2, 5, ends=False)
-    load(world, found(7, 3, 5, steps=2, need=2))
-    world.run()
-    assert world.decode.ends() == []
-    assert world.prefill.turn() == pytest.approx(0.001)
-    world.prefill.engine.end_step(lambda: None)
-    world.clock.now += 0.001
-    world.run()
-    assert world.decode.ended_load().failure is None
-    assert is_idle(world.prefill)
-
-
 def test_a_reuse_after_the_answer_is_denied(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """It is usual in a full cache, so nothing warns of it."""
     step(world.prefill, 2, 3)
@@ -190,13 +176,6 @@ def test_without_it_a_rank_has_no_part_of_it(
     assert not any(isinstance(part, ContentSlots) for part in parts)
     world.prefill.submit(BlocksTaken(1, b""), SetContentKey(KEY))
     world.prefill.turn()
-
-
-def test_a_rank_has_one_slot_for_each_offer_of_it(world: World) -> None:
-    (slots,) = [s for s in world.prefill.engine._steps if isinstance(s, ContentSlots)]
-    assert slots.num_slots == NUM_SLOTS
-    with features_of_a_rank() as features:
-        assert not any(isinstance(each.step, ContentSlots) for each in features), "by default"
 
 
 def test_an_event_is_recorded_only_for_a_part_that_waits_for_it(world: World) -> None:

@@ -6,15 +6,9 @@ from nixl_kv.early.answers import FULL, LIFE_S, SILENT, OpenAnswers, open_promis
 from nixl_kv.errors import TicketRefused
 from nixl_kv.ids import Nonce
 from support.records import NONCE, hex32
+from support.stepped import Clock
 
 KEY = b"k" * 32
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("key", [KEY, None])

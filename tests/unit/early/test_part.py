@@ -22,7 +22,6 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     Paused,
-    ReclaimBlocks,
     Reply,
     Stepped,
     Tick,
@@ -33,8 +32,6 @@ from nixl_kv.protocol.messages import PAUSED_S
 from nixl_kv.protocol.prefill import (
     END_REASONS,
     OTHER_PROMPT,
-    READING_S,
-    RECALL_S,
     WITHDRAWN,
     PrefillMachine,
 )
@@ -52,7 +49,6 @@ from support.offers import (
     PAIR_TOKEN,
     PREPARED,
     READ,
-    RECALL,
     RELEASE,
     RELEASE_INCOMPLETE,
     RELEASE_SECOND,
@@ -66,12 +62,10 @@ from support.offers import (
     mark_pair,
     prefill_machine,
     prepare_pair,
-    reads_on,
 )
 from support.records import (
     CLAIM,
     CONTEXT,
-    HOLD_S,
     LEASE_S,
     NONCE,
     NONCE2,
@@ -88,7 +82,6 @@ from support.records import (
     prepare_offer,
     publish_offer,
     reader,
-    recall,
     release,
     renew,
     replied,
@@ -125,7 +118,6 @@ def pair_ended(end: OfferEnd) -> list[Action]:
     return [ClearSlot(PAIR_SLOT), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), OfferEnded(NONCE, P1, end)]
 
 
-PAIR_READ = pair_ended(OfferEnd.READ)
 PARTS: Script = after(
     AWAITED,
     (92.0, prepare_pair(4), COMPUTING),
@@ -135,24 +127,7 @@ PARTS: Script = after(
 )
 NO_REQUEST = "its request did not arrive"
 GIVEN_UP = EarlyReleased(NONCE, P1)
-PINNED = 95.0
-PINNED_PARTS: Script = after(
-    PARTS, (prepare_pair(None),), (mark_pair(8), granted_pair(None)), (PINNED, publish_offer())
-)
 PAIRS: dict[str, Script] = {
-    "a pair that no reader begins to read is held from its pin on, and not for ever": after(
-        PINNED_PARTS,
-        (PINNED + HOLD_S - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST),
-        (PINNED + HOLD_S, Tick(), RECALL),
-        (PINNED + HOLD_S + RECALL_S, Tick(), *pair_ended(OfferEnd.REVOKED)),
-    ),
-    "before its pin it is held as long as prefill computes": after(
-        PARTS,
-        (93.0 + 10 * HOLD_S, asked(renew(2, CLAIM)), NOTHING_LOST),
-        (93.0 + 10 * HOLD_S, Tick()),
-        (prepare_pair(None),),
-        (mark_pair(8), granted_pair(None)),
-    ),
     "an early ask is granted when the offer is pinned": after(
         COMPUTED, (93.0, publish_offer(), WRITTEN, GRANT), READ
     ),
@@ -328,45 +303,6 @@ PAIRS: dict[str, Script] = {
         (92.5, EARLY, COMPUTING),
         (93.0, mark_pair(4), granted_pair(4)),
     ),
-    "all of it is granted when all is written, and pinned later": after(
-        PARTS,
-        (94.0, prepare_pair(None)),
-        (MARK, granted_pair(None)),
-        (publish_offer(),),
-        (93.0 + LEASE_S, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
-        (RELEASE, *PAIR_READ),
-    ),
-    "the pin may overtake the end of its last step": after(
-        PARTS,
-        (94.0, prepare_pair(None)),
-        (publish_offer(),),
-        (MARK, granted_pair(None)),
-        (RELEASE, *PAIR_READ),
-    ),
-    "one of its readers may ask between the pin and that end": after(
-        PARTS,
-        (94.0, prepare_pair(None)),
-        (publish_offer(),),
-        (asked(ask(is_early=True, number=2)),),
-        (MARK, granted_pair(None)),
-    ),
-    "a recalled offer is not granted": after(
-        PARTS, (94.0, prepare_pair(None)), (publish_offer(),), (ReclaimBlocks(9), RECALL), (MARK,)
-    ),
-    "blocks of a pair that is computed do not count as recalled": after(
-        PARTS,
-        (94.0, prepare_offer(nonce=NONCE2, request=P2)),
-        (publish_offer(NONCE2, P2),),
-        (asked(ask(nonce=NONCE2, claim=RIVAL)), WRITTEN, replied(grant(nonce=NONCE2, claim=RIVAL))),
-        (ReclaimBlocks(1), replied(recall(nonce=NONCE2, claim=RIVAL))),
-    ),
-    "an ask gets the part written by then": after(
-        [(91.0, EXPECT)],
-        (prepare_pair(4),),
-        (mark_pair(4),),
-        (asked(ask(is_early=True)), granted_pair(4)),
-        (asked(ask(is_early=True, number=2)), granted_pair(4)),
-    ),
     "a preemption between two parts": after(
         PARTS,
         (94.0, WithdrawOffer(NONCE, is_final=False), EarlySlotFree(PAIR_SLOT, PAIR_TOKEN), QUEUED),
@@ -398,18 +334,11 @@ PAIRS: dict[str, Script] = {
         PARTS, (93.0 + LEASE_S, Tick(), *pair_ended(OfferEnd.EXPIRED), GIVEN_UP)
     ),
     "a reader that is done before the pin": after(
-        PARTS, (94.0, prepare_pair(None)), (MARK, granted_pair(None)), (RELEASE, *PAIR_READ)
-    ),
-    "its time to read begins with the pin": after(
         PARTS,
-        (94.0, asked(renew(2, CLAIM, reading=1)), NOTHING_LOST),
-        *reads_on(94.0, READING_S + 99),
-        (1100.0, prepare_pair(None)),
-        (publish_offer(),),
-        *reads_on(1100.0, READING_S),
-        (1100.0 + READING_S, Tick(), *pair_ended(OfferEnd.OVERDUE)),
+        (94.0, prepare_pair(None)),
+        (MARK, granted_pair(None)),
+        (RELEASE, *pair_ended(OfferEnd.READ)),
     ),
-    "an offer still computed is not recalled": after(PARTS, (ReclaimBlocks(9),), (93.9, Tick())),
     "without a slot it waits for the pin": after(
         AWAITED,
         (92.0, prepare_offer(is_early=True, is_written=False, computed=4), COMPUTING),

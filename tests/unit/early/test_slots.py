@@ -49,14 +49,6 @@ def test_an_offer_keeps_its_slot_and_token_until_it_is_withdrawn(
     slots.free(free(first))
 
 
-def test_without_a_free_slot_an_offer_has_none(slots: EarlySlots) -> None:
-    taken = [slots.prepare(offer(Nonce(hex32(number)))) for number in range(COUNT)]
-    assert slots.prepare(offer(Nonce(hex32(9)))).slot is None
-    assert taken[0].slot is not None
-    slots.free(free(taken[0]))
-    assert slots.prepare(offer(Nonce(hex32(9)))).slot == taken[0].slot
-
-
 def test_the_transfer_thread_clears_a_published_slot(slots: EarlySlots, page: SlotPage) -> None:
     prepared = slots.prepare(offer())
     slots.publish(NONCE)

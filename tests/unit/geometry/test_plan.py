@@ -106,28 +106,6 @@ def plan_of_two_groups() -> Plan:
     return plan(local, remote)
 
 
-def test_rows_and_indices_written_out() -> None:
-    planned = plan_of_two_groups()
-    assert planned.local.tolist() == [[1000, 8, 2, 8, 4], [2000, 8, 2, 8, 4], [3000, 16, 2, 24, 3]]
-    assert planned.remote.tolist() == [
-        [8000, 8, 7, 8, 5],
-        [7000, 8, 7, 20, 5],
-        [9000, 16, 7, 16, 6],
-    ]
-    reads = planned.reads(
-        [Table.of([0, 1, 3]), Table.of([0, ABSENT, 1])],
-        [Table.of([2, 3, 4]), Table.of([4, 5, 0])],
-        range(3),
-    )
-    assert reads.local.tolist() == [0, 1, 3, 4, 5, 7, 8, 9]
-    assert reads.remote.tolist() == [2, 3, 4, 7, 8, 9, 14, 10]
-    assert reads.num_bytes == 3 * 8 + 3 * 8 + 2 * 16
-    assert reads.num_runs == 2 + 3 + 2
-    for side in (reads.local, reads.remote):
-        assert side.dtype == np.int32
-        assert side.flags.c_contiguous
-
-
 def test_indices_of_dense_rows_are_in_the_order_of_local_blocks() -> None:
     """An allocator hands out neighbours, but often backwards: they merge in this order only."""
     reads = plan_of_two_groups().reads(
@@ -151,16 +129,6 @@ def test_an_index_buffer_is_used_again_and_grows() -> None:
         assert reads.local.flags.c_contiguous
     again = planned.reads(*tables, range(4), buffer=buffer)
     assert np.shares_memory(again.local, reads.local)
-
-
-def test_groups_in_the_same_memory_share_rows() -> None:
-    """Equal rows are in a list once."""
-    side = rank(*((4, [heads_apart(name, 1000, 8)]) for name in "ab"))
-    planned = plan(side, side)
-    assert planned.local.tolist() == planned.remote.tolist() == [[1000, 8, 0, 8, 4]]
-    tables = [Table.of([1]), Table.of([3])]
-    reads = planned.reads(tables, tables[::-1], range(1))
-    assert (reads.local.tolist(), reads.remote.tolist()) == ([1, 3], [3, 1])
 
 
 def test_ranks_with_nothing_in_common_and_no_tokens_read_nothing() -> None:

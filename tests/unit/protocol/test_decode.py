@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode import TOO_MANY
@@ -46,7 +45,6 @@ from nixl_kv.protocol.peers import (
     PAUSE_S,
     TRANSITIONS,
     UNREAD,
-    PeerBook,
     PeerState,
 )
 from support.records import (
@@ -106,7 +104,6 @@ from support.scripts import (
     after,
     decode_machine,
     each_of,
-    impossible,
     loading,
     moves_of,
     play,
@@ -607,25 +604,6 @@ def test_the_scripts_make_each_transition_of_a_load() -> None:
     of_loads = [move for move in recorded if move.machine == "load"]
     changes = {row for row in rows_of(LOAD_TRANSITIONS) if row[0] != row[2]}
     assert moves_of(of_loads) == changes
-
-
-@pytest.mark.parametrize("before", PeerState, ids=lambda state: state.name)
-@pytest.mark.parametrize(
-    "event",
-    [fits(2), HandshakeDone(PEER), REFUSED, refusal("no"), lost(), Tick(), answered(refusal("no"))],
-    ids=lambda event: type(event).__name__,
-)
-def test_only_transitions_of_the_table_are_possible(before: PeerState, event: object) -> None:
-    recorded: list[Transition] = []
-    book = PeerBook(recorded.append, reader)
-    peer, _ = book.want(PEER, prepare_load(), 100.0, is_sealed=True)
-    assert peer is not None
-    peer.state = before
-    recorded.clear()
-    for state, words in impossible(TRANSITIONS, before, event, None):
-        with pytest.raises(LocalProtocolError, match=words):
-            book._move(peer, state, event)
-    assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:

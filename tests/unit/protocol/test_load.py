@@ -38,7 +38,6 @@ from nixl_kv.protocol.load import (
     MAX_TIMEOUTS,
     READ_TRANSITIONS,
     SILENCE_S,
-    Cancelled,
     Load,
     LoadPart,
     RankRead,
@@ -68,8 +67,6 @@ from support.records import (
     cancel_load,
     deny,
     description,
-    digest_compared,
-    digest_reply,
     fits,
     grant,
     hex32,
@@ -127,7 +124,6 @@ from support.scripts import (
     each_of,
     expect_recorded,
     failed,
-    impossible,
     loading,
     moves_of,
     play,
@@ -364,30 +360,6 @@ def test_the_scripts_above_make_each_transition_of_a_read() -> None:
         play(decode_machine(recorded.append, parts=[Prover()]), script)
     of_reads = [move for move in recorded if move.machine == "read"]
     assert moves_of(of_reads) == rows_of(READ_TRANSITIONS)
-
-
-@pytest.mark.parametrize("state", ReadState, ids=lambda state: state.name)
-@pytest.mark.parametrize(
-    "event",
-    [
-        *[grant(), deny(), renewed(), lost(), start_load(), read_done()],
-        *[read_failed(), digest_reply(), digest_compared(), recall()],
-        Cancelled(Failure(FailureKind.DROPPED, "dropped")),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_nothing_else_changes_the_state_of_a_read(state: ReadState, event: object) -> None:
-    recorded: list[Transition] = []
-    machine = decode_machine(recorded.append)
-    play(machine, ASKING)
-    (load,) = machine.loads
-    (read,) = load.reads.values()
-    read.state = state
-    recorded.clear()
-    for other, words in impossible(READ_TRANSITIONS, state, event):
-        with pytest.raises(LocalProtocolError, match=f"'d1', peer 'rank 0 .*: {words}"):
-            load._move_read(read, other, event, 100.0)
-    assert (read.state, recorded) == (state, [])
 
 
 # Records

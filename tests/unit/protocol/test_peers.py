@@ -189,18 +189,6 @@ def test_a_description_from_elsewhere_ends_no_life() -> None:
     assert set(decode.book.known) == {peer.key, other}
 
 
-def test_a_peer_whose_first_read_fails_is_unusable_at_once() -> None:
-    """If UCX's ports are closed, every load would pay for it; in READY one break is forgiven."""
-    decode = Decode()
-    peer = decode.meet(1, 0.0, is_read=False)
-    assert peer.state is PeerState.HANDSHAKING
-    decode.send(decode.book.on_broken(events.PeerBroken(peer.key, "reset"), 1.0))
-    assert peer.state is PeerState.UNUSABLE
-    assert peer.failure is not None
-    assert peer.failure.detail.startswith("engine 'prefill' answers but cannot be read: reset; it ")
-    assert decode.book.failed == [peer], "its loads fail"
-
-
 @pytest.mark.parametrize(
     ("failures", "pause_s"),
     [(0, PAUSE_S), (1, 2 * PAUSE_S), (5, 32 * PAUSE_S), (6, MAX_PAUSE_S), (5000, MAX_PAUSE_S)],

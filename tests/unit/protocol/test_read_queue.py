@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.ids import Claim, Endpoint, Rank
-from nixl_kv.protocol import read_queue
 from nixl_kv.protocol.read_queue import MAX_BYTES, STALL_S, Key, ReadQueue
 from support.records import at, hex32
 
@@ -72,13 +71,6 @@ def test_a_read_that_waits_behind_one_that_moves_is_not_stuck() -> None:
     queue.note_progress(key(0), 5.0)
     queue.note_progress(key(9), 6.0)
     assert queue.moved_at(key(1)) == 5.0
-
-
-def test_however_short_they_are_only_so_many_are_under_way() -> None:
-    queue = queue_of(*[(number, at(0), 0) for number in range(read_queue.MAX_READS + 3)])
-    assert len(started(queue)) == read_queue.MAX_READS
-    queue.remove(key(0), 1.0, has_landed=True)
-    assert started(queue, 1.0) == [read_queue.MAX_READS]
 
 
 READS = st.tuples(st.integers(0, 3), st.integers(0, MAX_BYTES + 1))

@@ -1,5 +1,6 @@
 """Doctor's conclusions from the engines' own reports of their transfers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,9 +32,16 @@ PEER: dict[str, Any] = {
 }
 
 
-def status(facts: dict[str, Any] | None = None, *peers: dict[str, Any], **totals: int) -> Status:
-    found = HEALTHY | (facts or {})
-    return Status(incarnation=ENGINE_LIFE, facts=found, totals=totals, lists={"peers": list(peers)})
+def status(
+    facts: dict[str, Any] | None = None,
+    *peers: dict[str, Any],
+    unmapped: Sequence[dict[str, Any]] = (),
+    **totals: int,
+) -> Status:
+    lists = {"peers": list(peers), "unmapped": list(unmapped)}
+    return Status(
+        incarnation=ENGINE_LIFE, facts=HEALTHY | (facts or {}), totals=totals, lists=lists
+    )
 
 
 def engine(*ranks: Status | NixlKVError, scheduler: dict[str, Any] | None = None) -> EngineAnswer:
@@ -61,13 +69,37 @@ def test_an_engine_of_another_release_tells_less() -> None:
     assert checks(old) == checks(TransportError("silent")) == checks() == {}
 
 
-def test_memory_of_this_host_that_no_kernel_reads() -> None:
-    why = "its GPU memory is not mapped: its owner is in another PID namespace, or is this process"
-    rank = status(None, PEER)
-    rank.lists["unmapped"] = [{"endpoint": "tcp://10.0.0.2:5700", "detail": why}]
-    check = checks(rank)["GPU memory of tcp://10.0.0.2:5700"]
-    assert (check.verdict, check.detail) == ("warning", why)
-    assert "Wrong path" in str(check.fix)
+WAITS = {"blocks_waited_s": 5.2}
+CLOSED = "UCX has closed a listening socket"
+UNMAPPED = {"endpoint": "tcp://10.0.0.2:5700", "detail": "in another PID namespace"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "verdict", "detail", "fix"),
+    [
+        (status({"unreadable": CLOSED}), "listening sockets", "error", CLOSED, "RankUnreadable"),
+        (
+            *(status(WAITS, loads_without_blocks=1), "local blocks", "warning"),
+            *("1 load waits for blocks of its KV cache, the first for 5.2 s", "WaitingForBlocks"),
+        ),
+        (
+            *(status(WAITS, loads_without_blocks=7), "local blocks", "warning"),
+            *("7 loads wait for blocks of its KV cache, the first for 5.2 s", "WaitingForBlocks"),
+        ),
+        (
+            *(status(unmapped=[UNMAPPED]), "GPU memory of tcp://10.0.0.2:5700", "warning"),
+            *("in another PID namespace", "Wrong path"),
+        ),
+    ],
+)
+def test_a_rank_in_trouble(rank: Status, name: str, verdict: str, detail: str, fix: str) -> None:
+    check = checks(rank)[name]
+    assert (check.verdict, detail in check.detail) == (verdict, True), check
+    assert fix in str(check.fix)
+
+
+def test_a_load_that_waits_shortly_for_blocks_is_no_trouble() -> None:
+    assert "local blocks" not in checks(status({"blocks_waited_s": 0.5}, loads_without_blocks=1))
 
 
 DESCRIPTORS = "its file descriptors"
@@ -97,23 +129,6 @@ def test_the_fullest_process_counts(
 def test_settings_are_those_of_the_engine() -> None:
     found = checks(status({"ucx_settings": "UCX_TLS=tcp"}), status({"ucx_settings": "UCX_TLS=tcp"}))
     assert found["UCX's settings"].detail == "UCX_TLS=tcp"
-
-
-def test_a_rank_that_cannot_be_read_is_an_error() -> None:
-    check = checks(status(), status({"unreadable": "UCX has closed a listening socket"}))[
-        "listening sockets"
-    ]
-    assert (check.verdict, check.detail) == ("error", "rank 1: UCX has closed a listening socket")
-    assert "NixlKVRankUnreadable" in str(check.fix)
-
-
-@pytest.mark.parametrize(("count", "noun"), [(1, "1 load waits"), (7, "7 loads wait")])
-def test_a_full_cache_is_a_warning(count: int, noun: str) -> None:
-    check = checks(status({"blocks_waited_s": 5.2}, loads_without_blocks=count))["local blocks"]
-    assert check.verdict == "warning"
-    assert f"rank 0: {noun} for blocks of its KV cache, the first for 5.2 s" in check.detail
-    assert "NixlKVWaitingForBlocks" in str(check.fix)
-    assert "local blocks" not in checks(status({"blocks_waited_s": 0.5}, loads_without_blocks=1))
 
 
 SHARE = "they share a host but not a PID namespace, which GPU IPC needs"
@@ -158,6 +173,12 @@ READ: dict[str, Any] = {
     "why_slow": "",
 }
 FAILED = {"probe": "failed", "error": "NIXL_ERR_REMOTE_DISCONNECT", "seconds": None}
+FIRST_READ = "prefill's own ports answer, but a first read from UCX's ports fails"
+BUSY = "another probe is in progress"
+
+
+def at(step: str) -> dict[str, Any]:
+    return FAILED | {"step": step, "num_bytes": None}
 
 
 @pytest.mark.parametrize(
@@ -169,36 +190,11 @@ FAILED = {"probe": "failed", "error": "NIXL_ERR_REMOTE_DISCONNECT", "seconds": N
         (READ | {"why_slow": SHARE}, "warning", SHARE, "Wrong path"),
         (READ | {"num_ranks": 0, "seconds": None}, "skipped", "needs no bytes", None),
         (READ | FAILED, "error", "16 bytes arrive, but 64 KiB do not: NIXL_ERR", "MTU"),
-        (
-            READ | FAILED | {"num_bytes": 16},
-            "error",
-            "prefill's own ports answer, but a first read from UCX's ports fails",
-            "UCX_TCP_PORT_RANGE",
-        ),
-        (
-            READ | FAILED | {"step": "HANDSHAKING", "num_bytes": None},
-            "error",
-            "prefill's own ports answer, but a first read from UCX's ports fails",
-            "UCX_TCP_PORT_RANGE",
-        ),
-        (
-            READ | FAILED | {"step": "ADMITTING", "num_bytes": None},
-            "error",
-            "is not admitted to UCX's ports",
-            "'peers'",
-        ),
-        (
-            READ | FAILED | {"step": "CONNECTING", "num_bytes": None},
-            "error",
-            "cannot meet prefill",
-            "Firewall",
-        ),
-        (
-            {"probe": "failed", "error": "another probe is in progress"},
-            "skipped",
-            "not tested: another probe is in progress",
-            None,
-        ),
+        (READ | FAILED | {"num_bytes": 16}, "error", FIRST_READ, "UCX_TCP_PORT_RANGE"),
+        (READ | at("HANDSHAKING"), "error", FIRST_READ, "UCX_TCP_PORT_RANGE"),
+        (READ | at("ADMITTING"), "error", "is not admitted to UCX's ports", "'peers'"),
+        (READ | at("CONNECTING"), "error", "cannot meet prefill", "Firewall"),
+        ({"probe": "failed", "error": BUSY}, "skipped", f"not tested: {BUSY}", None),
         ({"roles": "decode"}, "skipped", "not tested: the release of decode rank 3", None),
     ],
 )
