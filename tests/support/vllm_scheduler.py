@@ -1,6 +1,6 @@
 """vLLM's own scheduler around a connector, without workers: the test plays those."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -18,8 +18,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nixl_kv.connector.scheduler_hooks import hook_scheduler
-from nixl_kv.connector.worker import HandshakeMetadata
-from nixl_kv.ids import Incarnation, new_incarnation
+from nixl_kv.connector.stats import RankReports
+from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
+from nixl_kv.ids import Incarnation, RequestId, new_incarnation
+from nixl_kv.protocol.events import Failure, LoadEnded
 from nixl_kv.protocol.messages import encode
 from support.records import rank_description
 from support.vllm_objects import MAX_TOKENS, MODEL
@@ -31,6 +33,41 @@ OURS: Final = {
     "kv_connector_module_path": "nixl_kv.connector",
 }
 """The fields of KVTransferConfig by which vLLM finds this connector."""
+TIER: Final = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+}
+"""Those of vLLM's connector for a tier in host memory."""
+
+
+def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """The fields of this connector on any port, without a key; `extra` are its own settings."""
+    extra = {"port": 0, "insecure": True, **extra}
+    return {**OURS, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def multi(*children: Mapping[str, Any], policy: str = "recompute") -> KVTransferConfig:
+    """A MultiConnector of these connectors."""
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": [dict(child) for child in children]},
+    )
+
+
+def load_reported(
+    name: str, num_tokens: int, failure: Failure | None = None, **fields: Any
+) -> dict[str, Any]:
+    """The report of all workers that a load has ended, for `SteppedScheduler.end`."""
+    reports = RankReports()
+    reports.add([LoadEnded(RequestId(name), num_tokens, failure, **fields)])
+    return {
+        "finished_recving": {name},
+        "failed_recving": {name} if failure else set(),
+        "kv_connector_worker_meta": WorkerMetadata({}, reports),
+    }
 
 
 def make_config(

@@ -162,19 +162,6 @@ def test_gather_runs_its_kernel() -> None:
     assert len(ended.stdout.splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        pytest.param(["--tokens", "1000"], "multiples of 64", id="tokens"),
-        pytest.param(["--against", "/nowhere"], "has no scripts/benchmarks", id="checkout"),
-        pytest.param(["--blocks", "0-16"], "2", id="zero"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], reason: str) -> None:
-    with pytest.raises(SystemExit, match=reason):
-        bench.main(["transfer", *arguments])
-
-
 # --- figures
 
 

@@ -207,13 +207,3 @@ def test_the_rest_works_without_a_feature(feature: str, tmp_path: Path) -> None:
         tested = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *paths)
     assert tested.returncode == 0, tested.stdout[-3000:]
     print(tested.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_line_that_still_names_the_feature_is_found(feature: str, tmp_path: Path) -> None:
-    tree = copy_without(feature, tmp_path)
-    imported = run(tree, "-c", IMPORT_ALL, str(tree))
-    assert imported.returncode == 1
-    halves = FEATURES[feature].replace("/", "."), f"connector.{feature}"
-    assert any(f"No module named 'nixl_kv.{half}'" in imported.stderr for half in halves)

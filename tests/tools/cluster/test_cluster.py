@@ -1,10 +1,9 @@
-"""A cluster keeps engines by their specs, bounds how many run, and ends them all."""
+"""A cluster names an engine that does not start, and ends them all."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -35,8 +34,8 @@ class SleepingEngine(Engine):
         return self.spec.model.name != "broken"
 
 
-def spec_of(name: str, *, ranks: int = 1, model: str = "model") -> EngineSpec:
-    return EngineSpec(name, Path(model), tensor_parallel=ranks)
+def spec_of(name: str, *, model: str = "model") -> EngineSpec:
+    return EngineSpec(name, Path(model))
 
 
 @pytest.fixture
@@ -50,27 +49,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 def running(cluster: Cluster) -> set[str]:
     return {engine.name for engine in cluster.engines if engine.is_running()}
-
-
-def test_an_equal_spec_gives_the_same_engine_again_on_its_ports(cluster: Cluster) -> None:
-    one, other = cluster.start(spec_of("a"), spec_of("b"))
-    assert cluster.start(spec_of("b"), spec_of("a")) == [other, one]
-    assert cluster.start(replace(spec_of("a"), block_size=64)) != [one]
-    pid, port = one.pid, one.port
-    one.suspend()
-    one.kill()
-    assert cluster.start(spec_of("a")) == [one]
-    assert one.is_running()
-    assert (one.pid != pid, one.port) == (True, port)
-
-
-def test_the_least_recently_used_engines_end_above_the_limit(cluster: Cluster) -> None:
-    cluster.start(spec_of("a"), spec_of("b"), spec_of("c"))
-    cluster.start(spec_of("a"))
-    cluster.start(spec_of("d"))
-    assert running(cluster) == {"a", "c", "d"}
-    cluster.start(spec_of("e", ranks=4))
-    assert running(cluster) == {"e"}
 
 
 def test_an_engine_that_does_not_start_is_named_once_the_others_are_up(cluster: Cluster) -> None:

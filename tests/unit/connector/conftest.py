@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,24 @@ def _logger() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = before[0], before[2]
     logger.setLevel(before[1])
+
+
+@pytest.fixture
+def engines_of() -> Iterator[Callable[[Any], Callable[..., Any]]]:
+    """Makes engines of a class, and shuts their connectors down after the test."""
+    engines: list[Any] = []
+
+    def of(kind: Any) -> Callable[..., Any]:
+        def make(*args: Any, **options: Any) -> Any:
+            engines.append(kind(*args, **options))
+            return engines[-1]
+
+        return make
+
+    yield of
+    for engine in engines:
+        if engine.connector is not None:
+            engine.connector.shutdown()
 
 
 @pytest.fixture

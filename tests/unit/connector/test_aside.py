@@ -1,7 +1,7 @@
 """Requests that wait for prefill leave vLLM's queue, not its counts. The test is the workers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.connector import unpromised
 from nixl_kv.ids import RequestId, new_nonce
 from support.records import ticket_for
-from support.vllm_scheduler import BLOCK, OURS, SteppedScheduler, hooked, make_config
+from support.vllm_scheduler import BLOCK, SteppedScheduler, hooked, make_config, ours
 
 PROMPT: Final = list(range(3 * BLOCK))
 ABORTED: Final = RequestStatus.FINISHED_ABORTED
@@ -22,11 +22,7 @@ class Engine(SteppedScheduler):
     """A decode engine that counts how often vLLM looks up a request's prompt."""
 
     def __init__(self, **scheduling: Any) -> None:
-        transfer = KVTransferConfig(
-            **OURS,
-            kv_role="kv_consumer",
-            kv_connector_extra_config={"port": 0, "insecure": True},
-        )
+        transfer = KVTransferConfig(**ours("kv_consumer"))
         config = make_config(transfer, 64, **scheduling)
         super().__init__(config, hooked(config))
         self.describe()
@@ -69,16 +65,8 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    engines: list[Engine] = []
-
-    def new(**scheduling: Any) -> Engine:
-        engines.append(Engine(**scheduling))
-        return engines[-1]
-
-    yield new
-    for engine in engines:
-        engine.connector.shutdown()
+def make(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    return engines_of(Engine)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """An engine's answers to others about its prefix cache, on vLLM's own scheduler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -20,7 +20,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Found
 from support.records import find
 from support.vllm_objects import kv_cache_config, override, vllm_config
-from support.vllm_scheduler import BLOCK, OURS, SteppedScheduler, make_config, make_request
+from support.vllm_scheduler import BLOCK, SteppedScheduler, make_config, make_request, ours
 
 WRAPPED: Final = {"get_new_blocks", "cache_full_blocks", "reset_prefix_cache"}
 PROMPT: Final = list(range(70))  # four blocks, and a part of one
@@ -28,8 +28,7 @@ PROMPT: Final = list(range(70))  # four blocks, and a part of one
 
 class Owner(SteppedScheduler):
     def __init__(self, setting: str = "on", num_blocks: int = 64, **scheduling: Any) -> None:
-        extra = {"port": 0, "conversations": setting}
-        transfer = KVTransferConfig(**OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+        transfer = KVTransferConfig(**ours(conversations=setting))
         super().__init__(make_config(transfer, num_blocks, **scheduling))
         self.describe()
 
@@ -52,16 +51,8 @@ Make = Callable[..., Owner]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Owner] = []
-
-    def make(*args: Any, **more: Any) -> Owner:
-        made.append(Owner(*args, **more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.connector.shutdown()
+def make(engines_of: Callable[[type[Owner]], Make]) -> Make:
+    return engines_of(Owner)
 
 
 def only(commands: list[events.Command], kind: type) -> Any:

@@ -16,7 +16,15 @@ from nixl_kv.connector.vllm_config import PARAMS, for_workers
 from nixl_kv.protocol.params import MAX_SIZE
 from nixl_kv.protocol.ticket import FIELD
 from support.records import ticket, ticket_for
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config, make_request
+from support.vllm_scheduler import (
+    TIER,
+    WANT_TICKET,
+    SteppedScheduler,
+    make_config,
+    make_request,
+    multi,
+    ours,
+)
 
 PROMPT = list(range(40))
 FOREIGN = {"lmcache.tag": "a", "hidden_states_path": "x"}
@@ -30,31 +38,16 @@ def nested(depth: int, *, in_objects: bool = False) -> Any:
     return value
 
 
-def ours() -> dict[str, Any]:
-    extra = {"port": 0, "insecure": True}
-    return {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-TIER = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
-}
-
-
 class Engine(SteppedScheduler):
     """Alone, or first or last in a MultiConnector."""
 
     def __init__(self, place: str) -> None:
-        transfer = ours()
-        if place != "alone":
-            children = [transfer, TIER] if place == "first" else [TIER, transfer]
-            transfer = {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"connectors": children},
-            }
-        super().__init__(make_config(KVTransferConfig(**transfer), 32))
+        transfers = {
+            "alone": KVTransferConfig(**ours()),
+            "first": multi(ours(), TIER),
+            "last": multi(TIER, ours()),
+        }
+        super().__init__(make_config(transfers[place], 32))
         connectors = getattr(self.connector, "_connectors", [self.connector])
         self.own: Any = next(each for each in connectors if hasattr(each, "end_landed"))
         if place != "last":

@@ -4,6 +4,7 @@ The front end, its state of each request and its outputs are vLLM's own. The tes
 """
 
 import asyncio
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
@@ -24,12 +25,12 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from nixl_kv.connector import early
 from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.early import wrap_client
-from nixl_kv.connector.prefill import Address
 from nixl_kv.connector.vllm_config import MediaReader
 from nixl_kv.early.answers import LIFE_S, PROMISE, open_promise, seal_promise
 from nixl_kv.ids import RequestId, new_nonce
 from nixl_kv.protocol.ticket import Ticket
 from support.records import ENGINE_LIFE, PREFILL, opened, ticket
+from support.stepped import Clock
 
 TOKENS = list(range(40, 60))
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -173,15 +174,27 @@ def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "log_like_vllm", lambda: None)  # else caplog is empty
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
 
 
-def early_ticket(queue: RequestOutputCollector) -> Ticket | None:
-    """The ticket in the answer that the front end gets at once, if it gets one."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of the API server."""
+    clock = Clock()
+    monkeypatch.setattr(early.time, "monotonic", clock)
+    return clock
+
+
+def expect_ticket(queue: RequestOutputCollector) -> Ticket:
+    """The early ticket in the answer that the front end gets at once."""
     output = queue.get_nowait()
-    if output is None:
-        return None
     assert isinstance(output, RequestOutput)
     assert output.finished
     assert output.prompt_token_ids == TOKENS
@@ -193,50 +206,42 @@ def early_ticket(queue: RequestOutputCollector) -> Ticket | None:
     return found
 
 
-def test_the_answer_has_a_ticket_for_the_prompt_and_the_engine_its_nonce() -> None:
-    async def test() -> None:
-        client = Client()
-        found = early_ticket(await client.ask())
-        assert found is not None
-        prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS)
-        context, media = prompt.hashes(found.nonce)
-        assert found == Ticket(
-            **ADDRESS,
-            nonce=found.nonce,
-            num_tokens=len(TOKENS),
-            context=context,
-            media=media,
-            is_early=True,
-        )
-        assert client.fields() == {**WANTED, PROMISE: f"{found.nonce}."}
-        assert open_promise(client.fields()[PROMISE], None) == found.nonce
-
-    run(test)
+@in_loop
+async def test_the_answer_has_a_ticket_for_the_prompt_and_the_engine_its_nonce() -> None:
+    client = Client()
+    found = expect_ticket(await client.ask())
+    prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS)
+    context, media = prompt.hashes(found.nonce)
+    assert found == Ticket(
+        **ADDRESS,
+        nonce=found.nonce,
+        num_tokens=len(TOKENS),
+        context=context,
+        media=media,
+        is_early=True,
+    )
+    assert client.fields() == {**WANTED, PROMISE: f"{found.nonce}."}
+    assert open_promise(client.fields()[PROMISE], None) == found.nonce
 
 
-def test_the_hash_covers_the_adapter_and_the_salt() -> None:
-    async def test() -> None:
-        client, extras = Client(), (b"loraadapter", b"saltsalt")
-        found = early_ticket(
-            await client.ask(lora_request=LoRARequest("adapter", 1, "/nowhere"), cache_salt="salt")
-        )
-        assert found is not None
-        prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS, extras)
-        assert found.context == prompt.context(found.nonce)
-
-    run(test)
+@in_loop
+async def test_the_hash_covers_the_adapter_and_the_salt() -> None:
+    client, extras = Client(), (b"loraadapter", b"saltsalt")
+    found = expect_ticket(
+        await client.ask(lora_request=LoRARequest("adapter", 1, "/nowhere"), cache_salt="salt")
+    )
+    prompt = Prompt(RequestId("p"), len(TOKENS), TOKENS, extras)
+    assert found.context == prompt.context(found.nonce)
 
 
-def test_the_engines_own_answer_is_not_read() -> None:
-    async def test() -> None:
-        client = Client()
-        queue = await client.ask()
-        client.end("p", ticket().params(None))  # before the front end has read
-        assert early_ticket(queue) is not None
-        assert queue.get_nowait() is None
-        assert not client.output_processor.request_states
-
-    run(test)
+@in_loop
+async def test_the_engines_own_answer_is_not_read() -> None:
+    client = Client()
+    queue = await client.ask()
+    client.end("p", ticket().params(None))  # before the front end has read
+    expect_ticket(queue)
+    assert queue.get_nowait() is None
+    assert not client.output_processor.request_states
 
 
 LATE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -254,122 +259,99 @@ LATE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_the_engine_answers_other_requests(case: str) -> None:
-    async def test() -> None:
-        fields, changed = LATE[case]
-        client = Client()
-        queue = await client.ask("p", fields, **changed)
-        assert queue.get_nowait() is None
-        assert client.fields() == fields if fields else True
-        assert PROMISE not in (client.fields() if fields else {})
-
-    run(test)
+@in_loop
+async def test_the_engine_answers_other_requests(case: str) -> None:
+    fields, changed = LATE[case]
+    client = Client()
+    queue = await client.ask("p", fields, **changed)
+    assert queue.get_nowait() is None
+    assert client.fields() == fields if fields else True
+    assert PROMISE not in (client.fields() if fields else {})
 
 
 @pytest.mark.parametrize("options", [{"overlap": "off"}, {"role": "kv_consumer"}])
-def test_other_engines_answer_nothing_early(options: dict[str, Any]) -> None:
-    async def test() -> None:
-        client = Client(**options)
-        assert (await client.ask()).get_nowait() is None
-        assert client.fields() == WANTED
-        assert not client.engine_core.asked
-
-    run(test)
+@in_loop
+async def test_other_engines_answer_nothing_early(options: dict[str, Any]) -> None:
+    client = Client(**options)
+    assert (await client.ask()).get_nowait() is None
+    assert client.fields() == WANTED
+    assert not client.engine_core.asked
 
 
 @pytest.mark.parametrize("fields", [WANTED, {"do_remote_decode": False}])
-def test_a_clients_own_promise_does_not_reach_the_engine(fields: dict[str, Any]) -> None:
-    async def test() -> None:
-        client, forged = Client(), {**fields, PROMISE: "a promise of a client's"}
-        await client.ask("p", forged)
-        assert client.fields().get(PROMISE) != forged[PROMISE]
-        assert forged[PROMISE] == "a promise of a client's", "other requests may share it"
-
-    run(test)
+@in_loop
+async def test_a_clients_own_promise_does_not_reach_the_engine(fields: dict[str, Any]) -> None:
+    client, forged = Client(), {**fields, PROMISE: "a promise of a client's"}
+    await client.ask("p", forged)
+    assert client.fields().get(PROMISE) != forged[PROMISE]
+    assert forged[PROMISE] == "a promise of a client's", "other requests may share it"
 
 
-def test_an_engine_that_drains_answers_itself() -> None:
-    async def test() -> None:
-        client = Client()
-        client.engine_core.address = None
-        assert early_ticket(await client.ask("a")) is None
-        client.engine_core.address = ADDRESS
-        assert early_ticket(await client.ask("b")) is not None
-
-    run(test)
+@in_loop
+async def test_an_engine_that_drains_answers_itself() -> None:
+    client = Client()
+    client.engine_core.address = None
+    assert (await client.ask("a")).get_nowait() is None
+    client.engine_core.address = ADDRESS
+    expect_ticket(await client.ask("b"))
 
 
-def test_an_engine_that_does_not_tell_its_address_in_time_answers_itself(
+@in_loop
+async def test_an_engine_that_does_not_tell_its_address_in_time_answers_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(early, "ASK_S", 0.01)
-
-    async def test() -> None:
-        client = Client()
-        client.engine_core.is_slow = True
-        for name in ("a", "b"):
-            queue = await client.ask(name)
-            assert queue.get_nowait() is None
-        assert len(client.engine_core.asked) == 1
-        client.end("a", {"x": 1})
-        output = client.output_processor.request_states["b"].queue
-        assert output is not None
-
-    run(test)
+    client = Client()
+    client.engine_core.is_slow = True
+    for name in ("a", "b"):
+        queue = await client.ask(name)
+        assert queue.get_nowait() is None
+    assert len(client.engine_core.asked) == 1
+    client.end("a", {"x": 1})
+    output = client.output_processor.request_states["b"].queue
+    assert output is not None
 
 
-def test_each_of_the_engines_own_answers_tells_its_address() -> None:
+@in_loop
+async def test_each_of_the_engines_own_answers_tells_its_address() -> None:
     """It may have begun another life, or drain."""
-
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        client.end("a", ticket(epoch=9, weights="step 8").params(None))
-        found = early_ticket(await client.ask("b"))
-        assert found is not None
-        assert (found.epoch, found.weights) == (9, "step 8")
-        assert len(client.engine_core.asked) == 1
-
-    run(test)
+    client = Client()
+    await client.ask("a")
+    client.end("a", ticket(epoch=9, weights="step 8").params(None))
+    found = expect_ticket(await client.ask("b"))
+    assert (found.epoch, found.weights) == (9, "step 8")
+    assert len(client.engine_core.asked) == 1
 
 
-def test_an_answer_without_a_ticket_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_an_answer_without_a_ticket_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode may have released that offer. The engine is asked again, in case it drains."""
     monkeypatch.setattr(early, "ASK_S", 3600)
-
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        client.engine_core.is_slow = True
-        client.end("a")
-        assert early_ticket(await client.ask("b")) is not None
-        await asyncio.sleep(0)
-        assert len(client.engine_core.asked) == 2
-
-    run(test)
+    client = Client()
+    await client.ask("a")
+    client.engine_core.is_slow = True
+    client.end("a")
+    expect_ticket(await client.ask("b"))
+    await asyncio.sleep(0)
+    assert len(client.engine_core.asked) == 2
 
 
-def test_an_engine_that_begins_to_drain_answers_itself() -> None:
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        client.engine_core.address = None
-        client.end("a")
-        await asyncio.sleep(0)
-        assert early_ticket(await client.ask("b")) is None
-
-    run(test)
+@in_loop
+async def test_an_engine_that_begins_to_drain_answers_itself() -> None:
+    client = Client()
+    await client.ask("a")
+    client.engine_core.address = None
+    client.end("a")
+    await asyncio.sleep(0)
+    assert (await client.ask("b")).get_nowait() is None
 
 
-def test_an_engine_with_another_key_answers_itself(caplog: pytest.LogCaptureFixture) -> None:
+@in_loop
+async def test_an_engine_with_another_key_answers_itself(caplog: pytest.LogCaptureFixture) -> None:
     """On another machine: decode would refuse this API server's tickets."""
-
-    async def test() -> None:
-        client = Client()
-        client.engine_core.key = b"k" * 32
-        assert early_ticket(await client.ask()) is None
-
-    run(test)
+    client = Client()
+    client.engine_core.key = b"k" * 32
+    assert (await client.ask()).get_nowait() is None
     assert "no front end of this engine has written nixl_kv_promise" in caplog.text
 
 
@@ -377,192 +359,138 @@ def fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_an_error_of_ours_leaves_all_answers_to_the_engine(
+@in_loop
+async def test_an_error_of_ours_leaves_all_answers_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(early.MediaReader, "of", fail)
-
-    async def test() -> None:
-        client = Client()
-        for name in ("a", "b"):
-            assert early_ticket(await client.ask(name)) is None
-
-    run(test)
+    client = Client()
+    for name in ("a", "b"):
+        assert (await client.ask(name)).get_nowait() is None
     assert caplog.text.count("answers no request early: ZeroDivisionError()") == 1
 
 
-def test_the_ticket_names_the_rank_that_vllm_has_chosen() -> None:
-    async def test() -> None:
-        client = Client(ranks=3)
-        found = early_ticket(await client.ask())
-        assert found is not None
-        assert found.port == ADDRESS["port"] + 2
-        client.end("p", reason=FinishReason.ERROR)
-        await asyncio.sleep(0)
-        promise = {"do_remote_decode": True, PROMISE: f"{found.nonce}."}
-        assert client.withdrawn == [(promise, {"data_parallel_rank": 2})]
-
-    run(test)
+@in_loop
+async def test_the_ticket_names_the_rank_that_vllm_has_chosen() -> None:
+    client = Client(ranks=3)
+    found = expect_ticket(await client.ask())
+    assert found.port == ADDRESS["port"] + 2
+    client.end("p", reason=FinishReason.ERROR)
+    await asyncio.sleep(0)
+    promise = {"do_remote_decode": True, PROMISE: f"{found.nonce}."}
+    assert client.withdrawn == [(promise, {"data_parallel_rank": 2})]
 
 
-def test_the_connector_hears_of_a_request_that_fails_after_its_answer() -> None:
+@in_loop
+async def test_the_connector_hears_of_a_request_that_fails_after_its_answer() -> None:
     """It may never have reached the scheduler, and decode waits for it."""
-
-    async def test() -> None:
-        client = Client()
-        found = early_ticket(await client.ask())
-        assert found is not None
-        client.end("p", reason=FinishReason.ERROR)
-        await asyncio.sleep(0)
-        assert client.withdrawn == [({"do_remote_decode": True, PROMISE: f"{found.nonce}."}, {})]
-        assert early_ticket(await client.ask("q")) is not None
-
-    run(test)
+    client = Client()
+    found = expect_ticket(await client.ask())
+    client.end("p", reason=FinishReason.ERROR)
+    await asyncio.sleep(0)
+    assert client.withdrawn == [({"do_remote_decode": True, PROMISE: f"{found.nonce}."}, {})]
+    expect_ticket(await client.ask("q"))
 
 
-def test_a_dead_engine_hears_of_nothing() -> None:
-    async def test() -> None:
-        client = Client()
-        await client.ask()
-        client.errored = True
-        client.output_processor.propagate_error(RuntimeError("dead"))
-        await asyncio.sleep(0)
-        assert client.withdrawn == []
-
-    run(test)
+@in_loop
+async def test_a_dead_engine_hears_of_nothing() -> None:
+    client = Client()
+    await client.ask()
+    client.errored = True
+    client.output_processor.propagate_error(RuntimeError("dead"))
+    await asyncio.sleep(0)
+    assert client.withdrawn == []
 
 
-def test_as_many_are_answered_early_as_the_engine_has_seats() -> None:
-    async def test() -> None:
-        client = Client()
-        for name in ("a", "b"):
-            assert early_ticket(await client.ask(name)) is not None
-        assert early_ticket(await client.ask("c")) is None
-        client.end("a", ticket().params(None))
-        assert early_ticket(await client.ask("d")) is not None
-
-    run(test)
+@in_loop
+async def test_as_many_are_answered_early_as_the_engine_has_seats() -> None:
+    client = Client()
+    for name in ("a", "b"):
+        expect_ticket(await client.ask(name))
+    assert (await client.ask("c")).get_nowait() is None
+    client.end("a", ticket().params(None))
+    expect_ticket(await client.ask("d"))
 
 
-def test_a_hung_engine_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(early.time, "monotonic", lambda: now)
-
-    async def test() -> None:
-        nonlocal now
-        client = Client()
-        assert early_ticket(await client.ask("a")) is not None
-        now += LIFE_S + 1
-        assert early_ticket(await client.ask("b")) is None
-        client.step()
-        assert early_ticket(await client.ask("c")) is not None
-
-    run(test)
+@in_loop
+async def test_a_hung_engine_answers_itself(clock: Clock) -> None:
+    client = Client()
+    expect_ticket(await client.ask("a"))
+    clock.now += LIFE_S + 1
+    assert (await client.ask("b")).get_nowait() is None
+    client.step()
+    expect_ticket(await client.ask("c"))
 
 
-def test_the_address_comes_from_the_connector() -> None:
-    assert Address(**ADDRESS).weights == "step 7"
-
-
-def test_a_part_of_a_streamed_input_is_not_answered_early() -> None:
+@in_loop
+async def test_a_part_of_a_streamed_input_is_not_answered_early() -> None:
     """Its session's request has the same id, and the client waits for its tokens."""
-
-    async def test() -> None:
-        client = Client()
-        assert early_ticket(await client.ask("a", resumable=True)) is None
-        state = client.output_processor.request_states["a"]
-        client.output_processor.add_request = lambda *_: None  # type: ignore[method-assign]
-        assert early_ticket(await client.ask("a")) is None
-        assert client.output_processor.request_states["a"] is state
-
-    run(test)
+    client = Client()
+    assert (await client.ask("a", resumable=True)).get_nowait() is None
+    state = client.output_processor.request_states["a"]
+    client.output_processor.add_request = lambda *_: None  # type: ignore[method-assign]
+    assert (await client.ask("a")).get_nowait() is None
+    assert client.output_processor.request_states["a"] is state
 
 
-def test_an_engine_that_refuses_a_request_is_asked_again() -> None:
+@in_loop
+async def test_an_engine_that_refuses_a_request_is_asked_again() -> None:
     """A paused engine of vLLM 0.33 does so; until it goes on, it has no address."""
-
-    async def test() -> None:
-        client = Client()
-        queue = await client.ask("a")
-        found = early_ticket(queue)
-        assert found is not None
-        client.engine_core.address = None
-        queue.put(RuntimeError("engine_paused"))
-        assert early_ticket(await client.ask("b")) is None
-        assert [params[PROMISE] for params, _ in client.withdrawn] == [f"{found.nonce}."]
-
-    run(test)
+    client = Client()
+    queue = await client.ask("a")
+    found = expect_ticket(queue)
+    client.engine_core.address = None
+    queue.put(RuntimeError("engine_paused"))
+    assert (await client.ask("b")).get_nowait() is None
+    assert [params[PROMISE] for params, _ in client.withdrawn] == [f"{found.nonce}."]
 
 
-def test_an_error_of_ours_ends_no_output_handler(
+@in_loop
+async def test_an_error_of_ours_ends_no_output_handler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(early.EarlyAnswers, "_address_in", fail)
-
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        client.end("a", ticket().params(None))
-        assert not client.output_processor.request_states
-
-    run(test)
+    client = Client()
+    await client.ask("a")
+    client.end("a", ticket().params(None))
+    assert not client.output_processor.request_states
     assert "an early answer's end was lost: ZeroDivisionError()" in caplog.text
 
 
-def test_a_client_that_is_no_longer_used_is_collected() -> None:
+@in_loop
+async def test_a_client_that_is_no_longer_used_is_collected() -> None:
     """vLLM shuts it down then; its output handler keeps only the processor."""
-
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        client.end("a", ticket().params(None))
-        found, processor = weakref.ref(client), client.output_processor
-        del client
-        await asyncio.sleep(0)
-        gc.collect()
-        assert found() is None
-        processor.update_scheduler_stats(None)
-
-    run(test)
+    client = Client()
+    await client.ask("a")
+    client.end("a", ticket().params(None))
+    found, processor = weakref.ref(client), client.output_processor
+    del client
+    await asyncio.sleep(0)
+    gc.collect()
+    assert found() is None
+    processor.update_scheduler_stats(None)
 
 
-def test_an_abort_by_the_client_does_not_count_as_a_sign_of_life(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(early.time, "monotonic", lambda: now)
-
-    async def test() -> None:
-        nonlocal now
-        client = Client()
-        for name in ("a", "b"):
-            assert early_ticket(await client.ask(name)) is not None
-        now += LIFE_S + 1
-        client.output_processor.abort_requests(["b"], internal=True)
-        assert early_ticket(await client.ask("c")) is None
-
-    run(test)
+@in_loop
+async def test_an_abort_by_the_client_does_not_count_as_a_sign_of_life(clock: Clock) -> None:
+    client = Client()
+    for name in ("a", "b"):
+        expect_ticket(await client.ask(name))
+    clock.now += LIFE_S + 1
+    client.output_processor.abort_requests(["b"], internal=True)
+    assert (await client.ask("c")).get_nowait() is None
 
 
-def test_an_idle_engine_is_asked_whether_its_address_is_current(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@in_loop
+async def test_an_idle_engine_is_asked_whether_its_address_is_current(clock: Clock) -> None:
     """Its cache may have been reset since the last answer."""
-    now = 100.0
-    monkeypatch.setattr(early.time, "monotonic", lambda: now)
-
-    async def test() -> None:
-        nonlocal now
-        client = Client()
-        await client.ask("a")
-        client.end("a", ticket().params(None))
-        now += early.CURRENT_S + 0.1
-        client.engine_core.address = {**ADDRESS, "epoch": 4}
-        found = early_ticket(await client.ask("b"))
-        assert found is not None
-        assert found.epoch == 4
-
-    run(test)
+    client = Client()
+    await client.ask("a")
+    client.end("a", ticket().params(None))
+    clock.now += early.CURRENT_S + 0.1
+    client.engine_core.address = {**ADDRESS, "epoch": 4}
+    found = expect_ticket(await client.ask("b"))
+    assert found.epoch == 4
 
 
 async def add(
@@ -573,73 +501,61 @@ async def add(
     return queue
 
 
-def test_the_samples_of_one_prompt_are_not_answered_early() -> None:
+@in_loop
+async def test_the_samples_of_one_prompt_are_not_answered_early() -> None:
     """Each sample is a request with n of 1, and vLLM adds their outputs up."""
-
-    async def test() -> None:
-        client = Client()
-        await client.ask("p", n=2)
-        request = client.engine_core.got[-1]
-        parent = ParentRequest(request)
-        name, params = parent.get_child_info(0)
-        child = structs.replace(request, request_id=name, sampling_params=params)
-        assert (await add(client, child, parent)).get_nowait() is None
-        assert client.fields() == WANTED
-
-    run(test)
+    client = Client()
+    await client.ask("p", n=2)
+    request = client.engine_core.got[-1]
+    parent = ParentRequest(request)
+    name, params = parent.get_child_info(0)
+    child = structs.replace(request, request_id=name, sampling_params=params)
+    assert (await add(client, child, parent)).get_nowait() is None
+    assert client.fields() == WANTED
 
 
-def test_requests_with_the_same_parameters_have_different_promises() -> None:
-    async def test() -> None:
-        client = Client()
-        await client.ask("a")
-        for name in ("b", "c"):
-            await add(client, structs.replace(client.engine_core.got[0], request_id=name))
-        assert len({client.fields(number)[PROMISE] for number in range(3)}) == 3
-
-    run(test)
+@in_loop
+async def test_requests_with_the_same_parameters_have_different_promises() -> None:
+    client = Client()
+    await client.ask("a")
+    for name in ("b", "c"):
+        await add(client, structs.replace(client.engine_core.got[0], request_id=name))
+    assert len({client.fields(number)[PROMISE] for number in range(3)}) == 3
 
 
-def test_a_request_that_the_engine_refuses_before_its_answer_takes_no_seat() -> None:
-    async def test() -> None:
-        client = Client()
-        add_request = client.engine_core.add_request_async
+@in_loop
+async def test_a_request_that_the_engine_refuses_before_its_answer_takes_no_seat() -> None:
+    client = Client()
+    add_request = client.engine_core.add_request_async
 
-        async def refuse(request: EngineCoreRequest) -> None:
-            state = client.output_processor.request_states[request.request_id]
-            state.queue.put(RuntimeError("engine_paused"))
+    async def refuse(request: EngineCoreRequest) -> None:
+        state = client.output_processor.request_states[request.request_id]
+        state.queue.put(RuntimeError("engine_paused"))
 
-        client.engine_core.add_request_async = refuse  # type: ignore[method-assign]
-        for number in range(SEATS):
-            queue = await client.ask(f"refused {number}")
-            with pytest.raises(RuntimeError, match="engine_paused"):
-                queue.get_nowait()
-        client.engine_core.add_request_async = add_request  # type: ignore[method-assign]
-        assert early_ticket(await client.ask()) is not None
-
-    run(test)
+    client.engine_core.add_request_async = refuse  # type: ignore[method-assign]
+    for number in range(SEATS):
+        queue = await client.ask(f"refused {number}")
+        with pytest.raises(RuntimeError, match="engine_paused"):
+            queue.get_nowait()
+    client.engine_core.add_request_async = add_request  # type: ignore[method-assign]
+    expect_ticket(await client.ask())
 
 
-def test_a_step_of_one_rank_does_not_vouch_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(early.time, "monotonic", lambda: now)
-
-    async def test() -> None:
-        nonlocal now
-        client = Client(ranks=2)
-        assert early_ticket(await client.ask("a")) is not None
-        now += LIFE_S + 1
-        client.step()
-        assert early_ticket(await client.ask("b")) is None
-
-    run(test)
+@in_loop
+async def test_a_step_of_one_rank_does_not_vouch_for_another(clock: Clock) -> None:
+    client = Client(ranks=2)
+    expect_ticket(await client.ask("a"))
+    clock.now += LIFE_S + 1
+    client.step()
+    assert (await client.ask("b")).get_nowait() is None
 
 
 @pytest.mark.parametrize(
     ("has_geometry", "has_data", "is_early"),
     [(True, False, False), (True, True, True), (False, False, True)],
 )
-def test_a_picture_that_only_the_engine_has_is_answered_late_if_its_size_counts(
+@in_loop
+async def test_a_picture_that_only_the_engine_has_is_answered_late_if_its_size_counts(
     monkeypatch: pytest.MonkeyPatch, *, has_geometry: bool, has_data: bool, is_early: bool
 ) -> None:
     reader = MediaReader(frozenset(), has_geometry=has_geometry)
@@ -647,9 +563,5 @@ def test_a_picture_that_only_the_engine_has_is_answered_late_if_its_size_counts(
     data = {"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 4, 4]))} if has_data else None
     place = SimpleNamespace(offset=10, length=4)
     picture = SimpleNamespace(mm_position=place, identifier="picture", data=data)
-
-    async def test() -> None:
-        queue = await Client().ask(mm_features=[picture])
-        assert (early_ticket(queue) is not None) is is_early
-
-    run(test)
+    queue = await Client().ask(mm_features=[picture])
+    assert (queue.get_nowait() is not None) is is_early

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.connector import unpromised
 from nixl_kv.connector.conversations import NO_HOOKS
-from nixl_kv.connector.conversations.content import OWNER, check_start
+from nixl_kv.connector.conversations.content import OWNER
 from nixl_kv.connector.conversations.finding import Finder, hashes_by
 from nixl_kv.connector.legs import SOURCE
 from nixl_kv.connector.stats import RankReports
@@ -30,14 +30,12 @@ from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.conversations.finding import FIND_S, MIN_TOKENS
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.probe import probe_ticket
-from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Endpoint, EngineId, Nonce, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Failure,
     FailureKind,
-    LoadEnded,
     OfferEnd,
     OfferEnded,
     PrepareLoad,
@@ -52,12 +50,14 @@ from support.polling import wait_until
 from support.records import landed, rank_description, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
-    OURS,
     WANT_TICKET,
     SteppedScheduler,
     hooked,
+    load_reported,
     make_config,
     make_request,
+    multi,
+    ours,
 )
 
 FIRST: Final = list(range(4 * BLOCK))
@@ -107,16 +107,7 @@ class Engine(SteppedScheduler):
     """A prefill engine that reads conversations."""
 
     def __init__(self, *, is_async: bool = False, **extra: Any) -> None:
-        transfer = KVTransferConfig(
-            **OURS,
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "port": 0,
-                "insecure": True,
-                "conversations": "on",
-                **extra,
-            },
-        )
+        transfer = KVTransferConfig(**ours(**{"conversations": "on", **extra}))
         config = make_config(transfer, 128, is_async=is_async, max_num_batched_tokens=512)
         super().__init__(config, hooked(config))
         self.describe()
@@ -200,33 +191,17 @@ def read_by(name: str, nonce: Nonce, reader: Endpoint | None) -> dict[str, Any]:
     return {"finished_sending": {name}, "kv_connector_worker_meta": WorkerMetadata({}, reports)}
 
 
-def loaded(name: str, num_tokens: int, *, failed: bool = False) -> dict[str, Any]:
-    reports = RankReports()
-    failure = Failure(FailureKind.FENCED, "the owner has reused the blocks") if failed else None
-    reports.add([LoadEnded(RequestId(name), num_tokens, failure)])
-    return {
-        "finished_recving": {name},
-        "failed_recving": {name} if failed else set(),
-        "kv_connector_worker_meta": WorkerMetadata({}, reports),
-    }
-
+FENCED: Final = Failure(FailureKind.FENCED, "the owner has reused the blocks")
 
 Make = Callable[..., Engine]
 Own = Callable[..., Owner]
+Met = Callable[..., tuple[Engine, Owner]]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(engines_of: Callable[[type[Engine]], Make], monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", 30.0)  # a busy machine is slow
-    engines: list[Engine] = []
-
-    def new(**settings: Any) -> Engine:
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield new
-    for engine in engines:
-        engine.connector.shutdown()
+    return engines_of(Engine)
 
 
 @pytest.fixture
@@ -245,6 +220,19 @@ def own() -> Iterator[Own]:
         owner.server.stop()
 
 
+@pytest.fixture
+def met(make: Make, own: Own) -> Met:
+    """Makes an engine, and an owner that has read its first turn."""
+
+    def new(num_blocks: int = HELD, **settings: Any) -> tuple[Engine, Owner]:
+        engine = make(**settings)
+        owner = own(engine, num_blocks=num_blocks)
+        engine.turn("first", FIRST, owner.endpoint)
+        return engine, owner
+
+    return new
+
+
 def cold(engine: Engine) -> None:
     assert engine.vllm.kv_cache_manager.reset_prefix_cache()
 
@@ -255,11 +243,9 @@ def cold(engine: Engine) -> None:
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("is_cold", [False, True], ids=["warm", "cold"])
 def test_the_next_turn_loads_what_the_reader_of_the_last_one_has(
-    make: Make, own: Own, *, is_async: bool, is_cold: bool
+    met: Met, *, is_async: bool, is_cold: bool
 ) -> None:
-    engine = make(is_async=is_async)
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+    engine, owner = met(is_async=is_async)
     if is_cold:
         cold(engine)
     local = 0 if is_cold else len(FIRST)
@@ -271,7 +257,7 @@ def test_the_next_turn_loads_what_the_reader_of_the_last_one_has(
     hashes = make_request("hash", NEXT).block_hashes
     assert (find.first_block, list(find.hashes)) == (local // BLOCK, hashes[local // BLOCK :])
 
-    engine.step(**loaded("next", start.num_tokens))
+    engine.step(**load_reported("next", start.num_tokens))
     commands: list[Any] = []
     outputs: list[Any] = []
     while not request.is_finished():
@@ -295,16 +281,14 @@ def test_the_next_turn_loads_what_the_reader_of_the_last_one_has(
     assert engine.free_blocks == engine.idle
 
 
-def test_a_question_takes_one_step_and_its_load_two_more(make: Make, own: Own) -> None:
+def test_a_question_takes_one_step_and_its_load_two_more(met: Met) -> None:
     """An answer counts from the next step on, however soon it has come."""
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+    engine, _ = met()
     engine.seek()
     wait_until(lambda: bool(engine.finder.owners.answers))
     commands, _, _ = engine.step()
     (start,) = [one for one in commands if isinstance(one, StartLoad)]
-    _, _, output = engine.step(**loaded("next", start.num_tokens))  # the earliest report
+    _, _, output = engine.step(**load_reported("next", start.num_tokens))  # the earliest report
     assert not output.num_scheduled_tokens
     assert "next" in engine.step()[2].num_scheduled_tokens
 
@@ -312,9 +296,8 @@ def test_a_question_takes_one_step_and_its_load_two_more(make: Make, own: Own) -
 BURST: Final = ["n0", "n1", "n2", "n3"]
 
 
-def burst(engine: Engine, owner: Owner) -> tuple[list[StartLoad], SchedulerOutput]:
+def burst(engine: Engine) -> tuple[list[StartLoad], SchedulerOutput]:
     """Requests with one prompt, until some of them are loaded or computed in a step."""
-    engine.turn("first", FIRST, owner.endpoint)
     cold(engine)
     for name in BURST:
         engine.add(name, NEXT, WANT_TICKET)
@@ -330,18 +313,17 @@ def burst(engine: Engine, owner: Owner) -> tuple[list[StartLoad], SchedulerOutpu
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_requests_with_one_prompt_share_one_load(make: Make, own: Own, *, is_async: bool) -> None:
+def test_requests_with_one_prompt_share_one_load(met: Met, *, is_async: bool) -> None:
     """Requests with n > 1, or a burst: afterwards the others find it in this engine's cache."""
-    engine = make(is_async=is_async)
-    owner = own(engine, num_blocks=HELD)
-    (start,), _ = burst(engine, owner)
+    engine, owner = met(is_async=is_async)
+    (start,), _ = burst(engine)
     before = engine.free_blocks
     for _ in range(3):
         commands, _, output = engine.step()
         assert not output.num_scheduled_tokens
         assert not [one for one in commands if isinstance(one, StartLoad | PrepareLoad)]
     assert len(owner.asked) == 1
-    engine.step(**loaded(start.request, start.num_tokens))
+    engine.step(**load_reported(start.request, start.num_tokens))
     computed: Counter[str] = Counter()
     for _ in range(8):
         computed.update(engine.step()[2].num_scheduled_tokens)
@@ -352,11 +334,10 @@ def test_requests_with_one_prompt_share_one_load(make: Make, own: Own, *, is_asy
     assert engine.sought == {"read": 1}
 
 
-def test_requests_with_one_prompt_share_what_the_first_computes(make: Make, own: Own) -> None:
+def test_requests_with_one_prompt_share_what_the_first_computes(met: Met) -> None:
     """If the owner has nothing, they hit the first one's blocks in the same step, as ever."""
-    engine = make()
-    owner = own(engine)
-    _, output = burst(engine, owner)
+    engine, owner = met(num_blocks=0)
+    _, output = burst(engine)
     assert output.num_scheduled_tokens == {"n0": len(NEXT)} | dict.fromkeys(
         BURST[1:], len(NEXT) % BLOCK
     )
@@ -364,16 +345,13 @@ def test_requests_with_one_prompt_share_what_the_first_computes(make: Make, own:
 
 
 @pytest.mark.parametrize("end", ["failed", "aborted", "reset"])
-def test_requests_that_wait_for_another_ones_load_outlive_it(
-    make: Make, own: Own, end: str
-) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    (start,), _ = burst(engine, owner)
+def test_requests_that_wait_for_another_ones_load_outlive_it(met: Met, end: str) -> None:
+    engine, _ = met()
+    (start,), _ = burst(engine)
     assert start.request == "n0"
     match end:
         case "failed":
-            engine.step(**loaded("n0", start.num_tokens, failed=True))
+            engine.step(**load_reported("n0", start.num_tokens, FENCED))
         case "aborted":
             engine.vllm.finish_requests("n0", RequestStatus.FINISHED_ABORTED)
         case "reset":
@@ -390,12 +368,11 @@ def test_requests_that_wait_for_another_ones_load_outlive_it(
     assert not engine.connector.aside
 
 
-def test_a_request_that_waits_for_another_one_may_end_first(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    (start,), _ = burst(engine, owner)
+def test_a_request_that_waits_for_another_one_may_end_first(met: Met) -> None:
+    engine, _ = met()
+    (start,), _ = burst(engine)
     engine.vllm.finish_requests(BURST[1:], RequestStatus.FINISHED_ABORTED)
-    engine.step(**loaded("n0", start.num_tokens))
+    engine.step(**load_reported("n0", start.num_tokens))
     assert engine.await_computed().num_scheduled_tokens == {"n0": len(NEXT) - HELD * BLOCK}
     assert not engine.connector.aside
     finds = engine.finder.finds
@@ -414,7 +391,7 @@ def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own
     engine.add("next", NEXT, WANT_TICKET)
     prefill._awaited["next"].promised = nonce
     _, start = engine.await_load()
-    engine.step(**loaded("next", start.num_tokens))
+    engine.step(**load_reported("next", start.num_tokens))
     offers: list[PrepareOffer] = []
     while not offers or offers[-1].computed is not None:
         commands, _, _ = engine.step()
@@ -425,10 +402,8 @@ def test_chunks_of_a_request_that_was_loaded_in_part_are_offered(make: Make, own
     assert all(offer.in_parts for offer in offers)
 
 
-def test_an_owner_that_has_nothing_costs_one_question(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_an_owner_that_has_nothing_costs_one_question(met: Met) -> None:
+    engine, owner = met(num_blocks=0)
     engine.seek()
     output = engine.await_computed()
     assert output.num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
@@ -436,10 +411,8 @@ def test_an_owner_that_has_nothing_costs_one_question(make: Make, own: Own) -> N
     assert len(owner.asked) == 1
 
 
-def test_a_find_is_computed_if_the_own_hit_before_it_has_gone(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_a_find_is_computed_if_the_own_hit_before_it_has_gone(met: Met) -> None:
+    engine, owner = met()
     owner.may_answer.clear()
     engine.seek()
     cold(engine)
@@ -459,13 +432,11 @@ def test_a_find_is_computed_if_the_own_hit_before_it_has_gone(make: Make, own: O
     assert CancelLoad(RequestId("next")) in commands
 
 
-def test_a_lost_load_is_computed(make: Make, own: Own) -> None:
-    engine = make(on_load_failure="fail")
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_a_lost_load_is_computed(met: Met) -> None:
+    engine, owner = met(on_load_failure="fail")
     request = engine.seek()
     _, start = engine.await_load()
-    engine.step(**loaded("next", start.num_tokens, failed=True))
+    engine.step(**load_reported("next", start.num_tokens, FENCED))
     output = engine.await_computed()
     assert output.num_scheduled_tokens == {"next": len(NEXT) - len(FIRST)}
     assert engine.sought == {"lost": 1}
@@ -476,53 +447,24 @@ def test_a_lost_load_is_computed(make: Make, own: Own) -> None:
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_a_failed_load_of_a_ticket_fails_its_request_nevertheless(make: Make) -> None:
-    engine = make(on_load_failure="fail")
-    params = ticket_for(FIRST, new_nonce(), host="127.0.0.1").params(None)
-    request = engine.add("late", FIRST, params)
-    engine.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.step(**loaded("late", len(FIRST) - 1, failed=True))
-    _, outputs, _ = engine.step()
-    (output,) = outputs
-    assert (output.request_id, str(output.finish_reason)) == ("late", "error")
-    assert not engine.vllm.requests
-    assert engine.free_blocks == engine.idle
-    assert engine.counts["failed_requests", "load"] == 1
-
-
+@pytest.mark.parametrize("hangs", ["the owner", "the thread that asks"])
 def test_without_an_answer_a_request_is_computed_in_time(
-    make: Make, own: Own, monkeypatch: pytest.MonkeyPatch
+    met: Met, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+    engine, owner = met()
     monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", FIND_S)
-    owner.may_answer.clear()
-    engine.seek()
-    engine.await_computed()
-    assert engine.sought == {"late": 1}
-
-
-def test_a_request_is_computed_in_time_if_the_thread_that_asks_hangs(
-    make: Make, own: Own, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make()
-    engine.turn("first", FIRST, own(engine, num_blocks=HELD).endpoint)
-    monkeypatch.setattr("nixl_kv.conversations.finding.FIND_S", FIND_S)
-    engine.finder.finds.ask = lambda _: None
+    if hangs == "the owner":
+        owner.may_answer.clear()
+    else:
+        engine.finder.finds.ask = lambda _: None
     engine.seek()
     engine.await_computed()
     assert engine.sought == {"late": 1}
 
 
 @pytest.mark.parametrize("end", ["abort", "reset"])
-def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
-    make: Make, own: Own, end: str
-) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_a_request_that_ends_while_it_is_sought_leaves_nothing(met: Met, end: str) -> None:
+    engine, owner = met()
     owner.may_answer.clear()
     request = engine.seek()
     if end == "abort":
@@ -545,10 +487,8 @@ def test_a_request_that_ends_while_it_is_sought_leaves_nothing(
 # --- new weights without a label
 
 
-def test_after_a_reset_no_owner_is_known_that_read_an_offer_before(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_after_a_reset_no_owner_is_known_that_read_an_offer_before(met: Met) -> None:
+    engine, owner = met()
     assert engine.vllm.reset_prefix_cache(reset_connector=True)
     engine.add("next", NEXT, WANT_TICKET)
     assert engine.step()[2].num_scheduled_tokens == {"next": len(NEXT)}
@@ -585,7 +525,7 @@ def test_after_a_reset_an_owner_that_answered_before_must_reset_too(
     ask("before", 1)
     if num_blocks:
         _, start = engine.await_load()
-        engine.step(**loaded("before", start.num_tokens))
+        engine.step(**load_reported("before", start.num_tokens))
         engine.step()
     else:
         engine.await_computed()
@@ -607,17 +547,15 @@ def test_after_a_reset_an_owner_that_answered_before_must_reset_too(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("failed", [False, True], ids=["loaded", "failed"])
 def test_a_request_that_is_aborted_during_its_load_is_freed_once(
-    make: Make, own: Own, *, is_async: bool, failed: bool
+    met: Met, *, is_async: bool, failed: bool
 ) -> None:
-    engine = make(is_async=is_async)
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+    engine, _ = met(is_async=is_async)
     engine.seek()
     _, start = engine.await_load()
     engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
     commands, _, _ = engine.step()
     assert not [one for one in commands if isinstance(one, PublishOffer)]
-    engine.step(**loaded("next", start.num_tokens, failed=failed))
+    engine.step(**load_reported("next", start.num_tokens, FENCED if failed else None))
     engine.step()
     assert not engine.vllm.requests
     assert engine.free_blocks == engine.idle
@@ -627,21 +565,23 @@ def test_a_request_that_is_aborted_during_its_load_is_freed_once(
     assert not engine.counts["found_tokens",]
 
 
-def test_a_load_counts_as_read_if_vllm_hears_of_it_before_the_request_ends(
-    make: Make, own: Own
-) -> None:
-    """With `overlap`, vLLM hears of it sooner than the workers report it."""
-    engine = make(overlap="on")
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_request_that_is_aborted_after_its_load_is_freed_once(met: Met, overlap: str) -> None:
+    """With `overlap`, vLLM hears of the load sooner than the workers report it."""
+    engine, _ = met(overlap=overlap)
     engine.seek()
     prepare, start = engine.await_load()
-    hint = landed(hint_key=prepare.hint_key, reader=teller(0, engine.connector._engine_id))
-    engine.connector._directory._hints.append(hint)
+    reported = load_reported("next", start.num_tokens)
+    if overlap == "on":
+        hint = landed(hint_key=prepare.hint_key, reader=teller(0, engine.connector._engine_id))
+        engine.connector._directory._hints.append(hint)
+    else:
+        engine.step(**reported)
+        reported = {}
     output = engine.vllm.schedule()
     assert "next" in output.num_scheduled_tokens
     engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
-    engine.end(output, **loaded("next", start.num_tokens))
+    engine.end(output, **reported)
     engine.step()
     assert engine.sought == {"read": 1}
     assert not engine.finder.finds._states
@@ -649,33 +589,7 @@ def test_a_load_counts_as_read_if_vllm_hears_of_it_before_the_request_ends(
     assert engine.free_blocks == engine.idle
 
 
-def test_a_request_that_is_aborted_after_its_load_is_freed_once(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
-    engine.seek()
-    _, start = engine.await_load()
-    engine.step(**loaded("next", start.num_tokens))
-    output = engine.vllm.schedule()
-    assert "next" in output.num_scheduled_tokens
-    engine.vllm.finish_requests("next", RequestStatus.FINISHED_ABORTED)
-    engine.end(output)
-    engine.step()
-    assert not engine.vllm.requests
-    assert engine.free_blocks == engine.idle
-
-
 # --- whom to ask
-
-
-def test_a_router_may_name_the_owner_by_its_own_words(make: Make, own: Own) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    host, port = owner.server.host, owner.server.port
-    ticket = probe_ticket(EngineId("owner"), owner.description.incarnation, host, port)
-    engine.seek(**{OWNER: engine.connector._trust.seal(ticket)[FIELD]})
-    prepare, _ = engine.await_load()
-    assert prepare.ticket.endpoint == owner.endpoint
 
 
 def test_an_engine_does_not_ask_itself(make: Make) -> None:
@@ -749,10 +663,8 @@ def test_a_prompt_that_is_computed_for_itself_may_be_read_too(make: Make, own: O
         pytest.param({"resumable": True}, id="more input may follow"),
     ],
 )
-def test_other_requests_are_not_sought(make: Make, own: Own, more: dict[str, Any]) -> None:
-    engine = make()
-    owner = own(engine, num_blocks=HELD)
-    engine.turn("first", FIRST, owner.endpoint)
+def test_other_requests_are_not_sought(met: Met, more: dict[str, Any]) -> None:
+    engine, owner = met()
     engine.add("next", NEXT, WANT_TICKET, **more)
     _, _, output = engine.step()
     assert "next" in output.num_scheduled_tokens
@@ -765,7 +677,7 @@ def test_decode_tells_the_router_where_the_kv_is(make: Make) -> None:
     params = ticket_for(FIRST, new_nonce(), host="127.0.0.1").params(None)
     engine.add("d", FIRST, params)
     engine.step()
-    engine.step(**loaded("d", len(FIRST) - 1))
+    engine.step(**load_reported("d", len(FIRST) - 1))
     _, outputs, _ = engine.step()
     (output,) = outputs
     assert output.kv_transfer_params["do_remote_decode"] is True
@@ -778,29 +690,11 @@ def test_decode_tells_the_router_where_the_kv_is(make: Make) -> None:
     assert [output.kv_transfer_params for output in outputs] == [None]
 
 
-def test_nothing_of_this_is_there_without_the_setting(make: Make, own: Own) -> None:
-    engine = make(conversations="off")
-    owner = own(engine, num_blocks=HELD)
-    assert not engine.connector._parts
-    engine.turn("first", FIRST, owner.endpoint)
-    engine.add("next", NEXT, {**WANT_TICKET, SOURCE: {"remote_host": "127.0.0.1"}})
-    assert "next" in engine.step()[2].num_scheduled_tokens
-    assert not owner.asked
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_in_a_multi_connector_it_asks_only_if_vllm_computes_what_fails(
     policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"port": 0, "insecure": True, "conversations": "on"}
-    child = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    transfer = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"connectors": [child]},
-    )
-    config = make_config(transfer, 64)
+    config = make_config(multi(ours(conversations="on"), policy=policy), 64)
     engine = SteppedScheduler(config, hooked(config))
     (connector,) = engine.vllm._connectors  # type: ignore[attr-defined]
     (finder,) = [part for part in connector._parts if isinstance(part, Finder)]
@@ -814,8 +708,7 @@ def test_without_hooks_a_request_fails_by_vllms_policy_and_nothing_is_asked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
     """Else vLLM would compute what must fail, and only the hooks could end it."""
-    extra = {"port": 0, "insecure": True, "conversations": "on", "on_load_failure": "fail"}
-    transfer = KVTransferConfig(**OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+    transfer = KVTransferConfig(**ours(conversations="on", on_load_failure="fail"))
     config = make_config(transfer, 64)
     off = unpromised.is_off
     if lacks == "overlap":
@@ -832,18 +725,9 @@ def test_without_hooks_a_request_fails_by_vllms_policy_and_nothing_is_asked(
     engine.end(engine.vllm.schedule())
     request = engine.add("bad", FIRST, ticket_for(NEXT, new_nonce()).params(None))
     engine.end(engine.vllm.schedule())
-    engine.end(engine.vllm.schedule(), **loaded("bad", 0, failed=True))
+    engine.end(engine.vllm.schedule(), **load_reported("bad", 0, FENCED))
     assert request.status is RequestStatus.FINISHED_ERROR
     engine.connector.shutdown()
-
-
-def test_a_kv_producer_cannot_read() -> None:
-    config = make_config(KVTransferConfig(**OURS, kv_role="kv_producer"), 64)
-    config.kv_transfer_config.kv_connector_extra_config = {"conversations": "on"}
-    with pytest.raises(ConfigError, match="allowed: 'kv_both'"):
-        check_start(parse_config(config), config)
-    config.kv_transfer_config.kv_role = "kv_both"
-    check_start(parse_config(config), config)
 
 
 # --- hashes of another engine

@@ -1,7 +1,6 @@
 """Where a rank's KV is, by its tensors; and how a backend's own kernel writes its blocks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -505,7 +504,12 @@ def test_all_ranks_hold_the_whole_of_a_latent_and_of_a_ring(
 
 
 def quantised(
-    backend: str, cache_dtype: str, *, latent: bool, block_size: int = 64, **changed: Any
+    backend: str,
+    cache_dtype: str,
+    *,
+    spec: Any = FullAttentionSpec,
+    block_size: int = 64,
+    **changed: Any,
 ) -> Region:
     """One layer as vLLM would register it."""
     config = vllm_config()
@@ -513,16 +517,9 @@ def quantised(
         attn_backend=SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=cache_dtype
     )
     config.compilation_config.static_forward_context = {"a": module}
-    values = {
-        "block_size": block_size,
-        "num_kv_heads": 1 if latent else 2,
-        "head_size": 576 if latent else 64,
-        "dtype": torch.uint8,
-        "kv_quant_mode": get_kv_quant_mode(cache_dtype),
-        **({"max_tp_shards": 1} if latent else {}),
-        **changed,
-    }
-    spec = (MLAAttentionSpec if latent else FullAttentionSpec)(**values)
+    values = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8, **changed}
+    mode = get_kv_quant_mode(cache_dtype)
+    spec = spec(block_size=block_size, kv_quant_mode=mode, **values)
     if backend == "TRITON_ATTN":
         spec = TritonAttentionBackend.customize_spec(spec)
     content = spec.state_content_size_bytes
@@ -532,67 +529,51 @@ def quantised(
     return region
 
 
+LATENT = {"spec": MLAAttentionSpec, "num_kv_heads": 1, "head_size": 576, "max_tp_shards": 1}
+KEY = {**LATENT, "head_size": 128, "dtype": torch.bfloat16, "max_tp_shards": None}
+"""Of an indexer whose spec has no quantisation."""
+
+
 @pytest.mark.parametrize(
-    ("backend", "cache_dtype", "content"),
+    ("backend", "cache_dtype", "changed", "element", "content"),
     [
-        ("CUTLASS_MLA", "fp8", 576),
-        ("FLASHINFER_MLA", "fp8", 576),
-        ("FLASHMLA", "fp8_e4m3", 576),
-        ("FLASHMLA_SPARSE", "fp8_ds_mla", 656),
-        ("FLASHMLA_SPARSE", "nvfp4_ds_mla", 352),
+        ("FLASHINFER_MLA", "fp8", LATENT, "float8_e4m3fn", 576),
+        ("FLASHMLA_SPARSE", "fp8_ds_mla", LATENT | {"state_content_bytes": 656}, "", 656),
+        ("FLASHMLA_SPARSE", "nvfp4_ds_mla", LATENT | {"state_content_bytes": 352}, "", 352),
+        ("MINIMAX_M3_SPARSE_INDEXER", "auto", KEY, "bfloat16", 2 * 128),
+        ("FLASH_ATTN", "fp8", {}, "float8_e4m3fn", 2 * 64),
+        # K, its scale, V, its scale: so heads may be cut in any way.
+        ("TRITON_ATTN", "int8_per_token_head", {}, "", 2 * (64 + 4)),
+        ("TRITON_ATTN", "fp8_per_token_head", {}, "float8_e4m3fn with scales", 2 * (64 + 4)),
+        ("TRITON_ATTN", "int4_per_token_head", {}, "", 2 * (32 + 4)),
     ],
 )
-def test_a_latent_that_is_quantised_token_by_token_is_read_by_any_engine_with_its_kind(
-    backend: str, cache_dtype: str, content: int
+def test_quantised_tokens_are_read_by_any_engine_with_their_kind(
+    backend: str, cache_dtype: str, changed: dict[str, Any], element: str, content: int
 ) -> None:
-    packed = {} if content == 576 else {"state_content_bytes": content}
-    sizes = [
-        quantised(backend, cache_dtype, latent=True, block_size=size, **packed)
-        for size in (64, 128)
-    ]
+    sizes = [quantised(backend, cache_dtype, block_size=size, **changed) for size in (64, 128)]
     assert not any(region.opaque for region in sizes)
-    expected = "float8_e4m3fn" if content == 576 else cache_dtype
-    assert {region.element for region in sizes} == {expected}
-    assert {region.content for region in sizes} == {content}
+    assert {region.element for region in sizes} == {element or cache_dtype}
+    assert {sum(part.length for part in region.parts) for region in sizes} == {content}
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "cache_dtype", "changed"),
     [
-        *("CUTLASS_MSA", "HPC_ATTN", "INKLING_SCONV_SWA", "MINIMAX_M3_SPARSE"),
-        *("QWEN4_EXP_QSA_TRITON", "STEP5_DSA", "TRITON_FLASHINFER", "TRITON_FLASH_ATTN"),
-        "TRITON_MSA",
+        pytest.param(
+            "FLASHMLA", "fp8_ds_mla", LATENT | {"state_content_bytes": 656}, id="another's"
+        ),
+        pytest.param("ROCM_AITER_MLA", "fp8", LATENT, id="an unknown backend"),
+        pytest.param("FLASHINFER", "nvfp4", {"state_content_bytes": 36}, id="NVFP4"),
+        pytest.param("FLASH_ATTN", "fp8", {"num_head_slots": 4}, id="packed heads"),
     ],
 )
-def test_kernels_that_take_the_strides_of_the_view_store_plain_bytes(
-    backend: str, cache_dtype: str
+def test_other_quantised_caches_are_exchanged_in_whole_blocks(
+    backend: str, cache_dtype: str, changed: dict[str, Any]
 ) -> None:
-    dtype = torch.uint8 if cache_dtype == "fp8" else torch.bfloat16
-    region = quantised(backend, cache_dtype, latent=False, dtype=dtype)
-    expected = quantised("FLASH_ATTN", cache_dtype, latent=False, dtype=dtype)
-    assert not region.opaque
-    assert replace(region, base=1) == replace(expected, base=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_keys_of_an_indexer_without_scales_are_read_token_by_token(dtype: torch.dtype) -> None:
-    """Its spec has no quantisation."""
-    sizes = [
-        quantised(
-            "MINIMAX_M3_SPARSE_INDEXER",
-            "auto",
-            latent=True,
-            block_size=size,
-            head_size=128,
-            dtype=dtype,
-            max_tp_shards=None,
-        )
-        for size in (128, 256)
-    ]
-    assert {region.opaque for region in sizes} == {False}
-    assert {region.element for region in sizes} == {str(dtype).removeprefix("torch.")}
-    assert {region.content for region in sizes} == {128 * dtype.itemsize}
+    region = quantised(backend, cache_dtype, **changed)
+    assert region.opaque
+    assert f" in {backend} blocks of 64 tokens and 1 shards" in region.element
 
 
 def indexer(tokens: int, kernel_tokens: int) -> tuple[Region, torch.Tensor]:
@@ -627,37 +608,3 @@ def test_several_kernel_blocks_in_a_block_of_an_indexer_are_read_whole() -> None
     region, _ = indexer(tokens=128, kernel_tokens=64)
     assert region.opaque
     assert region.element == "uint8 in DEEPSEEK_V32_INDEXER blocks of 128 tokens and 1 shards"
-
-
-@pytest.mark.parametrize(
-    ("cache_dtype", "element", "content"),
-    [
-        ("int8_per_token_head", "int8_per_token_head", 2 * (64 + 4)),
-        ("fp8_per_token_head", "float8_e4m3fn with scales", 2 * (64 + 4)),
-        ("int4_per_token_head", "int4_per_token_head", 2 * (32 + 4)),
-    ],
-)
-def test_a_head_with_its_scales_beside_it_is_one_piece(
-    cache_dtype: str, element: str, content: int
-) -> None:
-    """So heads may be cut in any way: K, its scale, V, its scale."""
-    region = quantised("TRITON_ATTN", cache_dtype, latent=False)
-    assert (region.opaque, region.element) == (False, element)
-    assert [part.length for part in region.parts] == [content]
-
-
-@pytest.mark.parametrize(
-    ("backend", "cache_dtype", "latent", "changed"),
-    [
-        pytest.param("FLASHMLA", "fp8_ds_mla", True, {"state_content_bytes": 656}, id="another's"),
-        pytest.param("ROCM_AITER_MLA", "fp8", True, {}, id="an unknown backend"),
-        pytest.param("FLASHINFER", "nvfp4", False, {"state_content_bytes": 36}, id="NVFP4"),
-        pytest.param("FLASH_ATTN", "fp8", False, {"num_head_slots": 4}, id="packed heads"),
-    ],
-)
-def test_other_quantised_caches_are_exchanged_in_whole_blocks(
-    backend: str, cache_dtype: str, changed: dict[str, Any], *, latent: bool
-) -> None:
-    region = quantised(backend, cache_dtype, latent=latent, **changed)
-    assert region.opaque
-    assert f" in {backend} blocks of 64 tokens and 1 shards" in region.element

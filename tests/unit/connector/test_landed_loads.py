@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -14,15 +14,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.stats import RankReports
-from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.engine.trust import Trust
 from nixl_kv.ids import Endpoint, EngineId, Rank, RequestId, new_nonce
-from nixl_kv.protocol.events import LoadEnded, PrepareLoad, SetEngine
+from nixl_kv.protocol.events import PrepareLoad, SetEngine
 from nixl_kv.protocol.messages import Reader, encode
 from support.polling import wait_until
 from support.records import landed, ready, teller, ticket_for
-from support.vllm_scheduler import OURS, SteppedScheduler, hooked, make_config
+from support.vllm_scheduler import SteppedScheduler, hooked, load_reported, make_config, ours
 
 PROMPT: Final = list(range(48))
 
@@ -37,12 +35,7 @@ class Engine(SteppedScheduler):
     def __init__(
         self, overlap: str = "on", chosen: type[Scheduler] | None = None, **extra: Any
     ) -> None:
-        extra["overlap"] = overlap
-        transfer = KVTransferConfig(
-            **OURS,
-            kv_role="kv_consumer",
-            kv_connector_extra_config={"port": 0, "insecure": True, **extra},
-        )
+        transfer = KVTransferConfig(**ours("kv_consumer", overlap=overlap, **extra))
         config = make_config(transfer, 32, is_async=True, caches_prefixes=False)
         config.parallel_config.world_size = 2
         config.scheduler_config.scheduler_cls = chosen
@@ -83,28 +76,15 @@ class Engine(SteppedScheduler):
 
 def good(name: str) -> dict[str, Any]:
     """All ranks' reports of a good load, which come with a step's output."""
-    reports = RankReports()
-    reports.add([LoadEnded(RequestId(name), len(PROMPT) - 1, None)])
-    return {
-        "finished_recving": {name},
-        "kv_connector_worker_meta": WorkerMetadata({}, reports),
-    }
+    return load_reported(name, len(PROMPT) - 1)
 
 
 Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    engines: list[Engine] = []
-
-    def new(**extra: Any) -> Engine:
-        engines.append(Engine(**extra))
-        return engines[-1]
-
-    yield new
-    for engine in engines:
-        engine.connector.shutdown()
+def make(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    return engines_of(Engine)
 
 
 @pytest.fixture

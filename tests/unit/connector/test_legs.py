@@ -34,6 +34,7 @@ IN_TREE = {
         pytest.param({"do_remote_decode": True, FIELD: "t"}, Leg.PREFILL, id="a stale ticket"),
         pytest.param(IN_TREE, Leg.IN_TREE, id="vLLM's connector on prefill"),
         pytest.param({**IN_TREE, FIELD: "t"}, Leg.DECODE, id="a ticket with vLLM's fields"),
+        pytest.param({**IN_TREE, "remote_block_ids": []}, Leg.DECODE, id="no groups"),
         pytest.param({**IN_TREE, "remote_block_ids": [[], []]}, Leg.DECODE, id="empty groups"),
         pytest.param({**IN_TREE, "remote_block_ids": [[], [3]]}, Leg.IN_TREE, id="one group"),
         pytest.param(

@@ -9,18 +9,17 @@ from typing import Any, Final
 import pytest
 from vllm.config import KVTransferConfig
 
-from nixl_kv.connector.stats import RankReports
-from nixl_kv.connector.worker import WorkerMetadata
-from nixl_kv.ids import RequestId, new_nonce
-from nixl_kv.protocol.events import Failure, FailureKind, LoadEnded
+from nixl_kv.ids import new_nonce
+from nixl_kv.protocol.events import Failure, FailureKind
 from support.records import ticket_for
 from support.vllm_scheduler import (
     BLOCK,
-    OURS,
     SteppedScheduler,
     hooked,
+    load_reported,
     make_config,
     make_request,
+    ours,
 )
 
 PROMPT: Final = list(range(4 * BLOCK + 1))
@@ -32,13 +31,8 @@ class Engine(SteppedScheduler):
     """An engine of both roles, whose workers fail the loads that they are told to fail."""
 
     def __init__(self, conversations: str) -> None:
-        extra = {
-            "port": 0,
-            "insecure": True,
-            "conversations": conversations,
-            "on_load_failure": "fail",
-        }
-        transfer = KVTransferConfig(**OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+        extra = {"conversations": conversations, "on_load_failure": "fail"}
+        transfer = KVTransferConfig(**ours(**extra))
         config = make_config(transfer, 128, max_num_batched_tokens=512)
         super().__init__(config, hooked(config))
         self.describe()
@@ -68,13 +62,7 @@ class Engine(SteppedScheduler):
 
     def report(self, name: str, *, fails: bool) -> None:
         failure = Failure(FailureKind.FENCED, "prefill has restarted") if fails else None
-        reports = RankReports()
-        reports.add([LoadEnded(RequestId(name), len(PROMPT) - 1, failure)])
-        self.step(
-            finished_recving={name},
-            failed_recving={name} if fails else set(),
-            kv_connector_worker_meta=WorkerMetadata({}, reports),
-        )
+        self.step(**load_reported(name, len(PROMPT) - 1, failure))
 
 
 def ticket(tokens: list[int] = PROMPT) -> Any:

@@ -22,7 +22,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.errors import ConfigError
 from support.records import opened
-from support.vllm_objects import empty_output, kv_cache_config, new_request, vllm_config
+from support.vllm_objects import kv_cache_config, new_request, vllm_config
 from support.vllm_scheduler import make_request
 from unit.connector.test_scheduler import TABLE, publish
 
@@ -237,32 +237,24 @@ def test_stand_ins_are_computed_in_no_role(make: Make, role: str) -> None:
         assert scheduler.pop_failed({request.request_id: request}) == []
 
 
-@pytest.mark.parametrize(("setting", "is_private"), [("auto", False), ("ticket", True)])
+@pytest.mark.parametrize(
+    ("setting", "is_dynamo", "media", "is_private"),
+    [
+        ("auto", False, "the picture", False),
+        ("auto", False, "a stand-in", False),
+        ("auto", True, "a stand-in", True),
+        ("ticket", False, "the picture", True),
+        ("ticket", False, "a stand-in", True),
+    ],
+)
 def test_only_media_that_may_differ_are_kept_private(
-    make: Make, setting: str, *, is_private: bool
-) -> None:
-    prefill = make("kv_producer")
-    drain(prefill)
-    params = answer(prefill, with_media(PICTURE, params=LEG))
-    ticket = opened(params)
-    decode = make("kv_consumer", media=setting)
-    for features in ([PICTURE], [STAND_IN]):
-        offered = prefill._trust.seal(replace(ticket, not_offered=""))
-        request = with_media(*features, params=offered)
-        decode._decode._used.clear()
-        decode.on_new_request(request)
-        assert (request.cache_salt is not None) == is_private
-    decode.build_connector_meta(empty_output())
-
-
-def test_the_hooks_are_required() -> None:
-    with pytest.raises(ConfigError, match="hooks over vLLM's scheduler are missing"):
-        check_hooks(vllm_config())
-
-
-@pytest.mark.parametrize("is_dynamo", [False, True])
-def test_stand_ins_from_dynamo_are_kept_private(
-    make: Make, monkeypatch: pytest.MonkeyPatch, *, is_dynamo: bool
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    media: str,
+    *,
+    is_dynamo: bool,
+    is_private: bool,
 ) -> None:
     """vLLM would cache its KV under the id of the picture."""
     prefill = make("kv_producer")
@@ -271,7 +263,12 @@ def test_stand_ins_from_dynamo_are_kept_private(
     offered = prefill._trust.seal(replace(ticket, not_offered=""))
     if is_dynamo:
         monkeypatch.setenv(DYNAMO_VARIABLE, "1")
-    decode = make("kv_consumer")
-    request = with_media(STAND_IN, params=offered)
+    decode = make("kv_consumer", media=setting)
+    request = with_media(PICTURE if media == "the picture" else STAND_IN, params=offered)
     decode.on_new_request(request)
-    assert (request.cache_salt is not None) is is_dynamo
+    assert (request.cache_salt is not None) is is_private
+
+
+def test_the_hooks_are_required() -> None:
+    with pytest.raises(ConfigError, match="hooks over vLLM's scheduler are missing"):
+        check_hooks(vllm_config())

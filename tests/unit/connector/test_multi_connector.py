@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -53,31 +53,19 @@ from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.protocol.ticket import FIELD
 from support.records import RANK_LIFE, ask, ticket_for, written_out
 from support.vllm_objects import kv_cache_config, kv_caches, vllm_config
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, hooked, make_config
+from support.vllm_scheduler import (
+    TIER,
+    WANT_TICKET,
+    SteppedScheduler,
+    hooked,
+    make_config,
+    multi,
+    ours,
+)
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
-
-TIER: Final = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
-}
-
-
-def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    extra = {"port": 0, "insecure": True, **extra}
-    return {**OURS, "kv_role": role, "kv_connector_extra_config": extra}
-
-
-def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"connectors": [dict(child) for child in children]},
-    )
 
 
 class Engine(SteppedScheduler):
@@ -127,19 +115,15 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def engine() -> Iterator[Make]:
-    engines: list[Engine] = []
+def engine(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    make = engines_of(Engine)
 
     def new(
-        *children: Any, policy: str = "recompute", num_blocks: int = 32, is_hooked: bool = False
+        *children: Any, policy: str = "recompute", num_blocks: int = 32, **more: bool
     ) -> Engine:
-        transfer = multi(*children, policy=policy)
-        engines.append(Engine(transfer, num_blocks, is_hooked=is_hooked))
-        return engines[-1]
+        return make(multi(*children, policy=policy), num_blocks, **more)
 
-    yield new
-    for one in engines:
-        one.connector.shutdown()
+    return new
 
 
 # --- prefill

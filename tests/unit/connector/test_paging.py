@@ -28,29 +28,17 @@ FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
         pytest.param(Paging(0, 64, 16), 513, range(4, 9), id="a window across an edge"),
         pytest.param(Paging(0, 64, 16), 528, range(8, 9), id="a window from the edge itself on"),
         pytest.param(Paging(0, 4, 16), 3, range(1), id="a prompt shorter than the window"),
+        pytest.param(WholePaging(0, 256, 0), 513, range(3), id="all whole blocks"),
+        pytest.param(WholePaging(0, 4, 8), 20, range(3, 5), id="the window is two blocks"),
+        pytest.param(WholePaging(0, 4, 8), 21, range(3, 6), id="or three"),
+        pytest.param(WholePaging(0, 8, 128), 300, range(21, 38), id="or 17, but not 38"),
+        pytest.param(WholePaging(0, 4, 8), 3, range(1), id="whole blocks of a short prompt"),
     ],
 )
 def test_decode_may_ask_for_the_blocks_of_the_window(
     paging: Paging, num_tokens: int, wanted: range
 ) -> None:
-    """From a multiple of 256 tokens on: its own blocks may be as large."""
-    assert paging.wanted(num_tokens) == wanted
-
-
-@pytest.mark.parametrize(
-    ("paging", "num_tokens", "wanted"),
-    [
-        pytest.param(WholePaging(0, 256, 0), 513, range(3), id="all"),
-        pytest.param(WholePaging(0, 4, 8), 20, range(3, 5), id="the window is two blocks"),
-        pytest.param(WholePaging(0, 4, 8), 21, range(3, 6), id="or three"),
-        pytest.param(WholePaging(0, 8, 128), 300, range(21, 38), id="or 17, but not 38"),
-        pytest.param(WholePaging(0, 4, 8), 3, range(1), id="a prompt shorter than the window"),
-    ],
-)
-def test_of_whole_blocks_decode_asks_for_those_of_the_window_alone(
-    paging: Paging, num_tokens: int, wanted: range
-) -> None:
-    """Its own are as large."""
+    """From a multiple of 256 tokens on: its own may be as large. Whole blocks have one size."""
     assert paging.wanted(num_tokens) == wanted
 
 

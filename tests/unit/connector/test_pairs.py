@@ -309,20 +309,6 @@ def test_a_pair_is_offered_in_parts(chunks: Sequence[Chunk]) -> None:
         assert offered(commands, table) == expected, f"step {number} of {len(chunks)}: {act}"
 
 
-def test_a_preemption_withdraws_a_part_before_the_next_one_is_offered() -> None:
-    prefill = Prefill(in_parts=True)
-    prefill.arrive()
-    prefill.scheduler.may_begin(P1, NUM_TOKENS)
-    prefill.step([(P1, range(8))])
-    prefill.preempt()
-    prefill.manager.tables["p1"] = (TABLE,)
-    prefill.scheduler.may_begin(P1, NUM_TOKENS)
-    withdraw, prepare = prefill.step([(P1, range(4))])
-    assert withdraw == WithdrawOffer(PAIR.nonce, is_final=False)
-    assert isinstance(prepare, PrepareOffer)
-    assert (prepare.computed, prepare.attempt) == (4, 1)
-
-
 @pytest.mark.parametrize(
     ("options", "pair"),
     [
@@ -494,8 +480,3 @@ def test_a_request_that_waits_can_end(decode: DecodeScheduler, end: str) -> None
     assert decode.build_connector_meta() == [CancelLoad(D1)]
     assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
     decode.on_ready([D1])
-
-
-def test_a_pair_ticket_is_used_once(decode: DecodeScheduler) -> None:
-    with pytest.raises(TicketRefused, match="used before"):
-        decode.on_new_request(prompt(), PAIR.params(None))

@@ -296,32 +296,18 @@ def test_other_engines_and_other_nodes_are_left_alone(
     assert [each.vllm_config for each in parts] == others[-1:]
 
 
-BAD_IDS = {
-    "empty": "",
-    "a newline": "prefill\n",
-    "a terminal's command": "\x1b[31m",
-    "a half of a character": "\ud800",
-    "257 characters": "x" * 257,
-    "a number": 7,
-}
-
-
 @pytest.mark.parametrize("where", ["alone", "own id of a child", "outer id of a child"])
-@pytest.mark.parametrize("name", BAD_IDS)
-def test_no_weights_are_loaded_if_no_ticket_could_carry_the_id(name: str, where: str) -> None:
+def test_no_weights_are_loaded_if_no_ticket_could_carry_the_id(where: str) -> None:
+    """test_wire_values.py has other ids."""
     executor, begun = executors()
-    given = {"engine_id": BAD_IDS[name]}
-    whole = transfer(0, **given if where != "outer id of a child" else {})
+    whole = transfer(0, engine_id="prefill\n")
     if where == "outer id of a child":
         del whole.engine_id
     if where != "alone":
         whole = multi(whole)
-        whole.engine_id = BAD_IDS[name] if where == "outer id of a child" else "good"
-    with pytest.raises(ConfigError) as refusal:
+        whole.engine_id = "prefill\n" if where == "outer id of a child" else "good"
+    with pytest.raises(ConfigError, match=r"^engine_id of --kv-transfer-config is "):
         executor(engine(transfer=whole))
-    assert str(refusal.value).startswith("engine_id of --kv-transfer-config is ")
-    assert "allowed: 1 to 256 printable characters" in str(refusal.value)
-    assert str(refusal.value).isprintable()
     assert begun == []
 
 
@@ -393,16 +379,6 @@ def causes(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(plugin.atexit, "register", at_exit.append)
     return at_exit
-
-
-@each_depth
-def test_a_misspelt_key_ends_the_start_in_the_process_that_begins_it(depth: int) -> None:
-    ours = transfer(0)
-    ours.kv_connector_extra_config["ofer_ttl_s"] = 5
-    begin, made = arguments(engine(transfer=nested(ours, depth)))
-    with pytest.raises(ConfigError, match="did you mean 'offer_ttl_s'"):
-        begin().create_engine_config(headless=True)
-    assert made == [((), {"headless": True})]
 
 
 @pytest.mark.parametrize(

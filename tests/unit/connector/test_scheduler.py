@@ -172,6 +172,9 @@ def is_computed_here(scheduler: Scheduler, request: Request) -> bool:
 
 NOT_ON_PREFILL = "do_remote_decode is not true, but this engine is a kv_producer"
 NOT_ON_DECODE = "do_remote_decode is true, but this engine is a kv_consumer"
+TOO_EARLY = "the router starts decode before prefill answers"
+LOAD = {"do_remote_prefill": True}
+ADDRESS = {"remote_host": HOST, "remote_port": 5600, "tp_size": 1}
 TICKET = ticket_for(range(NUM_TOKENS)).params(None)
 LOST = {name: value for name, value in TICKET.items() if name != FIELD}
 
@@ -193,6 +196,9 @@ LOST = {name: value for name, value in TICKET.items() if name != FIELD}
             "kv_producer", {"do_remote_decode": False}, NOT_ON_PREFILL, id="none from prefill"
         ),
         pytest.param("kv_producer", TICKET, NOT_ON_PREFILL, id="a ticket for prefill"),
+        pytest.param("kv_producer", LOAD, NOT_ON_PREFILL, id="decode's leg on prefill"),
+        pytest.param("kv_consumer", LOAD | {"remote_ready": False}, TOO_EARLY, id="vllm-router"),
+        pytest.param("kv_consumer", LOAD | ADDRESS, TOO_EARLY, id="a proxy for push"),
     ],
 )
 def test_parameters_that_are_not_valid_are_counted_and_logged(
@@ -206,27 +212,10 @@ def test_parameters_that_are_not_valid_are_counted_and_logged(
     (message,) = caplog.messages
     assert message.startswith(f"request {request.request_id} is computed here: kv_transfer_params")
     assert words in message
-    reason = "role" if role != "kv_both" and params != LOST else "malformed"
+    reason = "role" if words in (NOT_ON_DECODE, NOT_ON_PREFILL) else "malformed"
     assert refused(scheduler) == {reason: 1}
     assert counted(scheduler) == {}
     assert is_computed_here(scheduler, request)
-
-
-@pytest.mark.parametrize("local", [0, NUM_TOKENS - 1], ids=["", "all in the local cache"])
-def test_a_refused_ticket_fails_its_request_if_the_operator_says_so(make: Make, local: int) -> None:
-    """vLLM hears of a load that fails. The local cache needs no ticket."""
-    scheduler = make({"port": 0, "on_load_failure": "fail"}, kv_role="kv_consumer")
-    request = new_request(LOST)
-    scheduler.on_new_request(request)
-    missing = NUM_TOKENS - 1 - local
-    assert scheduler.get_num_new_matched_tokens(request, local) == (missing, missing > 0)
-    scheduler.update_state_after_alloc(request, BLOCKS, missing)
-    step = scheduler.build_connector_meta(empty_output())
-    assert step.failed == ([request.request_id] if missing else [])
-    ended = {request.request_id}
-    report(scheduler, finished_recving=ended, failed_recving=ended)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert counted(scheduler) == {"refused_tickets": {"malformed": 1}}
 
 
 OF_IN_TREE: dict[str, Any] = {
@@ -314,44 +303,6 @@ def test_parameters_of_another_connector_are_ignored(
     if role == "kv_consumer":
         scheduler.on_new_request(new_request(TICKET | {"remote_decoder": P2P}))
         assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
-
-
-# --- routers that start both legs themselves
-
-BEFORE_PREFILLS_ANSWER: dict[str, dict[str, Any]] = {
-    "vllm-router": {"remote_ready": False},
-    "a proxy for push": {"remote_host": HOST, "remote_port": 5600, "tp_size": 1},
-}
-
-
-@pytest.mark.parametrize("router", BEFORE_PREFILLS_ANSWER)
-def test_decode_refuses_a_request_that_comes_before_prefills_answer(
-    make: Make, router: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = make(kv_role="kv_consumer")
-    request = new_request({"do_remote_prefill": True} | BEFORE_PREFILLS_ANSWER[router])
-    with caplog.at_level(logging.WARNING):
-        scheduler.on_new_request(request)
-    assert "the router starts decode before prefill answers" in caplog.messages[-1]
-    assert refused(scheduler) == {"malformed": 1}
-    assert is_computed_here(scheduler, request)
-
-
-@pytest.mark.parametrize(
-    ("role", "params", "words"),
-    [
-        ("kv_consumer", {"do_remote_decode": True}, "do_remote_decode is true, but this engine"),
-        ("kv_producer", {"do_remote_prefill": True}, NOT_ON_PREFILL),
-    ],
-)
-def test_a_leg_on_the_wrong_engine_is_refused(
-    make: Make, role: str, params: Any, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = make(kv_role=role)
-    with caplog.at_level(logging.WARNING):
-        scheduler.on_new_request(new_request(params))
-    assert words in caplog.messages[-1]
-    assert refused(scheduler) == {"role": 1}
 
 
 @pytest.mark.parametrize(("role", "told"), [("kv_producer", 1), ("kv_consumer", 0)])
@@ -721,18 +672,6 @@ def test_an_engine_tells_its_address_unless_it_drains_or_is_paused(make: Make) -
     scheduler._directory.is_draining = True
     assert scheduler.early_address() is None
     assert make(kv_role="kv_consumer").early_address() is None
-
-
-@pytest.mark.parametrize("blocks", [[], [[]], [[3, 4]]])
-def test_an_answer_of_an_in_tree_prefill_is_not_taken_for_a_missing_one(
-    make: Make, blocks: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its blocks may be empty, and the router has waited for it."""
-    scheduler = make(kv_role="kv_consumer")
-    with caplog.at_level(logging.WARNING):
-        scheduler.on_new_request(new_request(OF_IN_TREE | {"remote_block_ids": blocks}))
-    assert len(caplog.messages) == 1
-    assert "the router starts decode before prefill answers" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -25,45 +25,33 @@ from nixl_kv.connector.scheduler_hooks import SchedulerHooks, hook_scheduler
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import RequestId
 from support.records import ticket_for
-from support.vllm_scheduler import OURS, SteppedScheduler, make_config
+from support.vllm_scheduler import SteppedScheduler, make_config, ours
 
 PROMPT: Final = list(range(48))
-PARAMS: Final[dict[str, Any]] = {"port": 0, "insecure": True}
 
 
 class Chosen(Scheduler):
     """An operator's class."""
 
 
-MULTI: Final = {
-    "kv_connector": "MultiConnector",
-    "kv_connector_extra_config": {
-        "connectors": [
-            {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_consumer",
-                "kv_connector_extra_config": {
-                    "connectors": [
-                        {**OURS, "kv_role": "kv_consumer", "kv_connector_extra_config": PARAMS}
-                    ]
-                },
-            }
-        ]
-    },
-}
-
-
 class Engine(SteppedScheduler):
     def __init__(
-        self, chosen: Any = None, *, is_async: bool = False, is_nested: bool = False
+        self,
+        chosen: Any = None,
+        *,
+        is_async: bool = False,
+        is_nested: bool = False,
+        overlap: str = "off",
     ) -> None:
-        fields = MULTI if is_nested else {**OURS, "kv_connector_extra_config": PARAMS}
-        config = make_config(
-            KVTransferConfig(**fields, kv_role="kv_consumer"),
-            32,
-            is_async=is_async,
-            caches_prefixes=False,
-        )
+        fields = ours("kv_consumer", overlap=overlap)
+        for _ in range(2 if is_nested else 0):
+            fields = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_consumer",
+                "kv_connector_extra_config": {"connectors": [fields]},
+            }
+        transfer = KVTransferConfig(**fields)
+        config = make_config(transfer, 32, is_async=is_async, caches_prefixes=False)
         config.scheduler_config.scheduler_cls = chosen
         hook_scheduler(config)
         super().__init__(config, config.scheduler_config.get_scheduler_cls())
@@ -243,10 +231,7 @@ def test_without_the_hooks_an_engine_that_takes_media_does_not_decode(
     monkeypatch: pytest.MonkeyPatch, setting: str, role: str, *, takes_media: bool, starts: bool
 ) -> None:
     monkeypatch.setattr("nixl_kv.connector.vllm_config.takes_media", lambda _: takes_media)
-    extra = {**PARAMS, "media": setting}
-    config = make_config(
-        KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra), 32
-    )
+    config = make_config(KVTransferConfig(**ours(role, media=setting)), 32)
     if starts:
         SteppedScheduler(config).connector.shutdown()
         return
@@ -267,12 +252,9 @@ def test_the_connector_hears_whether_vllm_pauses(
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_no_hint_ends_a_load_inside_a_multi_connector(
-    monkeypatch: pytest.MonkeyPatch, *, is_nested: bool
-) -> None:
+def test_no_hint_ends_a_load_inside_a_multi_connector(*, is_nested: bool) -> None:
     """It would pass vLLM's report on to a child that has not loaded."""
-    monkeypatch.setitem(PARAMS, "overlap", "on")
-    engine = Engine(is_nested=is_nested)
+    engine = Engine(is_nested=is_nested, overlap="on")
     assert engine.connector.may_take_hints
     assert engine.connector.takes_hints is not is_nested
     engine.connector.shutdown()

@@ -1,6 +1,6 @@
 """A prompt that prefill computes finds no blocks, while offers hold some. vLLM's own scheduler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from nixl_kv.connector.worker import WorkerMetadata
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import OfferGranted
 from support.stepped import Clock
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
+from support.vllm_scheduler import WANT_TICKET, SteppedScheduler, make_config, ours
 
 PROMPT = 480
 """Tokens: 30 of the cache's 80 blocks. Three prompts do not fit."""
@@ -21,10 +21,8 @@ PROMPT = 480
 class Engine(SteppedScheduler):
     """Prefill, with an offer, and two prompts that it computes in chunks of 64 tokens."""
 
-    def __init__(self, role: str, params: Any) -> None:
-        transfer = KVTransferConfig(
-            **OURS, kv_role=role, kv_connector_extra_config={"port": 0, "insecure": True}
-        )
+    def __init__(self, role: str = "kv_producer", params: Any = WANT_TICKET) -> None:
+        transfer = KVTransferConfig(**ours(role))
         limits: dict[str, Any] = {
             "max_num_batched_tokens": 128,
             "long_prefill_token_threshold": 64,
@@ -76,16 +74,8 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Engine] = []
-
-    def new(role: str = "kv_producer", params: Any = WANT_TICKET) -> Engine:
-        made.append(Engine(role, params))
-        return made[-1]
-
-    yield new
-    for one in made:
-        one.connector.shutdown()
+def make(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    return engines_of(Engine)
 
 
 def test_no_prompt_is_preempted_while_decode_reads(make: Make) -> None:
@@ -111,46 +101,3 @@ def test_a_dead_reader_stalls_prefill_for_a_second_once(make: Make) -> None:
     assert BLOCK_WAIT_S <= engine.clock.now - started < 1.5 * BLOCK_WAIT_S
     engine.finish()  # with one after the other, as its clock stands still from now on
     assert engine.computed > 2 * PROMPT
-
-
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-@pytest.mark.parametrize("granted", [(), ("other",)])
-def test_an_offer_that_decode_has_not_claimed_stalls_nothing(
-    make: Make, role: str, granted: tuple[str, ...]
-) -> None:
-    """It may stay for `offer_ttl_s`, and its ticket may be lost."""
-    engine = make(role)
-    engine.grant(*granted)
-    engine.until_short()
-    while not engine.step():
-        assert engine.clock.now == Clock().now
-
-
-def test_an_engine_that_decodes_stalls_no_answer(make: Make) -> None:
-    engine = make("kv_both", params=None)
-    engine.connector._prefill._is_decoding = lambda: True
-    engine.grant("offered")
-    engine.until_short()
-    preempted = set[str]()
-    for _ in range(3):
-        preempted |= engine.step()
-    assert preempted == {"B"}
-
-
-def test_no_other_request_takes_the_blocks_that_come_back(make: Make) -> None:
-    """VLLM would give a short one the few that are left, and the prompts would wait for ever."""
-    engine = make()
-    engine.grant("offered")
-    engine.until_short()
-    while engine.connector._prefill._short_since is None:
-        assert not engine.step()
-    engine.add("short", range(70_000, 70_010), None)
-    while engine.free_blocks:
-        left = engine.free_blocks
-        engine.step()
-        if engine.free_blocks == left:
-            break
-    assert not engine.blocks_of("short")
-    engine.step(finished_sending={"offered"})
-    engine.finish()
-    assert engine.computed >= 2 * PROMPT

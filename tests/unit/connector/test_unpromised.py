@@ -17,7 +17,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 import nixl_kv
 from nixl_kv.config import Config
@@ -25,20 +25,13 @@ from nixl_kv.connector import plugin, unpromised
 from nixl_kv.connector.scheduler_hooks import SchedulerHooks
 from nixl_kv.connector.unpromised import PARTS, Absence, Part, is_tested
 from nixl_kv.early.answers import PROMISE, seal_promise
-from nixl_kv.early.slots import EarlySlots
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import RequestId, new_nonce
+from nixl_kv.ids import new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import FIELD
 from support.records import ticket_for
 from support.vllm_objects import override, vllm_config
-from support.vllm_scheduler import (
-    OURS,
-    WANT_TICKET,
-    SteppedScheduler,
-    hooked,
-    make_config,
-)
+from support.vllm_scheduler import WANT_TICKET, SteppedScheduler, hooked, make_config, ours
 
 CONNECTOR: Final = Path(unpromised.__file__).parent
 MEMBERS: Final = [(part, member) for part in PARTS for member in part.members]
@@ -262,30 +255,29 @@ def engine(**changed: Any) -> unpromised.Engine:
     return unpromised.Engine(**values | changed)
 
 
-def replace_owner(monkeypatch: pytest.MonkeyPatch, part: Part, **members: Any) -> None:
-    """Let vLLM have these members of a part's owner alone."""
+def replace_owner(monkeypatch: pytest.MonkeyPatch, part: Part) -> None:
+    """Let vLLM have a part's owner without its members."""
     module, _, name = part.owner.partition(":")
     if name:
-        loaded = unpromised._load(module)
-        monkeypatch.setattr(loaded, name, SimpleNamespace(**members))
+        monkeypatch.setattr(unpromised._load(module), name, SimpleNamespace())
     else:
-        stand_in = ModuleType(module)
-        vars(stand_in).update(members)
-        monkeypatch.setitem(sys.modules, module, stand_in)
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
 
 
-def stand_in(member: str) -> Any:
-    """An object like the one that `member` describes."""
-    name, is_callable, rest = member.partition("(")
-    if not is_callable:
-        return name
-    scope: dict[str, Any] = {}
-    exec(f"def f({rest}: pass", scope)  # noqa: S102 - the list is ours
-    return scope["f"]
+ABSENCES: Final = {part.absence: part for part in PARTS}
 
 
-def expect(caplog: pytest.LogCaptureFixture, absence: Absence, *texts: str) -> None:
-    """The start fails, or a WARNING names the disabled part; all texts are in it."""
+@pytest.mark.parametrize("absence", ABSENCES, ids=lambda absence: absence.text)
+def test_the_effect_of_each_absence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, absence: Absence
+) -> None:
+    """The start fails, or a WARNING names the disabled part."""
+    part = ABSENCES[absence]
+    monkeypatch.setattr(unpromised, "PARTS", (part,))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: True)
+    unpromised.check(engine())
+    assert not unpromised.is_off(absence)
+    replace_owner(monkeypatch, part)
     if absence.ends_start:
         with pytest.raises(ConfigError) as error:
             unpromised.check(engine())
@@ -300,39 +292,14 @@ def expect(caplog: pytest.LogCaptureFixture, absence: Absence, *texts: str) -> N
         assert record.levelno == logging.WARNING
         message = record.getMessage()
         assert absence.text in message
-    for text in (f"vLLM {vllm.__version__} lacks", "tested with vLLM 0.31 to 0.33", *texts):
+    owner, version = part.owner.rpartition(":")[2], f"vLLM {vllm.__version__} lacks"
+    for text in (
+        version,
+        "tested with vLLM 0.31 to 0.33",
+        f"{owner}.{part.members[0]}",
+        part.purpose,
+    ):
         assert text in message
-
-
-CHANGES: Final = [
-    pytest.param(part, member, is_changed, id=f"{part.owner.rpartition(':')[2]}.{member}-{how}")
-    for is_changed, how in ((False, "missing"), (True, "changed"))
-    for part, member in MEMBERS
-    if "(" in member or not is_changed  # data has no signature
-]
-
-
-@pytest.mark.parametrize(("part", "member", "is_changed"), CHANGES)
-def test_the_effect_of_each_absence(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    part: Part,
-    member: str,
-    *,
-    is_changed: bool,
-) -> None:
-    name = member.partition("(")[0]
-    monkeypatch.setattr(unpromised, "PARTS", (part,))
-    others = {each.partition("(")[0]: stand_in(each) for each in part.members if each != member}
-    instead = {name: lambda unknown: unknown} if is_changed else {}
-    if part.absence is unpromised.CPU:
-        monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: True)
-    replace_owner(monkeypatch, part, **others, **instead)
-    texts = [f"{part.owner.rpartition(':')[2]}.{member}", part.purpose]
-    expect(caplog, part.absence, *texts, *(["and has "] if is_changed else []))
-    replace_owner(monkeypatch, part, **others, **{name: stand_in(member)})
-    unpromised.check(engine())
-    assert not unpromised.is_off(part.absence)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.owner.rpartition(":")[2])
@@ -412,8 +379,7 @@ class Stepped(SteppedScheduler):
     """With this connector, and chunks of 64 tokens."""
 
     def __init__(self, role: str = "kv_both", *, overlap: str = "off", **config: Any) -> None:
-        extra = {"port": 0, "insecure": True, "overlap": overlap}
-        transfer = KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra)
+        transfer = KVTransferConfig(**ours(role, overlap=overlap))
         made = make_config(transfer, 24, max_num_batched_tokens=64, **config)
         super().__init__(made, hooked(made))
         self.describe()
@@ -426,16 +392,8 @@ Make = Callable[..., Stepped]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Stepped] = []
-
-    def new(*args: Any, **options: Any) -> Stepped:
-        made.append(Stepped(*args, **options))
-        return made[-1]
-
-    yield new
-    for one in made:
-        one.connector.shutdown()
+def make(engines_of: Callable[[type[Stepped]], Make]) -> Make:
+    return engines_of(Stepped)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -593,64 +551,6 @@ def test_nothing_is_answered_early_with_an_untested_vllm(
     monkeypatch.setattr("nixl_kv.connector.early.wrap_client", wrapped)
     plugin.wrap_engine_client()
     assert wrapped.called is wraps
-
-
-class Page:
-    """Fence slots of a rank."""
-
-    count = 8
-
-    def __init__(self) -> None:
-        self.slots: dict[int, bytes] = {}
-
-    def write(self, slot: int, token: bytes) -> None:
-        self.slots[slot] = token
-
-    def clear(self, slot: int) -> None:
-        self.slots.pop(slot, None)
-
-
-def test_blocks_that_vllm_frees_by_a_new_method_are_not_readable(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.3x added `pop_blocks_for_free` like this. No hook and no wrapper hears of it."""
-
-    def free_request(scheduler: Any, request: Request) -> None:
-        scheduler.kv_cache_manager.coordinator.free(request.request_id)
-
-    monkeypatch.setattr(Scheduler, "_free_request_blocks", free_request)
-    prefill, page = make(), Page()
-    slots = EarlySlots(page.count)
-    slots.bind(page, 0)  # type: ignore[arg-type] # the part of a page that it uses
-    prefill.add("old", range(9000, 9032), max_tokens=300)
-    prefill.end(prefill.vllm.schedule())
-    prefill.add("R", range(300), prefill.pair())
-    while len(granted := set(prefill.blocks_of("R"))) < 8:
-        output = prefill.vllm.schedule()
-        slots.before_step(output.kv_connector_metadata.commands)
-        prefill.end(output)
-    assert page.slots
-    request = prefill.vllm.requests["R"]
-    prefill.vllm.running.remove(request)
-    prefill.vllm._preempt_request(request, 0.0)
-    prefill.vllm.waiting.remove_requests([request])  # it waits behind another one
-    prefill.add("X", range(70_000, 70_060), max_tokens=2)
-    output = prefill.vllm.schedule()
-    assert granted & set(prefill.blocks_of("X")), "which this step writes"
-    slots.before_step(output.kv_connector_metadata.commands)
-    assert page.slots == {}
-    prefill.end(output)
-    prefill.vllm.waiting.add_request(request)
-    found: list[Any] = []
-    while not request.is_finished():
-        output = prefill.vllm.schedule()
-        found += slots.before_step(output.kv_connector_metadata.commands)
-        prefill.end(output)
-    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    attempts = [one.attempt for one in found if isinstance(one, events.PrepareOffer)]
-    assert attempts
-    assert set(attempts) == {1}, "it is offered again, for its new blocks"
-    assert RequestId("R") in prefill.connector._prefill._offers
 
 
 # --- what cannot be imported, and the API server

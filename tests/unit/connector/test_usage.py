@@ -1,7 +1,7 @@
 """Cached tokens in clients' answers, by vLLM's own schedulers; the test is all workers."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from nixl_kv.ids import Nonce, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     Failure,
     FailureKind,
-    LoadEnded,
     OfferEnd,
     OfferEnded,
     PrepareLoad,
@@ -28,12 +27,13 @@ from nixl_kv.protocol.events import (
 from support.records import hex32, landed, teller, ticket_for
 from support.vllm_scheduler import (
     BLOCK,
-    OURS,
     WANT_TICKET,
     SteppedScheduler,
     hooked,
+    load_reported,
     make_config,
     make_request,
+    ours,
 )
 
 NUM_BLOCKS: Final = 96
@@ -57,9 +57,7 @@ class Engine(SteppedScheduler):
     """One of vLLM's schedulers; without a role it has no connector."""
 
     def __init__(self, role: str = "", *, overlap: str = "off", limit: int = 1024) -> None:
-        transfer, extra = None, {"port": 0, "insecure": True, "overlap": overlap}
-        if role:
-            transfer = KVTransferConfig(**OURS, kv_role=role, kv_connector_extra_config=extra)
+        transfer = KVTransferConfig(**ours(role, overlap=overlap)) if role else None
         config = make_config(transfer, NUM_BLOCKS, max_num_batched_tokens=limit)
         super().__init__(config, hooked(config))
         self.ticket: Any = None  # of the latest answer
@@ -140,28 +138,17 @@ class Engine(SteppedScheduler):
             reader = teller(engine=self.connector._engine_id)
             hint = landed(hint_key=prepare.hint_key, reader=reader, num_cached=num_cached)
             self.connector._directory._hints.append(hint)
-        reports, names = RankReports(), {start.request}
         number = None if failure else num_cached
-        reports.add([LoadEnded(start.request, start.num_tokens, failure, num_cached=number)])
-        return self.finish(
-            finished_recving=names,
-            failed_recving=names if failure else set(),
-            kv_connector_worker_meta=WorkerMetadata({}, reports),
-        )
+        reported = load_reported(start.request, start.num_tokens, failure, num_cached=number)
+        return self.finish(**reported)
+
+
+Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make_engine(*given: Any, **options: Any) -> Engine:
-        made.append(Engine(*given, **options))
-        return made[-1]
-
-    yield make_engine
-    for engine in made:
-        if engine.connector is not None:
-            engine.connector.shutdown()
+def make(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    return engines_of(Engine)
 
 
 def early_ticket(prefill: Engine, prompt: list[int]) -> tuple[Any, Any]:
@@ -186,7 +173,7 @@ PROMPTS: Final = {
 @pytest.mark.parametrize("limit", [1024, 64], ids=["one step", "chunks"])
 @pytest.mark.parametrize(("on_prefill", "on_decode", "prompt"), PROMPTS.values(), ids=PROMPTS)
 def test_a_client_gets_the_number_of_tokens_that_prefill_had_cached(
-    make: Callable[..., Engine],
+    make: Make,
     on_prefill: list[list[int]],
     on_decode: list[list[int]],
     prompt: list[int],
@@ -220,7 +207,7 @@ def test_a_client_gets_the_number_of_tokens_that_prefill_had_cached(
     assert (told.by_source, told.external_hits) == (sources, external)
 
 
-def test_a_request_that_decode_computes_has_its_own_number(make: Callable[..., Engine]) -> None:
+def test_a_request_that_decode_computes_has_its_own_number(make: Make) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     decode.run(FIRST)
     prefill.run(LONGER, WANT_TICKET)
@@ -229,19 +216,19 @@ def test_a_request_that_decode_computes_has_its_own_number(make: Callable[..., E
     assert told.by_source["local_compute"] == len(LONGER) - LOCAL
 
 
-def test_no_number_of_a_peer_exceeds_the_prompt(make: Callable[..., Engine]) -> None:
+def test_no_number_of_a_peer_exceeds_the_prompt(make: Make) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prefill.run(FIRST, WANT_TICKET)
     assert decode.load(FIRST, prefill.ticket, 2**31 - 1).cached == len(FIRST)
 
 
-def test_a_load_whose_ranks_read_nothing_changes_nothing(make: Callable[..., Engine]) -> None:
+def test_a_load_whose_ranks_read_nothing_changes_nothing(make: Make) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prefill.run(FIRST, WANT_TICKET)
     assert decode.load(FIRST, prefill.ticket, None).cached == len(FIRST) - 1
 
 
-def test_an_aborted_load_leaves_nothing(make: Callable[..., Engine]) -> None:
+def test_an_aborted_load_leaves_nothing(make: Make) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prefill.run(FIRST, WANT_TICKET)
     _, start = decode.start_load(FIRST, prefill.ticket)

@@ -35,9 +35,7 @@ from nixl_kv.connector.kv_layout import choose_interleave
 from nixl_kv.connector.paging import Paging, StatePaging, WholePaging
 from nixl_kv.connector.plugin import Where, run_checks
 from nixl_kv.connector.vllm_config import (
-    CACHE_REFUSALS,
     DRAFT_FACT,
-    REFUSALS,
     STATE_KINDS,
     check_supported,
     computed_on_decode,
@@ -191,11 +189,6 @@ def test_settings_are_refused_before_the_weights_load(words: str, depth: int) ->
     nested(config, depth)
     with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
         run_checks(config, Where.CONFIG)
-
-
-def test_most_refusals_need_no_cache() -> None:
-    assert not REFUSALS.keys() & CACHE_REFUSALS.keys()
-    assert len(REFUSALS) == 6
 
 
 @pytest.mark.parametrize(

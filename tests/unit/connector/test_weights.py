@@ -1,7 +1,7 @@
 """New weights: what vLLM's own scheduler keeps of the KV from before; the test is its workers."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import pytest
@@ -23,7 +23,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 from support.records import hex32, ticket_for
-from support.vllm_scheduler import OURS, WANT_TICKET, SteppedScheduler, make_config
+from support.vllm_scheduler import WANT_TICKET, SteppedScheduler, make_config, ours
 
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
@@ -33,9 +33,7 @@ LIFE: Final = Incarnation(hex32(0x11FE))
 
 class Engine(SteppedScheduler):
     def __init__(self, role: str, **extra: Any) -> None:
-        transfer = KVTransferConfig(
-            **OURS, kv_role=role, kv_connector_extra_config={"port": 0, **extra}
-        )
+        transfer = KVTransferConfig(**ours(role, **extra))
         super().__init__(make_config(transfer, NUM_BLOCKS, max_num_seqs=1))
         self.describe(LIFE)
         assert kinds(self.step()) == ["SetEngine"]
@@ -83,16 +81,8 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    engines: list[Engine] = []
-
-    def new(role: str, **options: Any) -> Engine:
-        engines.append(Engine(role, **options))
-        return engines[-1]
-
-    yield new
-    for engine in engines:
-        engine.connector.shutdown()
+def make(engines_of: Callable[[type[Engine]], Make]) -> Make:
+    return engines_of(Engine)
 
 
 def kinds(commands: Iterable[Command]) -> list[str]:
@@ -175,29 +165,6 @@ def test_the_worker_reports_the_loads_held_back(make: Make) -> None:
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
     results = worker.get_transfer_results(set())
     assert not results.finished_recving
-
-
-def test_tickets_of_before_are_refused_until_prefill_resets_too(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    decode = make("kv_consumer")
-    decode.request("met", decode.ticket(epoch=1))
-    decode.step()
-    assert decode.connector.reset_cache()
-    with caplog.at_level(logging.WARNING, "nixl_kv"):
-        decode.request("old", decode.ticket(epoch=1))
-        decode.request("older", decode.ticket(epoch=0))
-    assert warned(caplog) == [
-        f"request {name} is computed here: kv_transfer_params: epoch is {epoch}, from before this "
-        "engine's cache was reset; reset the cache of prefill engine 'prefill' as well"
-        for name, epoch in (("old", 1), ("older", 0))
-    ]
-    decode.request("new", decode.ticket(epoch=2))
-    decode.request("other", decode.ticket(incarnation=Incarnation(hex32(0x22))))
-    commands = decode.step()
-    prepared = [one.request for one in commands if isinstance(one, PrepareLoad)]
-    given_back = [one.request for one in commands if isinstance(one, CancelLoad)]
-    assert (prepared, given_back) == (["old", "older", "new", "other"], ["met", "old", "older"])
 
 
 def test_an_engine_that_wakes_up_takes_tickets_again(make: Make) -> None:

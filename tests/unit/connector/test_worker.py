@@ -135,30 +135,21 @@ def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) 
     assert worker.get_transfer_results(set()).finished_recving == set()
 
 
-def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
-    worker.register_kv_caches(kv_caches())
-    engine, order = worker._engine, []
-    assert engine is not None
-    engine.submit = lambda commands: order.append(("submit", [*commands]))  # type: ignore[method-assign]
-    worker._stale_tails.clear = lambda commands: order.append(("clear", [*commands]))  # type: ignore[method-assign, assignment]
-    worker.bind_connector_metadata(StepMetadata([start_load()]))
-    assert order == [("clear", [start_load()]), ("submit", [start_load()])]
-
-
 def test_slots_of_preempted_requests_are_cleared_first_and_once(worker: Worker) -> None:
-    """The V1 runner zeroes new blocks between the two hooks."""
+    """The V1 runner zeroes new blocks between the two hooks. Then come stale tails, and loads."""
     worker.register_kv_caches(kv_caches())
     engine, order = worker._engine, []
     assert engine is not None
     engine.before_step = lambda commands: order.append("slots") or [*commands]  # type: ignore[method-assign, func-returns-value]
     worker._stale_tails.clear = lambda _: order.append("tails")  # type: ignore[assignment, method-assign]
+    engine.submit = lambda _: order.append("loads")  # type: ignore[method-assign, assignment]
     step = StepMetadata([start_load()])
     worker.handle_preemptions(step)
     assert order == ["slots"]
     worker.bind_connector_metadata(step)
-    assert order == ["slots", "tails"]
+    assert order == ["slots", "tails", "loads"]
     worker.bind_connector_metadata(StepMetadata([start_load()]))  # without the other hook
-    assert order[2:] == ["slots", "tails"]
+    assert order[3:] == ["slots", "tails", "loads"]
 
 
 CONVERSATIONS = {"port": 0, "conversations": "on"}
