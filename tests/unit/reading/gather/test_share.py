@@ -348,6 +348,18 @@ def test_readers_that_connect_at_once_are_all_answered(owner: Owner) -> None:
         assert [len(one.recv(100)) for one in readers] == [ADMITTED_BYTES] * MAX_TOGETHER
 
 
+def test_a_flood_of_connections_wakes_the_thread_once_in_a_pause(owner: Owner) -> None:
+    with owner.connect():
+        assert owner.is_woken()
+        owner.server.poll()
+        with owner.connect():
+            assert not owner.is_woken()
+            assert owner.server.wait_s == pytest.approx(ACCEPTING_S)
+            owner.clock.now += ACCEPTING_S
+            owner.server.poll()
+            assert len(owner.server) == 2
+
+
 def test_without_descriptors_the_thread_waits_before_it_accepts_again(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
