@@ -1,4 +1,4 @@
-"""Our connector, whose workers log digests of a load's blocks: as it landed, and after its request.
+"""Our connector, whose workers log digests of a load's rows: as it landed, and after its request.
 
 PYTHONPATH=tests vllm serve MODEL --kv-transfer-config '{"kv_connector": "NixlKVConnector",
   "kv_connector_module_path": "support.digesting_connector", ...}'
@@ -6,11 +6,11 @@ PYTHONPATH=tests vllm serve MODEL --kv-transfer-config '{"kv_connector": "NixlKV
 With `overlap`, vLLM may compute a loaded request before its worker reports the load.
 """
 
-import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,9 +28,13 @@ LANDED: Final = "landed"
 ENDED: Final = "ended"
 
 
-def digests_in(log: str) -> dict[str, list[Mapping[str, str]]]:
+Digests = Mapping[str, Sequence[int]]
+"""Of each row of a layer's blocks: in its tensor, the bytes along the last axis."""
+
+
+def digests_in(log: str) -> dict[str, list[Digests]]:
     """The digests of each load by layer, for `landed` and for `ended`."""
-    found: dict[str, list[Mapping[str, str]]] = {LANDED: [], ENDED: []}
+    found: dict[str, list[Digests]] = {LANDED: [], ENDED: []}
     for line in LINE.findall(log):
         content = json.loads(line)
         found[content["when"]].append(content["layers"])
@@ -70,8 +74,8 @@ class NixlKVConnector(SoundConnector):
         sys.stderr.write(f"digested {json.dumps({'when': when, 'layers': layers})}\n")
         sys.stderr.flush()
 
-    def _digest(self, tensor: torch.Tensor, table: Table) -> str:
-        """The digest of all bytes of these blocks, whichever tokens have them."""
+    def _digest(self, tensor: torch.Tensor, table: Table) -> list[int]:
+        """Of all rows of these blocks, whichever tokens have them."""
         blocks = tensor[torch.from_numpy(table.block_ids.copy()).long()]
-        content = blocks.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return hashlib.blake2b(content, digest_size=8).hexdigest()
+        rows = blocks.contiguous().flatten(0, -2).view(torch.uint8).numpy()
+        return [zlib.crc32(row.tobytes()) for row in rows]
