@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.cluster.client import Client
+from harness.cluster.client import Client, RefusedError
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import Engine, EngineSpec
 from harness.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
@@ -24,12 +25,6 @@ SEEDS = itertools.count(71_000)  # no prompt is in decode's cache before
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that names the fault to plant into each load."""
-    return tmp_path_factory.mktemp("planted") / "plan"
-
-
-@pytest.fixture(scope="module")
 def planted(
     cluster: Cluster,
     base_specs: tuple[EngineSpec, EngineSpec],
@@ -37,7 +32,6 @@ def planted(
     plan: Path,
 ) -> Iterator[Pair]:
     """Decode verifies all, and plants the faults that its file names."""
-    plan.write_text("")
     with (
         started(cluster, planted_spec(base_specs[1], plan)) as (decode,),
         connected(base_engines[0], decode) as pair,
@@ -67,3 +61,26 @@ def test_loads_without_a_fault_are_verified(planted: Pair, plan: Path, single: C
     since = CountersSince(planted.to_decode)
     assert planted.complete(prompt).tokens == single.complete(prompt).tokens
     expect(since, {VERIFIED: 1, FAILURES: 0, DIGESTS: 1})
+
+
+@pytest.mark.slow
+def test_a_fault_fails_the_request_if_the_operator_says_so(
+    cluster: Cluster,
+    base_specs: tuple[EngineSpec, EngineSpec],
+    base_engines: tuple[Engine, Engine, Engine],
+    plan: Path,
+    single: Client,
+) -> None:
+    spec = planted_spec(base_specs[1], plan)
+    config = {**spec.connector_config, "on_load_failure": "fail"}
+    spec = replace(spec, name="decode-strict", connector_config=config)
+    broken, sound = (random_prompt(300, seed=next(SEEDS)) for _ in range(2))
+    with started(cluster, spec) as (strict,), connected(base_engines[0], strict) as pair:
+        since = CountersSince(pair.to_decode)
+        plan.write_text("byte")
+        with pytest.raises(RefusedError, match="500"):
+            pair.complete(broken)
+        expect(since, {CORRUPT: 1, LOADS: 0})
+        plan.write_text("")
+        assert pair.complete(sound).tokens == single.complete(sound).tokens
+        expect(since, {CORRUPT: 1, LOADS: 1})
