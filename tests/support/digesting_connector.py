@@ -29,7 +29,7 @@ ENDED: Final = "ended"
 
 
 Digests = Mapping[str, Sequence[int]]
-"""Of each row of a layer's blocks: in its tensor, the bytes along the last axis."""
+"""By layer, a digest for each row of its blocks. A row has the bytes along the tensor's last axis."""
 
 
 def digests_in(log: str) -> dict[str, list[Digests]]:
@@ -75,7 +75,7 @@ class NixlKVConnector(SoundConnector):
         sys.stderr.flush()
 
     def _digest(self, tensor: torch.Tensor, table: Table) -> list[int]:
-        """Of all rows of these blocks, whichever tokens have them."""
+        """The digests of all rows of these blocks, whichever tokens have them."""
         blocks = tensor[torch.from_numpy(table.block_ids.copy()).long()]
         rows = blocks.contiguous().flatten(0, -2).view(torch.uint8).numpy()
         return [zlib.crc32(row.tobytes()) for row in rows]

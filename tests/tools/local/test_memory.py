@@ -1,4 +1,4 @@
-"""The data plane inside one process refuses what a real link would refuse."""
+"""The data plane inside one process refuses the same reads as a real link."""
 
 from collections.abc import Sequence
 

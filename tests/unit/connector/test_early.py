@@ -186,7 +186,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of the API server."""
+    """The clock that the API server reads."""
     clock = Clock()
     monkeypatch.setattr(early.time, "monotonic", clock)
     return clock

@@ -531,7 +531,7 @@ def quantised(
 
 LATENT = {"spec": MLAAttentionSpec, "num_kv_heads": 1, "head_size": 576, "max_tp_shards": 1}
 KEY = {**LATENT, "head_size": 128, "dtype": torch.bfloat16, "max_tp_shards": None}
-"""Of an indexer whose spec has no quantisation."""
+"""The spec of an indexer that does not quantise its keys."""
 
 
 @pytest.mark.parametrize(

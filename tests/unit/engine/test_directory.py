@@ -456,7 +456,7 @@ def listening_rank(directory: Directory) -> MemoryControl:
 
 
 def heard(directory: Directory, rank: MemoryControl) -> list[tuple[int, bool]]:
-    """The numbers of what the rank is told in a turn, and whether the engine is paused."""
+    """Take a turn. Each message to the rank: its number, and whether it says "paused"."""
     directory.server.turn(0)
     told = [decode_to_rank(each.payload) for each in rank.poll(0) if isinstance(each, FromPeer)]
     incarnation = description(2).ranks[1].incarnation

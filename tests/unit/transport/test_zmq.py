@@ -394,7 +394,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + by
 
 
 def lost_to(reader: ZmqControl, greeting: bytes, *, closes: bool) -> Lost:
-    """What is told of a stranger that accepts a connection, greets, and then hangs or closes."""
+    """The news of a stranger that accepts a connection, greets, and then hangs or closes."""
     with socket.create_server((HOST, 0)) as stranger:
         endpoint = endpoint_at(HOST, stranger.getsockname()[1])
         reader.send(endpoint, b"hello")
