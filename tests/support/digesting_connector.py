@@ -29,7 +29,7 @@ ENDED: Final = "ended"
 
 
 Digests = Mapping[str, Sequence[int]]
-"""By layer, a digest for each row of its blocks. A row has the bytes along the tensor's last axis."""
+"""By layer, a digest for each row of its blocks: for the bytes along the last axis of its tensor."""
 
 
 def digests_in(log: str) -> dict[str, list[Digests]]:

@@ -125,7 +125,7 @@ def test_the_owners_bytes_are_where_the_mapping_says(
 
 
 def permissions(address: int) -> str:
-    """What this process may do with the mapping at this address, as /proc shows it."""
+    """The permissions of the mapping at this address, as /proc shows them."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, found, *_ = line.split()
         first, _, end = bounds.partition("-")
