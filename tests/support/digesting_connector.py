@@ -29,7 +29,7 @@ ENDED: Final = "ended"
 
 
 Digests = Mapping[str, Sequence[int]]
-"""By layer, a digest for each row of its blocks: for the bytes along the last axis of its tensor."""
+"""The digests of a layer's rows. A row is the last axis of the layer's tensor."""
 
 
 def digests_in(log: str) -> dict[str, list[Digests]]:
