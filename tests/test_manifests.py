@@ -48,6 +48,8 @@ from support.manifests import (
 OVERLAYS: Final = ("vllm-router", "llm-d", "llm-d-disaggregated-set", "llm-d-wide-ep")
 """Those that set everything; KServe's templates add the rest to its pods."""
 FOLDERS: Final = ("secret", "base", *OVERLAYS, "kserve")
+FOREIGN: Final = ("LLMInferenceService", "DisaggregatedSet")
+COMPONENTS: Final = tuple(sorted(path.name for path in (KUBERNETES / "components").iterdir()))
 DEVICES: Final = {
     "rdma-ib": "rdma/ib",
     "rdma-roce": "rdma/roce_gdr",
@@ -59,7 +61,6 @@ DEVICES: Final = {
 VERSIONS: Final = ("1.29", "1.37")
 """The first with containers that start before the others and stay, and the newest schema."""
 NEWER: Final = {"ResourceClaimTemplate": "1.37"}
-FOREIGN: Final = ("LLMInferenceService", "DisaggregatedSet")
 COMPOSE: Final = yaml.safe_load((REPO / "configs/compose.yaml").read_text(encoding="utf-8"))
 LATER_THAN_SCHEMA: Final = "pre_stop"
 """A key of compose 2.30, which compose_spec does not know yet."""
@@ -90,6 +91,23 @@ def api_ports(folder: str) -> frozenset[int]:
 
 
 # --- the files by themselves
+
+
+def test_every_file_is_part_of_something() -> None:
+    files = {path.resolve() for path in KUBERNETES.rglob("*.yaml")}
+    roots = {path for path in files if path.name == "kustomization.yaml"}
+    named = set()
+    for root in roots:
+        said = yaml.safe_load(root.read_text(encoding="utf-8"))
+        patches = [one["path"] for one in said.get("patches", ()) if "path" in one]
+        entries = [*said.get("resources", ()), *said.get("components", ()), *patches]
+        named |= {(root.parent / entry).resolve() for entry in entries}
+    assert files - roots <= named
+    folders = {path.parent.relative_to(KUBERNETES).parts for path in roots}
+    inner = {("components", name) for name in COMPONENTS} | {("llm-d-wide-ep", "engines")}
+    assert folders == {(name,) for name in FOLDERS} | inner
+    for path in named:
+        assert path.is_dir() or all("kind" in one for one in yaml.safe_load_all(path.read_text()))
 
 
 def test_the_compose_file_is_valid() -> None:
@@ -221,6 +239,17 @@ def test_pods_have_no_privileges(folder: str) -> None:
             }
 
 
+@needs_kubectl
+def test_kserve_gets_the_settings_that_its_templates_lack() -> None:
+    """They have ports, probes, and a context without root, but no user, and 15 s of preStop."""
+    for pod in engines(rendered("kserve")):
+        assert not {"ports", "startupProbe", "readinessProbe"} & set(pod.engine())
+        assert pod.spec["securityContext"]["runAsUser"]
+    prefill, decode = engines(rendered("kserve"))
+    assert prefill.spec["automountServiceAccountToken"] is False
+    assert "automountServiceAccountToken" not in decode.spec, "the sidecar asks Kubernetes"
+
+
 IN_TREE: Final = ("--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}')
 
 
@@ -314,6 +343,21 @@ def test_strangers_reach_the_api_alone(folder: str) -> None:
 
 
 @needs_kubectl
+@each_with_policy
+def test_each_policy_selects_pods(folder: str) -> None:
+    resources = rendered(folder)
+    labels = [pod.labels for pod in pods(resources)]
+    for policy in of_kind(resources, "NetworkPolicy"):
+        assert any(matches(policy["spec"]["podSelector"], one) for one in labels)
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        peers = [peer for rule in policy["spec"]["ingress"] for peer in rule.get("from", ())]
+        selectors = [peer["podSelector"] for peer in peers if "podSelector" in peer]
+        assert all(any(matches(selector, one) for one in labels) for selector in selectors)
+    for pod in engines(resources):
+        assert admitted(resources, pod.labels, STRANGER) is not None
+
+
+@needs_kubectl
 @each_overlay
 def test_prometheus_scrapes_each_api_server_of_the_engines_and_nothing_else(folder: str) -> None:
     path = REPO / "configs/prometheus/podmonitor.yaml"
@@ -349,6 +393,13 @@ def test_a_component_changes_both_engines(component: str) -> None:
         if component in DEVICES:
             limits = container["resources"]["limits"]
             assert limits == was["resources"]["limits"] | {DEVICES[component]: "1"}
+        if component.startswith("rdma-"):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]},
+                "runAsNonRoot": False,
+                "runAsUser": 0,
+            }
         backends = ("LIBFABRIC",) if component == "rdma-efa" else ("UCX",)
         assert opened(after).config.backends == backends
         if component == "rdma-dra":
@@ -357,6 +408,8 @@ def test_a_component_changes_both_engines(component: str) -> None:
             assert own["resourceClaimTemplateName"] == claim["metadata"]["name"]
             assert container["resources"]["claims"] == [{"name": own["name"]}]
             assert not container["resources"]["limits"], "the claim has the GPU"
+            wanted = [one["name"] for one in claim["spec"]["spec"]["devices"]["requests"]]
+            assert claim["spec"]["spec"]["devices"]["constraints"][0]["requests"] == wanted
         if component == "share-dir":
             check_shared_directory(after)
             (shared,) = of_kind(changed, "ResourceClaim")
@@ -365,6 +418,10 @@ def test_a_component_changes_both_engines(component: str) -> None:
             (own,) = after.spec["resourceClaims"]
             assert own["resourceClaimName"] == shared["metadata"]["name"], "both see all GPUs"
             assert container["resources"]["claims"] == [{"name": own["name"]}]
+        if component == "same-zone":
+            (term,) = after.spec["affinity"]["podAffinity"].popitem()[1]
+            selector = term["podAffinityTerm"]["labelSelector"]
+            assert all(matches(selector, pod.labels) for pod in engines(changed))
     assert len(engines(changed)) == 2
 
 
@@ -381,6 +438,12 @@ def check_shared_directory(pod: Pod) -> None:
     assert before["command"] == ["install", "-d", "-m", "0700", "-o", str(user), share]
     assert before["volumeMounts"] == [mount]
     assert before["image"] == pod.engine()["image"]
+
+
+@needs_kubectl
+def test_engines_that_share_gpus_take_different_ones() -> None:
+    found = engines(rendered("llm-d", "share-dir"))
+    assert {environment_of(pod.engine())["CUDA_VISIBLE_DEVICES"] for pod in found} == {"0", "1"}
 
 
 @needs_kubectl

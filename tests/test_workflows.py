@@ -41,3 +41,9 @@ def test_each_job_of_ci_names_groups_of_skips_that_exist() -> None:
             groups = job["env"][ENVIRONMENT].replace("${{ matrix.vllm }}", row["vllm"])
             nightly = " ".join(re.findall(r"&& '(.*?)'", groups))
             assert read_groups(f"{re.sub(r'[$]{{.*}}', '', groups)} {nightly}")
+
+
+def test_a_release_waits_for_ci() -> None:
+    release = jobs(REPO / ".github/workflows/release.yml")
+    assert release["ci"]["uses"] == "./.github/workflows/ci.yml"
+    assert (release["build"]["needs"], release["publish"]["needs"]) == ("ci", "build")

@@ -1,16 +1,19 @@
-"""Constants MAX_* that bound a table: the bound is made small, and more is added than fits.
+"""Every constant MAX_* that bounds a table: the bound is made small, and more is added than fits.
 
 A stranger, a client without a key or a peer can add to most of them.
 """
 
+import ast
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import pytest
 
+import nixl_kv
 from harness.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
@@ -55,6 +58,7 @@ from support.scripts import decode_machine
 from support.stepped import Clock
 
 BOUND, MANY = 2, 7
+PACKAGE: Final = Path(nixl_kv.__file__).parent
 
 Growth: TypeAlias = Iterator[int]
 """The number of entries after each one that is added."""
@@ -200,26 +204,117 @@ def buffers_of_copies() -> Growth:
         yield len(stream._free)
 
 
+TABLES_OF: Final[Mapping[str, tuple[Any, ...]]] = {
+    "errors.MAX_KINDS": (kinds_of_log_lines,),
+    "engine.directory.MAX_HINTS": (hints,),
+    "protocol.messages.MAX_CLAIMS": (reads_from_a_rank,),
+    "protocol.peers.MAX_UNUSABLE": (unusable_peers,),
+    "protocol.prefill.MAX_ENDED": (ended_offers,),
+    "protocol.read_queue.MAX_READS": (reads_under_way,),
+    "connector.prefill.MAX_PROMISED": (pair_tickets,),
+    "connector.decode.MAX_ENGINES": (
+        prefill_engines_that_decode_met,
+        prefill_engines_from_before_a_reset,
+    ),
+    "reading.agent.MAX_WARM_UPS": (warm_up_reads,),
+    "reading.kernel.MAX_FREE": (buffers_of_copies,),
+}
+ELSEWHERE: Final = {
+    "conversations.part.MAX_WAITING": "conversations/test_part.py",
+    "conversations.part.MAX_WAITING_OF_READER": "conversations/test_part.py",
+    "conversations.finding.MAX_FINDS": "conversations/test_finding.py",
+    "conversations.finding.MAX_HASHES": "conversations/test_finding.py",
+    "conversations.owners.MAX_OWNERS": "conversations/test_owners.py",
+    "early.asks.MAX_ASKS": "early/test_asks.py",
+    "early.asks.MAX_ASKS_OF_READER": "early/test_asks.py",
+    "engine.admission.MAX_HOSTS": "engine/test_admission.py",
+    "engine.loop.MAX_DECODING": "engine/test_loop.py",
+    "engine.peer_links.MAX_PEERS": "engine/test_peer_links.py",
+    "engine.peer_links.MAX_READS": "engine/test_peer_links.py",
+    "protocol.messages.MAX_LISTED": "engine/test_status.py",
+    "reading.agent.MAX_SLOT_READS": "reading/test_agent.py",
+    "reading.paths.MAX_SLICES": "reading/test_paths.py",
+    "reading.gather.share.MAX_CONNECTIONS": "reading/gather/test_share.py",
+    "reading.gather.share.MAX_OWNERS": "reading/gather/test_share.py",
+    "reading.gather.share.MAX_TOKENS": "reading/gather/test_share.py",
+    "reading.gather.share.MAX_UNPROVEN": "reading/gather/test_share.py",
+    "reading.staged.path.MAX_CROPS": "reading/staged/test_path.py",
+    "transport.ports.MAX_CONNECTIONS": "transport/test_zmq.py",
+    "transport.ucx.paced.MAX_STREAMS": "transport/ucx/test_paced.py",
+    "transport.zmq.MAX_BATCH": "transport/test_zmq.py",
+}
+NO_TABLES: Final = {
+    # seconds, attempts, characters, and numbers that people read
+    *["protocol.load.MAX_LOST", "protocol.load.MAX_TIMEOUTS"],
+    *["protocol.peers.MAX_FAILURES", "protocol.peers.MAX_PAUSE_S"],
+    *["transport.ucx.descriptors.MAX_STALE", "errors.MAX_TEXT", "errors.MAX_TRACEBACK_LINES"],
+    *["config.MAX_PORT", "config.MAX_LABEL", "engine.event_log.MAX_CAUSE"],
+    *["config.MAX_SHARE_DIR", "reading.gather.share.MAX_REASON"],
+    *["engine.event_log.MAX_REQUESTS", "engine.status.MAX_SETTINGS"],
+    "protocol.ticket.MAX_LENGTH",
+    "engine.clock.MAX_GAP_S",
+    *[
+        "protocol.ticket.MAX_REASON",
+        "protocol.ticket.MAX_WHY",
+        "connector.vllm_config.MAX_FACT",
+        "cli.options.MAX_ERROR",
+    ],
+    *["connector.plugin.MAX_SHOWN", "errors.MAX_ID", "protocol.ticket.MAX_NAME"],
+    *["config.MAX_SHOWN", "config.MAX_MISS", "config.MAX_SECONDS"],
+    # characters of a key file; addresses of one process, and how many fit into one kernel filter
+    *["keys.MAX_TEXT", "transport.ucx.ports.MAX_LISTENS", "transport.ports.MAX_TOGETHER"],
+    *["protocol.params.MAX_LEVELS", "protocol.params.MAX_SIZE"],  # of one client's parameters
+    *["cli.doctor.engines.MAX_SHOWN", "cli.doctor.engines.MAX_PAIRS", "cli.compare.MAX_RANGES"],
+    # fields of one message or layout, and what follows from them: see test_messages, test_layout
+    *["protocol.messages.MAX_ALLOCATIONS", "protocol.messages.MAX_RANKS"],
+    *["protocol.messages.MAX_ADDRESSES", "protocol.messages.MAX_HASHES"],
+    "protocol.messages.MAX_RUN",
+    *["protocol.messages.MAX_ROWS", "protocol.messages.MAX_COLUMNS"],
+    *["protocol.messages.MAX_SLICES", "protocol.messages.MAX_CHUNKS"],
+    *["protocol.messages.MAX_RING_SLOTS", "geometry.layout.MAX_ADDRESS"],
+    *["geometry.layout.MAX_COUNT", "geometry.layout.MAX_TEXT", "geometry.layout.MAX_ENTRIES"],
+    *["geometry.layout.MAX_UNITS", "geometry.match.MAX_TOKEN_SEGMENTS"],
+    *["geometry.match.MAX_STRIPED_SEGMENTS", "geometry.plan.MAX_PIECES"],
+    *["geometry.plan.MAX_INDEX", "geometry.plan.MAX_ROWS", "engine.engine.MAX_SLOTS"],
+    *["reading.staged.copier.MAX_VIEWS", "transport.zmq.MAX_ANSWER_BYTES"],
+    # work at a time
+    *["protocol.read_queue.MAX_BYTES", "transport.nixl.MAX_COPYING"],
+    "verify.gpu.MAX_UNROLLED",
+    "connector.vllm_config.MAX_PACKED_BLOCK_SIZE",
+}
+
+
+def bounds_in(path: Path) -> Iterator[str]:
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id.startswith("MAX_"):
+                yield f"{module}.{target.id}"
+
+
+FOUND: Final = {name for path in PACKAGE.rglob("*.py") for name in bounds_in(path)}
+
+
 @pytest.mark.parametrize(
     ("name", "fill"),
     [
-        ("errors.MAX_KINDS", kinds_of_log_lines),
-        ("engine.directory.MAX_HINTS", hints),
-        ("protocol.messages.MAX_CLAIMS", reads_from_a_rank),
-        ("protocol.peers.MAX_UNUSABLE", unusable_peers),
-        ("protocol.prefill.MAX_ENDED", ended_offers),
-        ("protocol.read_queue.MAX_READS", reads_under_way),
-        ("connector.prefill.MAX_PROMISED", pair_tickets),
-        ("connector.decode.MAX_ENGINES", prefill_engines_that_decode_met),
-        ("connector.decode.MAX_ENGINES", prefill_engines_from_before_a_reset),
-        ("reading.agent.MAX_WARM_UPS", warm_up_reads),
-        ("reading.kernel.MAX_FREE", buffers_of_copies),
+        pytest.param(name, fill, id=fill.__name__)
+        for name, fills in TABLES_OF.items()
+        for fill in fills
+        if name in FOUND  # a tree may lack a feature's folder
     ],
 )
-def test_a_table_grows_to_its_bound(
-    name: str, fill: Callable[[], Growth], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_grows_to_its_bound(name: str, fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"nixl_kv.{name}", BOUND)
     sizes = list(fill())
     assert len(sizes) == MANY
     assert max(sizes) == BOUND, f"{name} is {BOUND}"
+
+
+def test_each_bound_is_tested() -> None:
+    untested = FOUND.difference(TABLES_OF, ELSEWHERE, NO_TABLES)
+    assert not untested, "give it a row in TABLES_OF, or name it in ELSEWHERE or NO_TABLES"
+    for name in FOUND.intersection(ELSEWHERE):
+        path = Path(__file__).parent / ELSEWHERE[name]
+        assert name.rpartition(".")[2] in path.read_text(), path
