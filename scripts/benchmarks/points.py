@@ -315,14 +315,18 @@ class Best(NamedTuple):
     rate: float
     is_open: bool
     """No higher rate was measured, so the limit may be higher."""
+    lowest: float = 0.0
+    """The lowest rate that was measured."""
 
     def __str__(self) -> str:
+        if not self.rate:
+            return f"below {self.lowest:g}"
         return f"{self.rate:g}{' or more' if self.is_open else ''}"
 
 
 def best_of(shares: Mapping[float, Share]) -> Best:
     rate = max((rate for rate, share in shares.items() if share.is_good), default=0.0)
-    return Best(rate, rate >= max(shares, default=0.0))
+    return Best(rate, rate >= max(shares, default=0.0), min(shares, default=0.0))
 
 
 def is_replicas(arm: str) -> bool:
