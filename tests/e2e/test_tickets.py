@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
 from harness.cluster.tickets import sealed, values
 from nixl_kv.protocol.ticket import FIELD
-from support.engines import EVENT_S, PATIENT, Accounts, started
+from support.engines import CPU_FLAGS, EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
 
@@ -133,7 +132,7 @@ def test_a_refused_ticket_is_an_error_if_the_operator_says_so(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()),
+    not {"avx512f", "amx_tile"} & CPU_FLAGS,
     reason="vLLM's CPU build keeps KV in fp8 with AVX-512 or AMX only",
 )
 def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:

@@ -41,7 +41,9 @@ EVENT_S = 90.0
 
 SETTLING = 8  # tokens, each a step: then an engine has published all that it had counted before
 
-HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+CPU_FLAGS = frozenset(Path("/proc/cpuinfo").read_text("utf-8").split())
+HAS_BFLOAT16 = "avx512_bf16" in CPU_FLAGS
+HAS_AMX = "amx_bf16" in CPU_FLAGS
 NO_BFLOAT16 = "vLLM's kernels of this model need bfloat16 (AVX512-BF16 or AMX)"
 
 
