@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, Protocol, TypeAlias, get_args
@@ -67,7 +67,7 @@ A number before the event is the second in which it comes; without one no time h
 failure that is expected has some of the words of the real one: a rank, a time, a reason.
 """
 
-MOST = 300  # characters of an event or an action in a failure
+MOST = 400  # characters of an event or an action in a failure
 
 
 class Machine(Protocol):
@@ -99,13 +99,30 @@ def _differences(actual: Any, expected: Any, where: str = "action") -> Iterator[
             both = getattr(actual, name), getattr(expected, name)
             yield from _differences(*both, f"{where}, {type(actual).__name__}.{name}")
     elif actual != expected:
-        yield f"{where}: {_cut(actual)}, expected: {_cut(expected)}"
+        yield f"{where}: {_cut(actual)}\n    expected: {_cut(expected)}"
 
 
 def _cut(value: Any) -> str:
-    """Its `repr`; long ids and texts keep both ends."""
-    text = re.sub(r"([0-9a-f]{4})[0-9a-f]{20,}([0-9a-f]{4})", r"\1..\2", repr(value))
+    """Its `repr`, without fields that have their defaults; long ids and texts keep both ends."""
+    text = re.sub(r"([0-9a-f]{4})[0-9a-f]{20,}([0-9a-f]{4})", r"\1..\2", _shown(value))
     return text if len(text) <= MOST else f"{text[: MOST // 2]} .. {text[-MOST // 2 :]}"
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case msgspec.Struct():
+            given = {one.name: one.default for one in msgspec.structs.fields(value)}
+        case _ if is_dataclass(value):
+            given = {one.name: one.default for one in fields(value)}
+        case tuple() | list():
+            return f"[{', '.join(map(_shown, value))}]"
+        case bytes() if len(set(value)) == 1 < len(value):
+            return f"{value[:1]!r} * {len(value)}"
+        case _:
+            return repr(value)
+    own = {name: getattr(value, name) for name in given}
+    shown = [f"{name}={_shown(one)}" for name, one in own.items() if one != given[name]]
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _reworded(action: Action, expected: Any) -> Action:
