@@ -54,6 +54,8 @@ CPU_ENV: Final = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Otherwise vLLM 0.33 wants a NUMA node for each data-parallel rank of a host.
+    "VLLM_CPU_SIM_MULTI_NUMA": "0",
 }
 """Several engines share few cores: one thread each, bound to no core, that never spins. Nothing is
 compiled: vLLM does so in spite of --enforce-eager, for 5 s at the first request of each engine."""
