@@ -413,7 +413,8 @@ class SharedPieces:
         with self._waiting(f"fetching piece {number} from its owner"):
             answer = self._ask(NUMBER.pack(number))
         batch = answer.descriptors
-        if not 0 < len(batch) <= most or answer.content != NUMBER.pack(len(batch)):
+        is_right = answer.is_whole and 0 < len(batch) <= most
+        if not is_right or answer.content != NUMBER.pack(len(batch)):
             answer.refuse()
         self._left_s = min(PROVING_S, self._left_s + len(batch) / LEAST_RATE)
         return batch

@@ -703,6 +703,17 @@ def test_an_answer_that_is_not_right_is_described(
     assert num_open_files() == before
 
 
+def test_a_message_with_more_descriptors_than_it_says_is_refused(tmp_path: Path) -> None:
+    """Linux drops those that do not fit, so the others look like all that the owner sent."""
+    before = num_open_files()
+    with (
+        answering(tmp_path, lambda one, _: send_pieces(one, BATCH + 1, BATCH)) as pieces,
+        pytest.raises(SharingError, match=f"more than {BATCH} descriptors"),
+    ):
+        next(pieces.descriptors(2 * BATCH))
+    assert num_open_files() == before
+
+
 def test_an_owner_that_hangs_later_costs_no_more(owner: Owner) -> None:
     """A decode engine plans one rank at a time, so other peers would wait as long."""
     with owner.serving():
