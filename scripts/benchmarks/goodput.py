@@ -94,7 +94,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ttft-ms", type=float, default=1000.0, help="default 1000")
     parser.add_argument("--gap-ms", type=float, default=15.0, help="default 15")
-    parser.add_argument("--few", type=int, default=60, help="requests of a rate, default 60")
+    parser.add_argument(
+        "--few", type=int, default=points.LEAST, help="requests of a rate, default %(default)s"
+    )
     # A queue needs time to grow: at a rate at which 39 % of 150 requests were good, 98 % of 48
     # were, which came within 6 s.
     parser.add_argument(
@@ -224,7 +226,7 @@ def cache_bytes(options: argparse.Namespace, setup: Setup, beside: int) -> int:
     """How large each engine's cache is on each of its GPUs.
 
     Raises:
-        SystemExit: the machine has not enough GPUs for these engines.
+        SystemExit: the memory of a GPU is too small for these engines.
     """
     if options.kv_gib:
         return int(options.kv_gib * (1 << 30))

@@ -380,9 +380,8 @@ def verdicts(record: Record, objectives: Sequence[Objective]) -> Iterator[Verdic
     for setup, objective in itertools.product(setups, objectives):
         shares: dict[str, dict[float, Share]] = {}
         for key, points in found.items():
-            share = share_of(points, objective)
-            if key[:4] == setup and share.total >= LEAST:
-                shares.setdefault(key.arm, {})[key.rate] = share
+            if key[:4] == setup and sum(point.requests for point in points) >= LEAST:
+                shares.setdefault(key.arm, {})[key.rate] = share_of(points, objective)
         if any(map(is_replicas, shares)) and not shares.keys().isdisjoint(OURS):
             best = {name: best_of(rates) for name, rates in shares.items()}
             card, vllm, engines, shape = setup

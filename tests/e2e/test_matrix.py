@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import msgspec
 import pytest
-import torch
 
 from harness.cluster.answers import Question
 from harness.cluster.client import Client
@@ -56,11 +55,10 @@ from support.engines import (
     expect_free,
     without_connector,
 )
-from support.gpus import visible
+from support.gpus import NUM_GPUS, visible
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
-NUM_GPUS: Final = torch.cuda.device_count()
 DEVICE: Final[Device] = "cuda" if NUM_GPUS else "cpu"
 MOST_RANKS: Final[Mapping[Device, int]] = {"cpu": 3, "cuda": 16}
 """How many run at a time, beside the engines that all tests share."""

@@ -4,60 +4,29 @@ vLLM's own copies refuse to run on CPU: `harness.cluster.host_tier` stands for t
 stands also for SimpleCPUOffloadConnector, which is made of CUDA streams.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from harness.cluster.answers import Question
 from harness.cluster.client import Answer, Client
 from harness.cluster.cluster import Cluster
-from harness.cluster.engines import EngineSpec
 from harness.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
-from harness.cluster.models.files import ensure_tiny_model
 from harness.cluster.pair import Pair
 from harness.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, connected, expect, started
+from support.engines import Accounts, connected, expect, started
+from support.tiered import BLOCK, multi_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONFIGS: Final = Path(__file__).resolve().parents[2] / "configs"
-HOST_TIER: Final = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 64 << 20,
-        "spec_name": "HostTierSpec",
-        "spec_module_path": "harness.cluster.host_tier",
-    },
-}
 EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"  # tokens that any connector has given
 
-BLOCK: Final = 128
 NUM_TOKENS: Final = 400
 IN_TIER: Final = NUM_TOKENS // BLOCK * BLOCK
-
-
-def multi_spec(name: str) -> EngineSpec:
-    """An engine with configs/multi-NAME.json, except for parts that this machine lacks."""
-    transfer: dict[str, Any] = json.loads((CONFIGS / f"multi-{name}.json").read_text("utf-8"))
-    connectors = transfer["kv_connector_extra_config"]["connectors"]
-    extra = connectors[0]["kv_connector_extra_config"]
-    for name_of_place in ("host", "key_file"):
-        extra.pop(name_of_place, None)
-    extra |= {"port": 0, "verify": "all", **PATIENT}
-    connectors[1] = HOST_TIER
-    return EngineSpec(
-        f"multi-{name}",
-        ensure_tiny_model(),
-        kv_cache_bytes=256 << 20,
-        block_size=BLOCK,
-        extra_args=("--kv-transfer-config", json.dumps(transfer)),
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # for `reset_prefix_cache`
-    )
 
 
 @pytest.fixture(scope="module")

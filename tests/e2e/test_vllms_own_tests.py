@@ -13,13 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
-from e2e.test_offload_tier import multi_spec
-from harness.cluster.client import DIRECT, HEALTH_TIMEOUT_S
+from harness.cluster.client import is_healthy
 from harness.cluster.cluster import Cluster
 from harness.cluster.engines import HOST, QUIET_ENV, Engine
 from harness.cluster.models.files import REPO
@@ -27,6 +24,7 @@ from harness.cluster.pair import Pair
 from harness.cluster.processes import ManagedProcess, Ports, stop_all
 from harness.cluster.router import START_TIMEOUT_S, past_proxies
 from support.engines import connected, expect_free, started
+from support.tiered import multi_spec
 
 SOURCE: Final = os.environ.get("NIXL_KV_VLLM_TESTS")
 
@@ -68,7 +66,9 @@ def run(tests: Sequence[str], options: Sequence[str] = (), **env: str) -> None:
     """
     folders = [REPO, REPO / "scripts", REPO / "tests"]
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "support.vllm_suite"]
-    command += ["-p", "no:cacheprovider", f"--confcutdir={Path(tests[0]).parent}"]
+    # The folder may be below one with a configuration of pytest.
+    command += ["-c", os.devnull, "--rootdir=.", f"--confcutdir={Path(tests[0]).parent}"]
+    command += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *options, *tests],
         cwd=SOURCE,
@@ -100,21 +100,13 @@ class Proxy(ManagedProcess):
         command = [sys.executable, str(Path(SOURCE).resolve() / PAIRS / "toy_proxy_server.py")]
         command += ["--port", str(self.port)]
         for role, engine in self._engines.items():
-            command += [f"--{role}-hosts", HOST, f"--{role}-ports", port_of(engine)]
+            command += [f"--{role}-hosts", HOST, f"--{role}-ports", str(engine.port)]
         env = os.environ | QUIET_ENV
         self.launch(command, env | past_proxies(env))
 
     def is_ready(self) -> bool:
         self.check_alive()
-        try:
-            url = f"http://{HOST}:{self.port}/healthcheck"
-            return httpx.get(url, timeout=HEALTH_TIMEOUT_S, **DIRECT).is_success
-        except httpx.HTTPError:
-            return False
-
-
-def port_of(engine: Engine) -> str:
-    return str(urlsplit(engine.url).port)
+        return is_healthy(f"http://{HOST}:{self.port}", "/healthcheck")
 
 
 @contextmanager
@@ -124,8 +116,8 @@ def proxied(pair: Pair, folder: Path) -> Iterator[Mapping[str, str]]:
     proxy.start()
     try:
         proxy.wait_ready(START_TIMEOUT_S)
-        engines = {"PREFILL_PORT": port_of(pair.prefill), "DECODE_PORT": port_of(pair.decode)}
-        yield {**engines, "PROXY_PORT": str(proxy.port)}
+        ports = {"PREFILL": pair.prefill.port, "DECODE": pair.decode.port, "PROXY": proxy.port}
+        yield {f"{name}_PORT": str(port) for name, port in ports.items()}
     finally:
         stop_all([proxy])
 

@@ -22,6 +22,7 @@ from harness.cluster.waiting import wait_until
 from support.digesting_connector import ENDED, LANDED, digests_in
 from support.engines import (
     EVENT_S,
+    HAS_AMX,
     HAS_BFLOAT16,
     NO_BFLOAT16,
     PATIENT,
@@ -103,8 +104,8 @@ def test_decode_writes_nothing_but_the_last_tokens_rows_again(
 ) -> None:
     """Prefill has written them too, so they are in the blocks that decode reads.
 
-    With 128 tokens, the last one completes a state of each kind; with 131, of none. Where a kernel
-    rounds a batch of one token as it does the prompt, decode writes the same values.
+    With 128 tokens, the last one completes a state of each kind; with 131, of none. On CPUs with
+    AMX, kernels round a batch of one token otherwise than a prompt; elsewhere the values are equal.
     """
     pair, _ = engines
     before, accounts = pair.decode.log_size(), Accounts(pair)
@@ -124,4 +125,4 @@ def test_decode_writes_nothing_but_the_last_tokens_rows_again(
         for layer, rows in landed.items()
     }
     print({layer: (count, len(landed[layer])) for layer, count in changed.items()})
-    assert max(changed.values()) <= 1
+    assert max(changed.values()) <= HAS_AMX

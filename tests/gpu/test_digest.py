@@ -30,11 +30,9 @@ from support.digest_caches import (
 
 torch = pytest.importorskip("torch")
 gpu = pytest.importorskip("nixl_kv.verify.gpu", exc_type=ImportError)
+from support.gpus import needs_gpus  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 Build: TypeAlias = Callable[..., CacheLayout]
 """A function of the address, and of `gpu`."""

@@ -36,14 +36,9 @@ from harness.cluster.metrics import (  # noqa: E402
 from harness.cluster.models.files import REPO  # noqa: E402
 from harness.cluster.pair import Pair  # noqa: E402
 from support.engines import expect, expect_free  # noqa: E402
-from support.gpus import visible  # noqa: E402
+from support.gpus import NUM_GPUS, needs_gpus, visible  # noqa: E402
 
-NUM_GPUS: Final = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not NUM_GPUS, reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 MODEL: Final = REPO / "configs/recall"
 GRAPHS: Final = (

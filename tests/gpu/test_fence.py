@@ -19,11 +19,9 @@ nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.transport.base import Rows  # noqa: E402
+from support.gpus import needs_gpus  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 SIZE = 4 << 30
 PIECE = 16 << 10  # with gaps between pieces, so that none are merged and the read takes a while

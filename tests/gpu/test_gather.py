@@ -24,11 +24,9 @@ from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.gpu import make_current  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
 from support.gpu_memory import EXPANDABLE, SIZE, Owner, Reader, running, write_apart  # noqa: E402
+from support.gpus import needs_gpus  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 LONG = 1000
 """Kernels in a row, which take a second or more."""

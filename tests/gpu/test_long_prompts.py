@@ -33,14 +33,9 @@ from harness.cluster.metrics import (  # noqa: E402 - likewise
 )
 from harness.cluster.models.files import ensure_tiny_model  # noqa: E402 - likewise
 from harness.cluster.pair import Pair  # noqa: E402 - likewise
-from support.gpus import visible  # noqa: E402 - likewise
+from support.gpus import NUM_GPUS, needs_gpus, visible  # noqa: E402 - likewise
 
-NUM_GPUS: Final = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = needs_gpus(2)
 
 LENGTH: Final = 131_072  # tokens
 ROOM: Final = 135_168  # tokens; the answer and the prompt fit

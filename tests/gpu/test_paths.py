@@ -13,11 +13,9 @@ pytest.importorskip("triton")
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 from benchmarks import __main__ as bench  # noqa: E402
+from support.gpus import needs_gpus  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 
 @pytest.mark.parametrize("path", ["gather", "staged", "direct"])

@@ -25,11 +25,9 @@ from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.reading.gather.memory import HIDDEN  # noqa: E402
 from support import gpu_memory  # noqa: E402
 from support.gpu_memory import EXPANDABLE, SIZE, Owner, running, write_apart  # noqa: E402
+from support.gpus import needs_gpus  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = needs_gpus(1)
 
 UNMAPPED_S: Final = 1.0
 """The promise: a reader unmaps the memory in this time once the owner is gone."""

@@ -246,10 +246,10 @@ def _messages(messages: Messages) -> Body:
     return {"messages": messages, "logprobs": True}
 
 
-def is_healthy(url: str) -> bool:
-    """Whether /health answers 200 now."""
+def is_healthy(url: str, path: str = "/health") -> bool:
+    """Whether this path answers 200 now."""
     try:
-        return httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S, **DIRECT).is_success
+        return httpx.get(f"{url}{path}", timeout=HEALTH_TIMEOUT_S, **DIRECT).is_success
     except httpx.HTTPError:
         return False
 
